@@ -1,0 +1,95 @@
+"""What the losses need of torch.distributed: gathering without gradient, and rows kept by their owner.
+
+Shapes: b = samples of this process, W = processes, B = b * W, n = rows, c = columns.
+With one process nothing here communicates.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Concatenate (b, ...) of every process along the first axis to (B, ...), in the order of ranks, detached."""
+    tensor = tensor.detach().contiguous()
+    if world_size() == 1:
+        return tensor
+    gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(gathered, tensor)
+    return gathered
+
+
+class ShardedRows(nn.Module):
+    """A table of n rows of c float32 values of which process r keeps the rows r, r + W, r + 2W, ...
+
+    Args:
+        num_rows: n, at least 1.
+        columns: c.
+        fill: value of a row that was never written.
+        device: where the rows are kept.
+    """
+
+    CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
+
+    def __init__(self, num_rows: int, columns: int, fill: float, device: torch.device | str = "cpu"):
+        super().__init__()
+        self.num_rows = num_rows
+        self.columns = columns
+        self.fill = fill
+        # The last local row is written in place of rows that other processes own: shapes stay static.
+        local_rows = self._rows_of(rank()) + 1
+        self.register_buffer("rows", torch.full((local_rows, columns), fill, device=device), persistent=False)
+
+    def _rows_of(self, owner: int) -> int:
+        return len(range(owner, self.num_rows, world_size()))
+
+    def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        owned = index % world_size() == rank()
+        local = torch.where(owned, index // world_size(), self.rows.shape[0] - 1)
+        return owned, local
+
+    def lookup(self, index: Tensor) -> Tensor:
+        """Values (B, c) of the rows `index` (B,), the same `index` on every process; one all-reduce."""
+        owned, local = self._locate(index)
+        values = torch.where(owned[:, None], self.rows[local], 0.0)
+        if world_size() > 1:
+            dist.all_reduce(values)
+        return values
+
+    def assign(self, index: Tensor, values: Tensor) -> None:
+        """Write `values` (B, c) to the rows `index` (B,); equal rows must come with equal values."""
+        _, local = self._locate(index)
+        self.rows[local] = values.to(self.rows.dtype)
+
+    def gather(self) -> Tensor | None:
+        """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it."""
+        table = torch.empty(self.num_rows, self.columns) if rank() == 0 else None
+        for owner in range(world_size()):
+            for start in range(0, self._rows_of(owner), self.CHUNK):
+                stop = min(start + self.CHUNK, self._rows_of(owner))
+                if owner == 0:
+                    chunk = self.rows[start:stop] if rank() == 0 else None
+                elif rank() == owner:
+                    dist.send(self.rows[start:stop].contiguous(), dst=0)
+                    chunk = None
+                elif rank() == 0:
+                    chunk = self.rows.new_empty(stop - start, self.columns)
+                    dist.recv(chunk, src=owner)
+                if rank() == 0:
+                    table[owner :: world_size()][start:stop] = chunk.cpu()
+        return table
+
+    def load(self, table: Tensor) -> None:
+        """Take this process's rows out of the whole table (n, c), which may have been saved under another W."""
+        if tuple(table.shape) != (self.num_rows, self.columns):
+            raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
+        self.rows.fill_(self.fill)
+        self.rows[:-1] = table[rank() :: world_size()].to(self.rows)

@@ -1,0 +1,240 @@
+"""The global contrastive objective with its four replaceable parts.
+
+neuclip.txt Eq. 1, estimated from one global batch:
+
+    F = (1/n) sum_i [ tau * log(eps + g_1i) + tau * log(eps + g_2i) ] + 2 * tau * rho
+    g_1i = mean over j != i of exp((s_ij - s_ii) / tau)      image i as anchor, all texts j
+    g_2i = mean over j != i of exp((s_ji - s_ii) / tau)      text i as anchor, all images j
+
+Both sides are summed and rho is on that scale, as in the papers; FastCLIP's released code halves the sum.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses.compositional import Compositional
+from open_clip_ext.losses.unified import Unified
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.options import Option, positive
+from open_clip_ext.pairs import Pairs, SimilarityBlocks, add_eps, attach_gradients, process_share, scale_gradient
+from open_clip_ext.temperature import LearnableTemperature
+
+
+class NonFiniteError(ArithmeticError):
+    """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
+
+
+class GlobalContrastiveLoss(nn.Module):
+    """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+
+    Under torch.distributed each process passes its own b pairs; the gradients are exact for the global batch of B
+    pairs once averaged over processes, as DistributedDataParallel does. They do not depend on OpenCLIP's
+    `local_loss` and `gather_with_grad`.
+
+    Args:
+        normalizer: estimator of the log-normalizers; holds the state.
+        temperature: scheme that the temperature follows.
+        objective: `Compositional` or `Unified`.
+        eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
+        accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
+            state moves on the first call, and the temperature's gradient is that of one call.
+        validate: also check what needs a wait for the device (range of `index`, unit norms), on every call.
+
+    Raises:
+        InputError: the parts do not go together, or an argument is out of range.
+    """
+
+    options = (
+        Option("loss_eps", float, 1e-14, "eps inside the logarithm of the loss", valid=positive, wanted="a number > 0"),
+    )
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "log-normalizers")
+
+    def __init__(
+        self,
+        normalizer: Normalizer,
+        temperature: LearnableTemperature,
+        objective: type[Compositional] | type[Unified],
+        eps: float = 1e-14,
+        accum_freq: int = 1,
+        validate: bool = False,
+    ):
+        super().__init__()
+        self.options[0].check(eps)
+        if objective.needs_differentiable_normalizer and not normalizer.differentiable:
+            raise InputError(
+                f"--encoder-objective: {objective.name!r} needs a normalizer that is a function of the embeddings; "
+                f"with --normalizer {normalizer.name} use 'compositional'"
+            )
+        self.normalizer = normalizer
+        self.temperature = temperature
+        self.objective = objective
+        self.eps = eps
+        self.accum_freq = accum_freq
+        self.validate = validate
+        self.steps = 0
+        self._calls = 0
+        self._first_non_finite: Tensor | None = None
+        self._last: tuple[Batch, Tensor] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell schedules that epoch `epoch` (0-based) begins."""
+        self._calls = 0
+        self.normalizer.set_epoch(epoch)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Estimate of the global objective, 0-d float32, equal on every process, with its gradient.
+
+        Args:
+            image_features, text_features: (b, d) unit vectors of any float type; computed in float32 whatever
+                autocast says (float64 stays float64).
+            logit_scale: 1 / tau, 0-d (OpenCLIP's `logit_scale.exp()`).
+            logit_bias: has no effect, since it cancels in s_ij - s_ii.
+            index: rows of the samples, (b,) int64 in [0, n); needed if the normalizer has state per sample.
+
+        Raises:
+            ValueError: shapes, types or `index` do not fit; the message names the argument.
+        """
+        self._check(image_features, text_features, logit_scale, index)
+        with torch.autocast(image_features.device.type, enabled=False):
+            value = self._forward(image_features, text_features, logit_scale, index)
+        return {"contrastive_loss": value} if output_dict else value
+
+    def _forward(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None):
+        dtype = torch.promote_types(image_features.dtype, torch.float32)
+        pairs = Pairs.gather(image_features.to(dtype), text_features.to(dtype))
+        # Each of the accum_freq calls sees the whole batch, so each adds tau's whole gradient.
+        tau = scale_gradient(logit_scale.to(dtype).reciprocal(), 1 / self.accum_freq)
+        with torch.no_grad():
+            blocks = SimilarityBlocks(pairs)
+            log_batch = add_eps(blocks.log_batch_normalizers(tau), self.eps)
+            batch = self._global_batch(pairs, blocks, log_batch, tau, index)
+            if self.training and self._calls % self.accum_freq == 0:
+                self.normalizer.update(batch)
+                self.steps += 1
+            self._calls += 1
+
+        positives = (pairs.image * pairs.text).sum(dim=1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer):
+            alpha = self.normalizer(pairs, positives, tau, batch)
+
+        with torch.no_grad():
+            all_alpha = all_gather(alpha.T).T
+            self._last = (batch, all_alpha)
+            self._note_non_finite(batch, all_alpha)
+            return_value = self.temperature.value(tau, self.objective.log_values(batch.log_batch, all_alpha))
+            gradients = self._gradients(pairs, blocks, tau, log_batch, alpha, all_alpha)
+        return attach_gradients(return_value, gradients)
+
+    def _global_batch(self, pairs, blocks, log_batch, tau, index) -> Batch:
+        all_log_batch = all_gather(log_batch.T).T
+        finite = torch.stack([tensor.isfinite().all() for tensor in (pairs.all_image, pairs.all_text, all_log_batch)])
+        return Batch(
+            image=pairs.all_image,
+            text=pairs.all_text,
+            positives=blocks.all_positives,
+            log_batch=all_log_batch,
+            tau=tau.detach(),
+            index=all_gather(index.to(log_batch.device, non_blocking=True)) if index is not None else None,
+            finite=finite.all(),
+        )
+
+    def _gradients(self, pairs, blocks, tau, log_batch, alpha, all_alpha) -> list[tuple[Tensor, Tensor]]:
+        """This process's part of the gradient of the global value, by input."""
+        batch, share = all_alpha.shape[1], process_share()
+        image, text, tau_terms = blocks.gradients(tau, alpha, all_alpha)
+        log_values = self.objective.log_values(log_batch, alpha)
+        gradients = [
+            (pairs.image, image * share),
+            (pairs.text, text * share),
+            (tau, self.temperature.gradient(log_values, tau_terms, batch) * share),
+        ]
+        alpha_gradient = self.objective.alpha_gradient(log_batch, alpha)
+        if alpha_gradient is not None:
+            gradients.append((alpha, alpha_gradient * tau * (share / batch)))
+        return gradients
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
+        if self._last is None:
+            return {}
+        batch, alpha = self._last
+        deviation, mean = torch.std_mean(alpha, dim=1)
+        return {
+            "tau": batch.tau,
+            "alpha_image_mean": mean[0],
+            "alpha_image_std": deviation[0],
+            "alpha_text_mean": mean[1],
+            "alpha_text_std": deviation[1],
+            **self.normalizer.diagnostics(batch, alpha),
+        }
+
+    def _note_non_finite(self, batch: Batch, alpha: Tensor) -> None:
+        """Remember, on the device, the first step at which something was not finite, and what."""
+        checked = (batch.image, batch.text, batch.tau, batch.log_batch, alpha)
+        bad = torch.stack([~tensor.isfinite().all() for tensor in checked]).long()
+        now = torch.where(bad.any(), torch.stack([bad.new_full((), self.steps), bad.argmax()]), -1)
+        if self._first_non_finite is None:
+            self._first_non_finite = now
+        else:
+            seen = self._first_non_finite[0] >= 0
+            self._first_non_finite = torch.where(seen, self._first_non_finite, now)
+
+    def raise_if_not_finite(self) -> None:
+        """Raise NonFiniteError if any call so far met a NaN or an infinity. Waits for the device."""
+        if self._first_non_finite is None:
+            return
+        step, which = self._first_non_finite.tolist()
+        if step >= 0:
+            raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
+
+    def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
+        if image_features.dim() != 2 or image_features.shape != text_features.shape:
+            raise ValueError(
+                "image_features and text_features must both be (b, d); got "
+                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+            )
+        if image_features.shape[0] * world_size() < 2:
+            raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
+        if logit_scale.dim() != 0:
+            raise ValueError(f"logit_scale must be 0-d, 1 / tau; got shape {tuple(logit_scale.shape)}")
+        if index is None:
+            if self.normalizer.needs_index:
+                raise ValueError(f"index: the {self.normalizer.name} normalizer needs the rows of the samples, (b,) int64")
+            return
+        if index.dtype != torch.int64 or tuple(index.shape) != (image_features.shape[0],):
+            raise ValueError(
+                f"index must be int64 of shape ({image_features.shape[0]},); got {index.dtype} of {tuple(index.shape)}"
+            )
+        rows = getattr(self.normalizer, "num_samples", None)
+        if rows is not None and (self.validate or index.device.type == "cpu"):
+            low, high = index.min().item(), index.max().item()
+            if low < 0 or high >= rows:
+                raise ValueError(f"index: rows must lie in [0, {rows}); got {low if low < 0 else high}")
+        if self.validate:
+            for name, features in (("image_features", image_features), ("text_features", text_features)):
+                if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
+                    raise ValueError(f"{name} must be unit vectors; normalise them first")
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """The estimator's state as CPU tensors, whatever the number of processes: whole on process 0, empty
+        elsewhere. Every process must call it. It loads with `torch.load(weights_only=True)`."""
+        state = {f"normalizer.{name}": value for name, value in self.normalizer.full_state().items()}
+        return {"steps": self.steps, **state}
+
+    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
+        """Take over what `state_dict` gave on process 0; every process loads the whole."""
+        prefix = "normalizer."
+        self.normalizer.load_full_state(
+            {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
+        )
+        self.steps = int(state["steps"])

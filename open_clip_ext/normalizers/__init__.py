@@ -1,0 +1,10 @@
+"""Estimators of each sample's log-normalizer."""
+
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.batch import BatchNormalizer
+from open_clip_ext.normalizers.prototypes import Prototypes
+from open_clip_ext.normalizers.table import MovingAverageTable
+
+NORMALIZERS = {normalizer.name: normalizer for normalizer in (BatchNormalizer, MovingAverageTable, Prototypes)}
+
+__all__ = ["NORMALIZERS", "Batch", "BatchNormalizer", "MovingAverageTable", "Normalizer", "Prototypes"]

@@ -1,0 +1,72 @@
+"""The interface of a normalizer estimator: alpha_i ~ log(eps + g_i) over the whole data set."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from open_clip_ext.pairs import Pairs
+from open_clip_ext.options import Option
+
+
+@dataclass
+class Batch:
+    """One optimiser step's global batch, equal on every process and without graph.
+
+    Args:
+        image, text: (B, d) unit vectors.
+        positives: s_ii, (B,).
+        log_batch: L = log(eps + g) over the batch, (2, B), images as anchors first.
+        tau: temperature, 0-d.
+        index: rows of the samples in the data set, (B,) int64, or None.
+        finite: 0-d bool on the device, False if any of it is not finite: then the state must not change.
+    """
+
+    image: Tensor
+    text: Tensor
+    positives: Tensor
+    log_batch: Tensor
+    tau: Tensor
+    index: Tensor | None
+    finite: Tensor
+
+
+class Normalizer(nn.Module):
+    """Base of the estimators.
+
+    `update` moves the state, once per optimiser step; `forward` then gives alpha for this process's anchors. State is
+    kept on the device, and only `full_state` and `load_full_state` may wait for the device.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[Option, ...]] = ()
+    needs_index: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch, 0-based."""
+
+    def update(self, batch: Batch) -> None:
+        """Move the state with one global batch. Every process calls it with the same batch."""
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        """alpha of this process's anchors, (2, b), with a graph to the inputs if `differentiable`.
+
+        Args:
+            pairs: this process's embeddings.
+            positives: s_ii of this process, (b,), with the graph of `pairs`.
+            tau: 0-d, with its graph.
+            batch: the global batch, the one of the last `update` unless the loss is in evaluation mode.
+        """
+        raise NotImplementedError
+
+    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
+        """0-d tensors worth a log line, on any device; `alpha` (2, B) is what `forward` gave on all processes."""
+        return {}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """State as CPU tensors, whole on process 0, whatever the number of processes. Every process must call it."""
+        return {}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `full_state` gave, under any number of processes."""

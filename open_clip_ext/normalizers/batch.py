@@ -1,0 +1,17 @@
+"""The minibatch estimate: alpha_i = log(eps + g_i) over the batch itself.
+
+The "Mini-batch Approximation" of neuclip.txt Section 3, biased for small batches; the baseline that has the global
+objective's form and no memory.
+"""
+
+from torch import Tensor
+
+from open_clip_ext.pairs import Pairs
+from open_clip_ext.normalizers.base import Batch, Normalizer
+
+
+class BatchNormalizer(Normalizer):
+    name = "batch"
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        return batch.log_batch[:, pairs.local]

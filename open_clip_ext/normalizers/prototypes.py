@@ -1,0 +1,220 @@
+"""NeuCLIP's normalizer-prediction network (NPN): m prototypes a side that stand for the whole data set.
+
+neuclip.txt Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), in the log domain:
+
+    alpha_1i = logaddexp(log eps, logsumexp_j'((cos(e_1i, W_1j') - s_ii) / tau) - log m)
+
+Algorithm 1, each step: every T_r steps reset W_1 from text and W_2 from image embeddings of the same pairs; T_u
+optimiser steps on mean_i exp(L_i - alpha_i) + alpha_i, the part of Eq. 12 that depends on W, with embeddings, L and
+tau held fixed; then alpha.
+
+Readings fixed here, where the paper is silent:
+
+- Where the global batch B is smaller than m (CC3M: 1024 < 4096) the reset takes the latest m embeddings, kept in a ring
+  buffer. While that holds only k < m, there are k prototypes and log k, and each batch adds its own: copies would
+  receive equal gradients and stay copies.
+- Eq. 12's factor tau is left out of the network's objective; AdaGrad does not see a constant factor.
+- AdaGrad's accumulators are kept across resets. A fresh AdaGrad moves every coordinate by lr = 1.0 at once, against
+  entries of 1 / sqrt(d), which wipes out the reset.
+- Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
+- Every process updates the same network on all B anchors: the gathered embeddings are at hand, so that no gradient
+  of m x d numbers travels.
+
+Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import rank
+from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, add_eps
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.options import Option, not_negative, positive
+
+OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+class Prototypes(Normalizer):
+    """The NPN with its optimiser, its restarts and its ring buffer. Memory is allocated at the first batch.
+
+    Args: see `options`; `eps` is the loss's, `device` the embeddings'.
+
+    Raises:
+        InputError: an argument is out of range; the message names it.
+    """
+
+    name = "prototypes"
+    differentiable = True
+    options = (
+        Option(
+            "npn_prototypes", int, 4096, "m, prototypes of the normalizer-prediction network on each side",
+            valid=lambda value: value >= 1, wanted="at least 1",
+        ),
+        Option(
+            "npn_restart_every", int, 500, "T_r, steps between resets of the prototypes; 0: never after the first",
+            valid=not_negative, wanted="at least 0",
+        ),
+        Option(
+            "npn_updates", int, 10, "T_u, updates of the prototypes per step",
+            valid=not_negative, wanted="at least 0",
+        ),
+        Option("npn_opt", str, "adagrad", "optimiser of the prototypes", choices=tuple(OPTIMIZERS)),
+        Option(
+            "npn_lr", float, 1.0, "learning rate of the prototypes", valid=positive, wanted="a number > 0"
+        ),
+        Option(
+            "npn_wd", float, 0.0, "weight decay of the prototypes", valid=not_negative, wanted="a number >= 0"
+        ),
+        Option(
+            "npn_initial_accumulator", float, 0.0,
+            "start of AdaGrad's accumulators; above 0 its first steps are smaller",
+            valid=not_negative, wanted="a number >= 0",
+        ),
+        Option("npn_reset_optimizer", bool, False, "forget the optimiser's state at each reset of the prototypes"),
+    )
+
+    def __init__(
+        self,
+        npn_prototypes: int = 4096,
+        npn_restart_every: int = 500,
+        npn_updates: int = 10,
+        npn_opt: str = "adagrad",
+        npn_lr: float = 1.0,
+        npn_wd: float = 0.0,
+        npn_initial_accumulator: float = 0.0,
+        npn_reset_optimizer: bool = False,
+        eps: float = 1e-14,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        given = locals()
+        for option in self.options:
+            option.check(given[option.name])
+        self.capacity = npn_prototypes
+        self.restart_every = npn_restart_every
+        self.updates = npn_updates
+        self.reset_optimizer = npn_reset_optimizer
+        self.eps = eps
+        self.device = torch.device(device)
+        self._optimizer_class = OPTIMIZERS[npn_opt]
+        self._optimizer_settings = dict(lr=npn_lr, weight_decay=npn_wd)
+        if npn_opt == "adagrad":
+            self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
+        self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
+        self.ring: Tensor | None = None  # (2, m, d): latest texts and images, in the places of their prototypes
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.active = 0
+        self.ring_head = 0
+        self.steps = 0
+        self.objective_before: Tensor | None = None
+
+    def _allocate(self, dimension: int, dtype: torch.dtype) -> None:
+        self.weight = torch.zeros(2, self.capacity, dimension, dtype=dtype, device=self.device)
+        self._new_optimizer()
+
+    def _new_optimizer(self) -> None:
+        self.optimizer = self._optimizer_class([self.weight], **self._optimizer_settings)
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> None:
+        if self.weight is None:
+            self._allocate(batch.image.shape[1], batch.image.dtype)
+        self._refresh(batch)
+        anchors = torch.stack([batch.image, batch.text])
+        for update in range(self.updates):
+            gradient, objective = self._gradient(anchors, batch)
+            if update == 0:
+                self.objective_before = objective
+            self.weight.grad = torch.zeros_like(self.weight)
+            self.weight.grad[:, : self.active] = torch.where(batch.finite, gradient, 0.0)
+            self.optimizer.step()
+        self.steps += 1
+
+    def _refresh(self, batch: Batch) -> None:
+        """Restart the prototypes where the step asks for it, and add new ones while there are fewer than m."""
+        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
+        restart = self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0)
+        if latest.shape[1] == self.capacity:
+            self.active = self.capacity
+            if restart:
+                self.weight.copy_(torch.where(batch.finite, latest, self.weight))
+        else:
+            if self.ring is None:
+                self.ring = torch.zeros_like(self.weight)
+            held = self.active
+            places = (torch.arange(latest.shape[1], device=latest.device) + self.ring_head) % self.capacity
+            latest = torch.where(batch.finite, latest, self.ring[:, places])
+            self.ring[:, places] = latest
+            self.active = min(self.active + latest.shape[1], self.capacity)
+            self.ring_head = (self.ring_head + latest.shape[1]) % self.capacity
+            if restart:
+                self.weight.copy_(self.ring)
+            else:
+                self.weight[:, held : self.active] = self.ring[:, held : self.active]
+        if restart and self.reset_optimizer:
+            self._new_optimizer()
+
+    def _gradient(self, anchors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Gradient (2, k, d) and value (0-d) of the sum over sides of mean_i exp(L_i - alpha_i) + alpha_i."""
+        norm, prototypes = self._normalised()
+        exponents = torch.bmm(anchors, prototypes.mT).sub_(batch.positives[:, None]).div_(batch.tau)
+        log_sum = exponents.logsumexp(dim=2)
+        log_mean = log_sum - math.log(self.active)
+        alpha = add_eps(log_mean, self.eps)
+        ratio = (batch.log_batch - alpha).clamp_(max=MAX_LOG_WEIGHT).exp_()
+        objective = (ratio + alpha).mean(dim=1).sum()
+        share = exponents.sub_(log_sum[:, :, None]).exp_()
+        share.mul_(((1 - ratio) * (log_mean - alpha).exp() / (batch.tau * anchors.shape[1]))[:, :, None])
+        gradient = torch.bmm(share.mT, anchors)
+        radial = (gradient * prototypes).sum(dim=2, keepdim=True)
+        return gradient.sub_(radial * prototypes).div_(norm), objective
+
+    def _normalised(self) -> tuple[Tensor, Tensor]:
+        weight = self.weight[:, : self.active]
+        norm = weight.norm(dim=2, keepdim=True).clamp_min(1e-12)
+        return norm, weight / norm
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        if self.weight is None:
+            return batch.log_batch[:, pairs.local]
+        _, prototypes = self._normalised()
+        cosines = torch.stack([pairs.image @ prototypes[0].T, pairs.text @ prototypes[1].T])
+        log_mean = ((cosines - positives[:, None]) / tau).logsumexp(dim=2) - math.log(self.active)
+        return add_eps(log_mean, self.eps)
+
+    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
+        after = ((batch.log_batch - alpha).clamp(max=MAX_LOG_WEIGHT).exp() + alpha).mean(dim=1).sum()
+        shown = {"npn_objective_after": after, "prototypes": torch.tensor(float(self.active))}
+        if self.objective_before is not None:
+            shown = {"npn_objective_before": self.objective_before, **shown}
+        return shown
+
+    def full_state(self) -> dict[str, Tensor]:
+        if rank() != 0 or self.weight is None:
+            return {}
+        counters = {"active": self.active, "ring_head": self.ring_head, "steps": self.steps}
+        state = {name: torch.tensor(value) for name, value in counters.items()}
+        state["weight"] = self.weight
+        if self.ring is not None:
+            state["ring"] = self.ring
+        for name, value in self.optimizer.state_dict()["state"].get(0, {}).items():
+            state[f"optimizer.{name}"] = value
+        return {name: value.detach().cpu().clone() for name, value in state.items()}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if "weight" not in state:
+            return
+        weight = state["weight"]
+        if weight.shape[1] != self.capacity:
+            raise ValueError(f"npn_prototypes: {self.capacity} where the saved network has {weight.shape[1]}")
+        self._allocate(weight.shape[2], weight.dtype)
+        self.weight.copy_(weight)
+        self.ring = state["ring"].to(self.device) if "ring" in state else None
+        for name in ("active", "ring_head", "steps"):
+            setattr(self, name, int(state[name]))
+        prefix = "optimizer."
+        saved = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+        current = self.optimizer.state_dict()
+        self.optimizer.load_state_dict({**current, "state": {0: saved} if saved else {}})

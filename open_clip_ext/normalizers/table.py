@@ -1,0 +1,125 @@
+"""A moving average per sample and side (SogCLR, Yuan et al. 2022; FastCLIP, Wei et al. 2024).
+
+neuclip.txt Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
+
+    log u_i <- logaddexp(log(1 - gamma) + log u_i, log gamma + L_i),    alpha_i = log u_i (the new value).
+
+Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
+that occurs several times in a global batch moves once, with the mean of its eps + g_i, whatever the order of the
+batch and the number of processes.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.errors import InputError
+from open_clip_ext.pairs import Pairs
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.options import Option
+
+
+class MovingAverageTable(Normalizer):
+    """log u_i for n samples and both sides, 8 bytes a sample, divided over the processes.
+
+    Args:
+        num_samples: n, the data set's number of rows.
+        gamma: weight of the new estimate, in (0, 1]; with the cosine schedule the value it ends at.
+        gamma_schedule: `cosine`: 1 in epoch 0, down to `gamma` at epoch `gamma_decay_epochs`, then constant
+            (FastCLIP); `constant`: `gamma` throughout (SogCLR).
+        gamma_decay_epochs: length of the cosine in epochs, at least 1.
+        device: where the rows are kept.
+
+    Raises:
+        InputError: an argument is out of range; the message names it.
+    """
+
+    name = "table"
+    needs_index = True
+    options = (
+        Option(
+            "gamma", float, 0.2, "weight of the new estimate in the moving average, at the end of its schedule",
+            valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
+        ),
+        Option(
+            "gamma_schedule", str, "cosine", "how gamma comes down from 1", choices=("cosine", "constant")
+        ),
+        Option(
+            "gamma_decay_epochs", int, None, "epochs of the cosine (default: half of --epochs)",
+            valid=lambda value: value >= 1, wanted="at least 1",
+        ),
+    )
+
+    def __init__(
+        self,
+        num_samples: int,
+        gamma: float = 0.2,
+        gamma_schedule: str = "cosine",
+        gamma_decay_epochs: int = 1,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        if num_samples < 1:
+            raise InputError(f"num_samples: {num_samples!r} is out of range; the table needs at least 1 row")
+        given = dict(gamma=gamma, gamma_schedule=gamma_schedule, gamma_decay_epochs=gamma_decay_epochs)
+        for option in self.options:
+            option.check(given[option.name])
+        self.num_samples = num_samples
+        self.final_gamma = gamma
+        self.gamma_schedule = gamma_schedule
+        self.gamma_decay_epochs = gamma_decay_epochs
+        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device)
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if self.gamma_schedule == "constant" or epoch >= self.gamma_decay_epochs:
+            self.gamma = self.final_gamma
+        else:
+            cosine = 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_decay_epochs))
+            self.gamma = cosine * (1 - self.final_gamma) + self.final_gamma
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> None:
+        old = self.log_u.lookup(batch.index)
+        estimate = _mean_over_equal_rows(batch.index, batch.log_batch.T)
+        log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
+        new = torch.logaddexp(log_keep + old, math.log(self.gamma) + estimate)
+        new = torch.where(old == -math.inf, estimate, new)
+        self.log_u.assign(batch.index, torch.where(batch.finite, new, old))
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        alpha = self.log_u.lookup(batch.index)[pairs.local].T
+        return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)
+
+    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
+        return {"gamma": torch.tensor(self.gamma)}
+
+    def full_state(self) -> dict[str, Tensor]:
+        table = self.log_u.gather()
+        return {} if table is None else {"log_u": table}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        self.log_u.load(state["log_u"])
+
+
+def _mean_over_equal_rows(index: Tensor, log_values: Tensor) -> Tensor:
+    """Replace each of `log_values` (B, c) by the log of the mean of exp over the entries whose `index` (B,) is equal.
+
+    Static shapes and no device synchronisation, unlike torch.unique.
+    """
+    ordered, order = index.sort(stable=True)
+    is_new = torch.ones_like(ordered)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
+    group = torch.empty_like(index)
+    group[order] = is_new.cumsum(0) - 1
+    groups = group[:, None].expand_as(log_values)
+    peak = torch.full_like(log_values, -math.inf).scatter_reduce_(0, groups, log_values, "amax")
+    # index_put_ adds in a fixed order on CUDA, index_add_ does not.
+    total = torch.zeros_like(log_values).index_put_(
+        (group,), (log_values - peak[group]).exp(), accumulate=True
+    )
+    count = torch.zeros_like(log_values[:, 0]).index_put_((group,), torch.ones_like(log_values[:, 0]), accumulate=True)
+    return peak[group] + total[group].log() - count[group][:, None].log()

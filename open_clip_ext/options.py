@@ -1,0 +1,48 @@
+"""An option of one replaceable part, declared beside the part and turned into a command-line flag."""
+
+from dataclasses import dataclass
+from typing import Any, Callable, Optional
+
+from open_clip_ext.errors import InputError
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of a part.
+
+    Args:
+        name: keyword argument of the part; the flag is the same with hyphens (`npn_lr`, `--npn-lr`).
+        type: int, float, str or bool; a bool is a switch.
+        default: value where neither the user nor the preset gives one; None if the part works it out.
+        help: one line for `--help`, without the default.
+        choices: the valid values of a str.
+        valid: predicate on a value; `wanted` says in words what it accepts.
+    """
+
+    name: str
+    type: type
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    valid: Optional[Callable[[Any], bool]] = None
+    wanted: str = ""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any) -> Any:
+        """Return `value`; raise InputError naming the option and what would be right if it is out of range."""
+        if self.choices and value not in self.choices:
+            raise InputError(f"{self.flag}: {value!r} is not one of {', '.join(self.choices)}")
+        if self.valid is not None and not self.valid(value):
+            raise InputError(f"{self.flag}: {value!r} is out of range; it must be {self.wanted}")
+        return value
+
+
+def positive(value: float) -> bool:
+    return 0 < value < float("inf")
+
+
+def not_negative(value: float) -> bool:
+    return 0 <= value < float("inf")

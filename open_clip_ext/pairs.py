@@ -1,0 +1,151 @@
+"""The similarities of a global batch, the normalizers it estimates, and the gradient once they are known.
+
+Shapes: b = pairs of this process, B = pairs of all processes, d = embedding dimension. Side 0 has images as
+anchors, side 1 has texts as anchors; what exists per side is stacked in front: (2, b) or (2, B).
+
+For anchor i of a side, l_ij = s_ij - s_ii over the B - 1 other pairs j. Everything is float32 in the log domain:
+at a temperature of 0.01 the exponents reach 200, far beyond exp in float32.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import all_gather, rank, world_size
+
+# exp(40) squared is still a float32: a weight that large ruins a step but not the optimizer's moments for good.
+MAX_LOG_WEIGHT = 40.0
+
+
+@dataclass
+class Pairs:
+    """The batch as this process sees it.
+
+    Args:
+        image, text: (b, d) float32 unit vectors of this process, with their graph.
+        all_image, all_text: (B, d) of all processes, detached, in the order of ranks.
+        offset: position of this process's first pair among the B.
+    """
+
+    image: Tensor
+    text: Tensor
+    all_image: Tensor
+    all_text: Tensor
+    offset: int
+
+    @classmethod
+    def gather(cls, image: Tensor, text: Tensor) -> "Pairs":
+        both = all_gather(torch.cat([image.detach(), text.detach()], dim=1))
+        all_image, all_text = both.chunk(2, dim=1)
+        return cls(image, text, all_image, all_text, rank() * image.shape[0])
+
+    @property
+    def local(self) -> slice:
+        return slice(self.offset, self.offset + self.image.shape[0])
+
+    @property
+    def all_positives(self) -> Tensor:
+        """s_kk, (B,)."""
+        return (self.all_image * self.all_text).sum(dim=1)
+
+
+class SimilarityBlocks:
+    """The two blocks of similarities that a process needs, both (b, B): its images against all texts, its texts
+    against all images. OpenCLIP's `local_loss` computes the same two."""
+
+    def __init__(self, pairs: Pairs):
+        self.pairs = pairs
+        self.blocks = (pairs.image.detach() @ pairs.all_text.T, pairs.text.detach() @ pairs.all_image.T)
+        self.all_positives = pairs.all_positives
+        self.positives = self.all_positives[pairs.local]
+
+    def log_batch_normalizers(self, tau: Tensor) -> Tensor:
+        """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1."""
+        return torch.stack([self._log_mean_exp(block, tau) for block in self.blocks])
+
+    def _log_mean_exp(self, block: Tensor, tau: Tensor) -> Tensor:
+        exponents = (block - self.positives[:, None]) / tau
+        exponents.diagonal(self.pairs.offset).fill_(-math.inf)
+        return exponents.logsumexp(dim=1) - math.log(block.shape[1] - 1)
+
+    def gradients(self, tau: Tensor, alpha: Tensor, all_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of the global batch's sum over sides of tau * mean_i exp(-alpha_i) (eps + g_i), alpha constant
+        (neuclip.txt Eq. 4).
+
+        Args:
+            tau: temperature, 0-d.
+            alpha: log-normalizers of this process's anchors, (2, b).
+            all_alpha: of all anchors, (2, B).
+
+        Returns:
+            With respect to `image` and to `text` of this process, (b, d) each, and per anchor
+            tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
+
+        A pair's similarity appears with its row's sample as the anchor and with its column's; both weights come
+        from the same block, so no gradient travels between processes.
+        """
+        pairs, batch = self.pairs, self.all_positives.shape[0]
+        features, positive_weight, tau_terms = [], 0.0, []
+        for side, (block, others) in enumerate(zip(self.blocks, (pairs.all_text, pairs.all_image), strict=True)):
+            row_difference = block - self.positives[:, None]
+            row_weight = self._weights(row_difference, tau, alpha[side][:, None])
+            column_difference = block - self.all_positives[None, :]
+            column_weight = self._weights(column_difference, tau, all_alpha[1 - side][None, :])
+            features.append((row_weight + column_weight) @ others / batch)
+            positive_weight = positive_weight + row_weight.sum(dim=1)
+            tau_terms.append(-(row_weight * row_difference).sum(dim=1) / tau)
+        positive_weight = positive_weight[:, None] / batch
+        image = features[0] - positive_weight * pairs.text.detach()
+        text = features[1] - positive_weight * pairs.image.detach()
+        return image, text, torch.stack(tau_terms)
+
+    def _weights(self, difference: Tensor, tau: Tensor, alpha: Tensor) -> Tensor:
+        weights = (difference / tau - alpha).clamp_(max=MAX_LOG_WEIGHT).exp_()
+        weights.diagonal(self.pairs.offset).zero_()
+        return weights.div_(weights.shape[1] - 1)
+
+
+def add_eps(log_values: Tensor, eps: float) -> Tensor:
+    """log(eps + exp(log_values))."""
+    log_eps = torch.full((), math.log(eps), dtype=log_values.dtype, device=log_values.device)
+    return torch.logaddexp(log_values, log_eps)
+
+
+class AttachGradient(torch.autograd.Function):
+    """A value that is reported, with gradients that were computed beside it."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs_and_gradients[inputs:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        gradients = tuple(grad_output * gradient for gradient in ctx.saved_tensors)
+        return (None, None, *gradients, *(None for _ in gradients))
+
+
+def attach_gradients(value: Tensor, gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """`value` (0-d) whose backward gives each input of `gradients` its gradient.
+
+    Args:
+        gradients: pairs (input, gradient of the same shape).
+    """
+    inputs = [tensor for tensor, _ in gradients]
+    return AttachGradient.apply(value.detach(), len(inputs), *inputs, *(gradient for _, gradient in gradients))
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """`tensor` unchanged, its gradient times `factor`."""
+    if factor == 1 or not tensor.requires_grad:
+        return tensor
+    scaled = tensor.clone()
+    scaled.register_hook(lambda gradient: gradient * factor)
+    return scaled
+
+
+def process_share() -> int:
+    """Factor on a process's part of a gradient: DistributedDataParallel averages, while the parts add up."""
+    return world_size()

@@ -1,0 +1,121 @@
+"""Several processes compute what one process computes on the concatenated batch."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from reference import unit
+
+from open_clip_ext import create_loss
+from open_clip_ext.distributed import ShardedRows
+
+LOSSES = {"fastclip-v3": dict(num_samples=31, gamma=0.4, gamma_schedule="constant"), "neuclip": dict(npn_prototypes=20)}
+GLOBAL_BATCH, DIMENSION, STEPS = 12, 8, 3
+
+
+def encoders():
+    generator = torch.Generator().manual_seed(1)
+    image = torch.nn.Linear(10, DIMENSION)
+    text = torch.nn.Linear(10, DIMENSION)
+    with torch.no_grad():
+        for parameter in [*image.parameters(), *text.parameters()]:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return torch.nn.ModuleDict({"image": image, "text": text})
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoders = encoders()
+        self.logit_scale = torch.nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, image, text):
+        features = [self.encoders[name](x) for name, x in (("image", image), ("text", text))]
+        return *(torch.nn.functional.normalize(x, dim=1) for x in features), self.logit_scale.exp()
+
+
+def train(name, rank, world):
+    """Three SGD steps; gradients of the first step, parameters and state after the last."""
+    model = Model().double()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = create_loss(name, **LOSSES[name])
+    first, values = None, []
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        image, text = unit(generator, GLOBAL_BATCH, 10), unit(generator, GLOBAL_BATCH, 10)
+        index = torch.randperm(31, generator=generator)[:GLOBAL_BATCH]
+        if step == 1:
+            index[0] = index[-1]  # the same row on two processes
+        local = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
+        optimizer.zero_grad()
+        value = loss(*wrapped(image[local], text[local]), index=index[local])
+        value.backward()
+        values.append(value.detach())
+        first = first or {key: p.grad.clone() for key, p in model.named_parameters()}
+        optimizer.step()
+    return {
+        "gradients": first,
+        "parameters": {key: p.detach().clone() for key, p in model.named_parameters()},
+        "values": torch.stack(values),
+        "state": loss.state_dict(),
+    }
+
+
+def check_table(rank, world):
+    table = ShardedRows(11, 2, fill=-1.0)
+    table.CHUNK = 2
+    index = torch.tensor([0, 3, 10, 5, 3])
+    values = torch.arange(10.0).view(5, 2)
+    values[4] = values[1]
+    table.assign(index, values)
+    assert torch.equal(table.lookup(index), values)
+    assert torch.equal(table.lookup(torch.tensor([1, 9])), torch.full((2, 2), -1.0))
+    whole = table.gather()
+    assert (whole is None) == (rank != 0)
+    expected = torch.full((11, 2), -1.0)
+    expected[index] = values
+    if rank == 0:
+        assert torch.equal(whole, expected)
+    other = ShardedRows(11, 2, fill=0.0)
+    other.load(expected)
+    assert torch.equal(other.lookup(torch.arange(11)), expected)
+
+
+def process(rank, world, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        check_table(rank, world)
+        results = {name: train(name, rank, world) for name in LOSSES}
+        torch.save(results, f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {name: train(name, 0, 1) for name in LOSSES}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_processes_agree_with_one(world, alone, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(process, (world, port, str(tmp_path)), nprocs=world, start_method="spawn")
+    for rank in range(world):
+        results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, expected in alone.items():
+            actual = results[name]
+            for kind in ("gradients", "parameters"):
+                for key, tensor in expected[kind].items():
+                    torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-5, atol=1e-7, msg=lambda m: f"{name} {key}: {m}")  # noqa: B023,E501
+            torch.testing.assert_close(actual["values"], expected["values"], rtol=1e-5, atol=1e-6)
+            if rank == 0:
+                for key, value in expected["state"].items():
+                    torch.testing.assert_close(actual["state"][key], value, rtol=1e-4, atol=1e-5)

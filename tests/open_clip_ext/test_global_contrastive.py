@@ -1,0 +1,281 @@
+"""Values and gradients of the losses against the papers' equations in float64 loops."""
+
+import math
+
+import pytest
+import torch
+from reference import batch_normalizers, eq3, eq4_surrogate, eq12, eq13, predicted, unit
+
+from open_clip_ext import InputError, NonFiniteError, create_loss
+
+# The loss is float32: at tau = 0.01 an exponent of 100 carries an absolute error of about 1e-5.
+TOLERANCE = dict(rtol=2e-3, atol=2e-6)
+SHAPES = [(2, 3, 1.0), (5, 8, 0.07), (17, 64, 0.05), (9, 16, 0.03), (6, 64, 0.01)]
+
+
+def inputs(batch, dimension, tau, seed=0):
+    """Embeddings whose pairs match more or less, as float32 leaves and as float64 leaves of the same numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    e1 = unit(generator, batch, dimension)
+    e2 = torch.nn.functional.normalize(e1 + 0.7 * unit(generator, batch, dimension), dim=1)
+    single = [tensor.float().requires_grad_() for tensor in (e1, e2)]
+    double = [tensor.detach().double().requires_grad_() for tensor in single]
+    return single, double, torch.tensor(1 / tau, requires_grad=True)
+
+
+def gradients(loss, single, logit_scale, **kwargs):
+    value = loss(*single, logit_scale, **kwargs)
+    return (value, *torch.autograd.grad(value, [*single, logit_scale]))
+
+
+def close(actual, expected):
+    scale = max(expected.abs().max().item(), 1e-6)
+    torch.testing.assert_close(actual.double() / scale, expected / scale, **TOLERANCE)
+
+
+@pytest.mark.parametrize("batch, dimension, tau", SHAPES)
+def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau):
+    """Several steps with drifting embeddings, rows that come back and a row twice in a batch."""
+    eps, rho, gamma, rows = 1e-14, 6.5, 0.3, batch + 3
+    loss = create_loss("fastclip-v3", num_samples=rows, gamma=gamma, gamma_schedule="constant", rho=rho)
+    u = torch.zeros(2, rows, dtype=torch.float64)
+    visited = set()
+    for step in range(4):
+        single, (e1, e2), logit_scale = inputs(batch, dimension, tau, seed=step)
+        index = torch.randperm(rows, generator=torch.Generator().manual_seed(step))[:batch]
+        if step == 2:
+            index[1] = index[0]
+        exact_tau = 1 / logit_scale.detach().double()
+        g = batch_normalizers(e1.detach(), e2.detach(), exact_tau)
+        for side in range(2):
+            new = {}
+            for row in set(index.tolist()):
+                occurrences = [g[side, i] for i in range(batch) if index[i] == row]
+                new[row] = eq3(u[side, row], sum(occurrences) / len(occurrences), gamma, eps, row not in visited)
+            for row, value in new.items():
+                u[side, row] = value
+        visited |= set(index.tolist())
+
+        value, d_image, d_text, d_scale = gradients(loss, single, logit_scale, index=index)
+        current = u[:, index]
+        expected = torch.autograd.grad(eq4_surrogate(e1, e2, exact_tau, current), [e1, e2])
+        close(d_image, expected[0])
+        close(d_text, expected[1])
+        close(d_scale, -(exact_tau**2) * eq13(e1, e2, exact_tau, current, rho))
+        close(value.detach(), exact_tau * (current.log().mean(dim=1).sum() + 2 * rho))
+        table = loss.state_dict()["normalizer.log_u"].T[:, sorted(visited)]
+        close(table, u[:, sorted(visited)].log())
+
+
+@pytest.mark.parametrize("batch, dimension, tau", SHAPES)
+@pytest.mark.parametrize("eps", [1e-14, 1e-3])
+def test_neuclip_is_equation_12(batch, dimension, tau, eps):
+    """With W as it stands after the network's own updates, value and gradients of encoders and temperature."""
+    rho = 8.5
+    loss = create_loss("neuclip", npn_prototypes=7, npn_lr=0.05, npn_updates=3, loss_eps=eps, rho=rho)
+    for step in range(3):
+        single, double, logit_scale = inputs(batch, dimension, tau, seed=step)
+        value, d_image, d_text, d_scale = gradients(loss, single, logit_scale)
+        state = loss.state_dict()
+        w1, w2 = state["normalizer.weight"][:, : int(state["normalizer.active"])].double()
+        scale = logit_scale.detach().double().requires_grad_()
+        objective = eq12(w1, w2, *double, 1 / scale, eps, rho)
+        expected = torch.autograd.grad(objective, [*double, scale])
+        # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
+        for actual, wanted, embedding in zip((d_image, d_text), expected[:2], double, strict=True):
+            close(tangent(actual.double(), embedding), tangent(wanted, embedding))
+        close(d_scale, expected[2])
+        close(value.detach(), objective.detach())
+
+
+def tangent(gradient, embedding):
+    embedding = embedding.detach()
+    return gradient - (gradient * embedding).sum(dim=1, keepdim=True) * embedding
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+def test_batch_normalizer_has_the_gradient_of_the_minibatch_objective(name):
+    """Unified with the exact alpha, or compositional with the batch's own: both give tau * log(eps + g)."""
+    eps, rho = 1e-14, 3.0
+    loss = create_loss(name, normalizer="batch", encoder_objective="compositional", rho=rho)
+    single, double, logit_scale = inputs(8, 16, 0.1)
+    value, *actual = gradients(loss, single, logit_scale)
+    scale = logit_scale.detach().double().requires_grad_()
+    objective = ((eps + batch_normalizers(*double, 1 / scale)).log().mean(dim=1).sum() + 2 * rho) / scale
+    for gradient, expected in zip(actual, torch.autograd.grad(objective, [*double, scale]), strict=True):
+        close(gradient, expected)
+    close(value.detach(), objective.detach())
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["matched", "mismatched", "equal", "one-hot"])
+def test_extreme_batches_stay_finite_at_the_lowest_temperature(name, dtype, case):
+    batch, dimension = 8, 16
+    e1 = unit(torch.Generator().manual_seed(0), batch, dimension)
+    if case == "equal":
+        e1 = e1[:1].expand(batch, -1)
+    elif case == "one-hot":
+        e1 = torch.eye(dimension, dtype=torch.float64)[:batch]
+    e2 = -e1 if case == "mismatched" else e1
+    single = [tensor.to(dtype).requires_grad_() for tensor in (e1, e2)]
+    logit_scale = torch.tensor(100.0, requires_grad=True)
+    loss = create_loss(name, num_samples=batch, npn_prototypes=None if name == "fastclip-v3" else 8)
+    for _ in range(3):
+        value, *grads = gradients(loss, single, logit_scale, index=torch.arange(batch))
+        assert value.isfinite() and all(gradient.isfinite().all() for gradient in grads)
+        assert value.dtype == torch.float32 and grads[0].dtype == dtype
+    loss.raise_if_not_finite()
+    if name == "fastclip-v3":
+        double = [tensor.detach().double() for tensor in single]
+        exact = (1e-14 + batch_normalizers(*double, torch.tensor(0.01).double())).log().T
+        torch.testing.assert_close(
+            loss.state_dict()["normalizer.log_u"].double(), exact, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_autocast_changes_nothing():
+    single, _, logit_scale = inputs(6, 16, 0.02)
+    outside = gradients(create_loss("neuclip", npn_prototypes=4), single, logit_scale)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = create_loss("neuclip", npn_prototypes=4)(*single, logit_scale)
+    inside = (value, *torch.autograd.grad(value, [*single, logit_scale]))
+    for a, b in zip(outside, inside, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+def test_accumulation_equals_one_call(name):
+    """OpenCLIP's scheme: accum_freq calls on the same concatenation, each with the graph of one chunk."""
+    index = torch.arange(8)
+    single, _, logit_scale = inputs(8, 16, 0.05)
+    options = dict(num_samples=8) if name == "fastclip-v3" else dict(npn_prototypes=4)
+    whole = create_loss(name, **options)
+    expected = gradients(whole, single, logit_scale, index=index)
+    chunked = create_loss(name, accum_freq=4, **options)
+    parts = [tensor.detach().chunk(4) for tensor in single]
+    total_scale = torch.zeros(())
+    for call in range(4):
+        leaves = [part[call].clone().requires_grad_() for part in parts]
+        full = [
+            torch.cat([*part[:call], leaf, *part[call + 1 :]]) for part, leaf in zip(parts, leaves, strict=True)
+        ]
+        value = chunked(*full, logit_scale, index=index)
+        image, text, scale = torch.autograd.grad(value, [*leaves, logit_scale])
+        total_scale += scale
+        torch.testing.assert_close(image, expected[1][2 * call : 2 * call + 2])
+        torch.testing.assert_close(text, expected[2][2 * call : 2 * call + 2])
+    torch.testing.assert_close(total_scale, expected[3])
+    assert chunked.steps == whole.steps == 1
+    for key, tensor in whole.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, chunked.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+def test_state_survives_and_training_goes_on_the_same(name, tmp_path):
+    def make():
+        return create_loss(name, **(dict(num_samples=20) if name == "fastclip-v3" else dict(npn_prototypes=12)))
+
+    def step(loss, seed):
+        single, _, logit_scale = inputs(5, 8, 0.05, seed)
+        return gradients(loss, single, logit_scale, index=torch.randperm(20)[:5])
+
+    torch.manual_seed(0)
+    first = make()
+    for seed in range(3):
+        step(first, seed)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    second = make()
+    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    rng = torch.get_rng_state()
+    expected = [step(first, seed) for seed in range(3, 6)]
+    torch.set_rng_state(rng)
+    for seed, wanted in zip(range(3, 6), expected, strict=True):
+        for a, b in zip(step(second, seed), wanted, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+@pytest.mark.parametrize("where", ["image_features", "logit_scale"])
+def test_a_non_finite_batch_never_enters_the_state(name, where):
+    index = torch.arange(6)
+    loss = create_loss(name, **(dict(num_samples=6) if name == "fastclip-v3" else dict(npn_prototypes=10)))
+    single, _, logit_scale = inputs(6, 8, 0.05)
+    gradients(loss, single, logit_scale, index=index)
+    before = {key: value.clone() for key, value in loss.state_dict().items() if key != "steps"}
+    if where == "image_features":
+        single = [single[0].detach().clone().index_fill_(0, torch.tensor(2), math.nan).requires_grad_(), single[1]]
+    else:
+        logit_scale = torch.tensor(math.nan, requires_grad=True)
+    gradients(loss, single, logit_scale, index=index)
+    after = loss.state_dict()
+    for key in ("normalizer.log_u", "normalizer.weight"):
+        if key in before:
+            active = int(before.get("normalizer.active", torch.tensor(6)))
+            assert torch.equal(before[key][..., :active, :], after[key][..., :active, :])
+    assert all(value.isfinite().all() for key, value in after.items() if key.startswith("normalizer."))
+    with pytest.raises(NonFiniteError, match=f"step 2: {where}"):
+        loss.raise_if_not_finite()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(index=None), "index: the table normalizer needs"),
+        (dict(index=torch.tensor([0, 1, 2, 9])), r"index: rows must lie in \[0, 9\); got 9"),
+        (dict(index=torch.tensor([0, 1, 2, -1])), r"got -1"),
+        (dict(index=torch.tensor([0.0, 1, 2, 3])), "index must be int64"),
+        (dict(index=torch.tensor([0, 1])), r"index must be int64 of shape \(4,\)"),
+        (dict(logit_scale=torch.ones(1)), "logit_scale must be 0-d"),
+        (dict(text_features=torch.zeros(3, 8)), "must both be"),
+        (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "no negatives"),
+        (dict(image_features=2 * torch.ones(4, 8)), "image_features must be unit vectors"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    (image, text), _, logit_scale = inputs(4, 8, 0.05)
+    arguments = dict(image_features=image, text_features=text, logit_scale=logit_scale, index=torch.arange(4))
+    loss = create_loss("fastclip-v3", num_samples=9, validate=True)
+    with pytest.raises(ValueError, match=message):
+        loss(**{**arguments, **change})
+
+
+def test_unified_needs_a_normalizer_of_embeddings():
+    with pytest.raises(InputError, match="--encoder-objective"):
+        create_loss("fastclip-v3", num_samples=4, encoder_objective="unified")
+
+
+def test_at_the_exact_normalizers_the_batches_average_to_the_global_gradient():
+    """neuclip.txt Eq. 2: with u exact, Eq. 4 is unbiased over all batches of two of a set of four."""
+    from itertools import combinations
+
+    single, double, logit_scale = inputs(4, 8, 0.2)
+    tau, eps = 1 / logit_scale.detach().double(), 1e-14
+    exact = (eps + batch_normalizers(*double, tau).detach()).log()
+    objective = tau * (eps + batch_normalizers(*double, tau)).log().mean(dim=1).sum()
+    expected = torch.autograd.grad(objective, double)
+    total = [torch.zeros_like(tensor) for tensor in single]
+    batches = list(combinations(range(4), 2))
+    for batch in batches:
+        rows = torch.tensor(batch)
+        loss = create_loss("fastclip-v3", num_samples=4).eval()
+        loss.load_state_dict({"steps": 0, "normalizer.log_u": exact.T.float()})
+        leaves = [tensor[rows].detach().requires_grad_() for tensor in single]
+        _, *grads = gradients(loss, leaves, logit_scale, index=rows)
+        for sum_, gradient in zip(total, grads, strict=False):
+            # The mean over the batch's anchors estimates the mean over all; each row is in half of the batches.
+            sum_[rows] += gradient / len(batches)
+    for actual, wanted in zip(total, expected, strict=True):
+        close(actual, wanted)
+
+
+def test_the_prototypes_own_predictions_are_equations_10_and_11():
+    single, double, logit_scale = inputs(6, 8, 0.05)
+    loss = create_loss("neuclip", npn_prototypes=5, loss_eps=1e-3)
+    gradients(loss, single, logit_scale)
+    w1, w2 = loss.state_dict()["normalizer.weight"].double()
+    alpha = predicted(w1, w2, *double, 1 / logit_scale.detach().double(), 1e-3)
+    shown = loss.diagnostics()
+    close(shown["alpha_image_mean"], alpha[0].mean().detach())
+    close(shown["alpha_text_std"], alpha[1].std().detach())

@@ -1,0 +1,109 @@
+"""Algorithm 1's network against AdaGrad on Eq. 12 in float64, with restarts, ring buffer and growth."""
+
+import pytest
+import torch
+from reference import batch_normalizers, predicted, unit
+
+from open_clip_ext import InputError, create_loss
+
+
+class Reference:
+    """The same steps with autograd, AdaGrad from its formula, and a plain list as the ring buffer."""
+
+    def __init__(self, m, restart_every, updates, lr, eps, tau):
+        self.m, self.restart_every, self.updates, self.lr, self.eps, self.tau = m, restart_every, updates, lr, eps, tau
+        self.ring, self.w, self.accumulator, self.t = [], None, torch.zeros(2, m, 0), 0
+
+    def step(self, e1, e2):
+        for pair in zip(e1, e2, strict=True):
+            place = self.t_pairs % self.m if hasattr(self, "t_pairs") else 0
+            self.t_pairs = getattr(self, "t_pairs", 0) + 1
+            if len(self.ring) < self.m:
+                self.ring.append(pair)
+            else:
+                self.ring[place] = pair
+        restart = self.t == 0 or (self.restart_every and self.t % self.restart_every == 0)
+        latest = torch.stack([torch.stack([b for _, b in self.ring]), torch.stack([a for a, _ in self.ring])])
+        if restart:
+            self.w = latest.clone()
+        elif latest.shape[1] > self.w.shape[1]:
+            self.w = torch.cat([self.w, latest[:, self.w.shape[1] :]], dim=1)
+        if self.accumulator.shape[2] == 0:
+            self.accumulator = torch.zeros(2, self.m, e1.shape[1], dtype=torch.float64)
+        log_batch = (self.eps + batch_normalizers(e1, e2, self.tau)).log()
+        for _ in range(self.updates):
+            w = self.w.clone().requires_grad_()
+            alpha = predicted(w[0], w[1], e1, e2, self.tau, self.eps)
+            (gradient,) = torch.autograd.grad(((log_batch - alpha).exp() + alpha).mean(dim=1).sum(), w)
+            accumulator = self.accumulator[:, : w.shape[1]]
+            accumulator += gradient**2
+            self.w = self.w - self.lr * gradient / (accumulator.sqrt() + 1e-10)
+        self.t += 1
+
+
+@pytest.mark.parametrize("m, batch", [(6, 6), (4, 6), (10, 4), (7, 3)])
+@pytest.mark.parametrize("restart_every", [0, 3])
+def test_prototypes_follow_algorithm_1(m, batch, restart_every):
+    tau, eps = torch.tensor(0.2).double(), 1e-6
+    options = dict(npn_prototypes=m, npn_restart_every=restart_every, npn_updates=2, npn_lr=0.1, loss_eps=eps)
+    loss = create_loss("neuclip", **options)
+    reference = Reference(m, restart_every, 2, 0.1, eps, tau)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(7):
+        e1, e2 = unit(generator, batch, 8), unit(generator, batch, 8)
+        loss(e1.float(), e2.float(), 1 / tau.float())
+        if batch >= m:  # the reset then takes the last m pairs of the batch itself
+            reference.ring, reference.t_pairs = [], 0
+        reference.step(e1.float().double(), e2.float().double())
+        state = loss.state_dict()
+        active = int(state["normalizer.active"])
+        assert active == reference.w.shape[1]
+        actual = state["normalizer.weight"][:, :active].double()
+        if batch > m:
+            assert actual.shape == reference.w.shape
+            continue
+        torch.testing.assert_close(actual, reference.w, rtol=2e-3, atol=2e-4)
+
+
+def test_a_reset_takes_texts_for_image_anchors_and_images_for_text_anchors():
+    loss = create_loss("neuclip", npn_prototypes=3, npn_updates=0)
+    generator = torch.Generator().manual_seed(0)
+    e1, e2 = unit(generator, 5, 8).float(), unit(generator, 5, 8).float()
+    loss(e1, e2, torch.tensor(10.0))
+    w1, w2 = loss.state_dict()["normalizer.weight"]
+    assert torch.equal(w1, e2[-3:]) and torch.equal(w2, e1[-3:])
+
+
+def test_the_updates_lower_the_networks_objective():
+    loss = create_loss("neuclip", npn_prototypes=16, npn_lr=0.01)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        loss(unit(generator, 16, 8).float(), unit(generator, 16, 8).float(), torch.tensor(10.0))
+        shown = loss.diagnostics()
+        assert shown["npn_objective_after"] < shown["npn_objective_before"]
+
+
+@pytest.mark.parametrize("reset, expected", [(False, 40.0), (True, 20.0)])
+def test_the_optimisers_state_at_a_restart_is_a_choice(reset, expected):
+    loss = create_loss("neuclip", npn_prototypes=4, npn_restart_every=2, npn_reset_optimizer=reset)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        loss(unit(generator, 4, 8).float(), unit(generator, 4, 8).float(), torch.tensor(10.0))
+    assert loss.state_dict()["normalizer.optimizer.step"] == expected
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(npn_prototypes=0), "--npn-prototypes: 0"),
+        (dict(npn_restart_every=-1), "--npn-restart-every: -1"),
+        (dict(npn_lr=0.0), "--npn-lr: 0.0"),
+        (dict(npn_lr=float("nan")), "--npn-lr: nan"),
+        (dict(npn_opt="adam"), "--npn-opt: 'adam' is not one of adagrad"),
+        (dict(gamma=0.5), "--gamma: --loss neuclip"),
+        (dict(loss_eps=0.0), "--loss-eps: 0.0"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss("neuclip", **options)

@@ -1,0 +1,64 @@
+"""The moving-average table: schedule, first visits, equal rows."""
+
+import math
+
+import pytest
+import torch
+from reference import unit
+
+from open_clip_ext import InputError, create_loss
+
+
+@pytest.mark.parametrize(
+    "schedule, epoch, expected",
+    [
+        ("cosine", 0, 1.0),
+        ("cosine", 5, 0.5 * (1 + math.cos(math.pi * 0.5)) * 0.8 + 0.2),
+        ("cosine", 10, 0.2),
+        ("cosine", 30, 0.2),
+        ("constant", 0, 0.2),
+        ("constant", 30, 0.2),
+    ],
+)
+def test_gamma_schedule(schedule, epoch, expected):
+    loss = create_loss("fastclip-v3", num_samples=4, gamma=0.2, gamma_schedule=schedule, gamma_decay_epochs=10)
+    loss.set_epoch(epoch)
+    assert loss.normalizer.gamma == pytest.approx(expected)
+
+
+def test_decay_takes_half_of_the_epochs_unless_given():
+    assert create_loss("fastclip-v3", num_samples=4, epochs=30).normalizer.gamma_decay_epochs == 15
+    assert create_loss("fastclip-v3", num_samples=4, epochs=1).normalizer.gamma_decay_epochs == 1
+
+
+def test_the_order_of_the_batch_does_not_matter_to_rows_that_repeat():
+    generator = torch.Generator().manual_seed(0)
+    e1, e2 = unit(generator, 8, 16).float(), unit(generator, 8, 16).float()
+    index = torch.tensor([3, 1, 3, 0, 3, 2, 1, 4])
+    tables = []
+    for order in (torch.arange(8), torch.randperm(8, generator=generator)):
+        loss = create_loss("fastclip-v3", num_samples=6, gamma=0.4, gamma_schedule="constant")
+        for _ in range(2):
+            loss(e1[order], e2[order], torch.tensor(20.0), index=index[order])
+        tables.append(loss.state_dict()["normalizer.log_u"])
+    torch.testing.assert_close(*tables)
+    assert (tables[0][5] == -math.inf).all()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(gamma=0.0), "--gamma: 0.0"),
+        (dict(gamma=1.5), "--gamma: 1.5"),
+        (dict(gamma_schedule="linear"), "--gamma-schedule: 'linear' is not one of cosine, constant"),
+        (dict(gamma_decay_epochs=0), "--gamma-decay-epochs: 0"),
+        (dict(npn_lr=1.0), "--npn-lr: --loss fastclip-v3"),
+        (dict(rho=-1.0), "--rho: -1.0"),
+        (dict(num_samples=None), "num_samples: the table normalizer needs"),
+        (dict(num_samples=0), "num_samples: 0"),
+        (dict(nonsense=1), "nonsense: no loss has this setting"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss("fastclip-v3", **{"num_samples": 4, **options})
