@@ -1,0 +1,169 @@
+"""Train data whose samples carry their row.
+
+The row travels as one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
+collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees the batch.
+"""
+
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
+from open_clip_train import data as open_clip_data
+from training_ext.shards import Shards, find_shards, split_row
+
+HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """The rows of the train data.
+
+    Args:
+        kind: webdataset, csv, synthetic or shapes.
+        num_rows: n.
+        digest: tells whether the rows of two runs are the same samples.
+        shards: offsets and sizes, for a webdataset.
+    """
+
+    kind: str
+    num_rows: int
+    digest: str
+    shards: Shards | None = None
+
+
+def find_rows(args) -> DataRows:
+    """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
+
+    Raises:
+        InputError: the data cannot be read, or their rows cannot be told; the message says what to provide.
+    """
+    kind = kind_of(args)
+    if kind == "webdataset":
+        shards = find_shards(args.train_data, args.shard_sizes)
+        return DataRows(kind, shards.num_rows, shards.digest, shards)
+    if args.shard_sizes:
+        raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
+    if kind == "csv":
+        captions = read_csv(args, args.train_data)[args.csv_caption_key]
+        if len(captions) == 0:
+            raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
+        # Captions but not paths, so that moved images are the same data.
+        digest = hashlib.sha256("\x1f".join(map(str, captions)).encode()).hexdigest()
+        return DataRows(kind, len(captions), digest)
+    if not args.train_num_samples or args.train_num_samples < 1:
+        raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
+    seed = args.shapes_seed if kind == "shapes" else None
+    digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}".encode()).hexdigest()
+    return DataRows(kind, args.train_num_samples, digest)
+
+
+def kind_of(args) -> str:
+    """The kind of the train data, told as OpenCLIP tells it."""
+    if args.dataset_type != "auto":
+        return args.dataset_type
+    builders = {open_clip_data.get_wds_dataset: "webdataset", open_clip_data.get_csv_dataset: "csv"}
+    try:
+        return builders[open_clip_data.get_dataset_fn(args.train_data, "auto")]
+    except ValueError:
+        raise InputError(
+            f"--train-data: {args.train_data!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type"
+        ) from None
+
+
+def read_csv(args, path: str, flag: str = "--train-data") -> pd.DataFrame:
+    """The csv as OpenCLIP reads it; InputError if it cannot be read or lacks the named columns."""
+    try:
+        table = pd.read_csv(path, sep=args.csv_separator)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{flag}: {path!r} cannot be read as csv: {' '.join(str(error).split())}") from None
+    for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
+        if column not in table.columns:
+            columns = ", ".join(repr(name) for name in table.columns)
+            raise InputError(
+                f"{key}: {path!r} has no column {column!r}; its columns with --csv-separator "
+                f"{args.csv_separator!r} are {columns}"
+            )
+    return table
+
+
+class WithRow(Dataset):
+    """A map-style data set of (image, tokens) whose tokens end in the sample's row."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> tuple[Any, Tensor]:
+        image, tokens = self.dataset[row]
+        return image, append_row(tokens, row)
+
+
+class RowTokenizer:
+    """Tokenizer for captions that `ShardRows` put a row in front of: the row becomes the last token."""
+
+    def __init__(self, tokenizer: Callable):
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str) -> Tensor:
+        row, caption = split_row(text)
+        return append_row(self.tokenizer(caption)[0], row)[None]
+
+
+def append_row(tokens: Tensor, row: int) -> Tensor:
+    """(L,) int64 tokens and a row: (L + 1,)."""
+    return torch.cat([tokens.long(), torch.tensor([row])])
+
+
+class RowLoader:
+    """A train loader without the row column; the rows of the last `keep` batches wait for the loss.
+
+    Args:
+        loader: OpenCLIP's, with its `num_batches` and `num_samples`.
+        keep: batches per optimiser step.
+    """
+
+    def __init__(self, loader: Any, keep: int):
+        self.loader = loader
+        self._latest: deque[Tensor] = deque(maxlen=keep)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self._latest.clear()
+        for images, tokens in self.loader:
+            self._latest.append(tokens[:, -1].contiguous())
+            yield images, tokens[:, :-1].contiguous()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def latest_rows(self) -> Tensor:
+        """Rows of the last `keep` batches, one after the other, int64 on the CPU."""
+        return torch.cat(list(self._latest))
+
+
+def shapes_dataset(args, is_train: bool) -> Callable[..., Dataset]:
+    """What OpenCLIP's synthetic builder calls in place of SyntheticDataset for `--dataset-type shapes`."""
+
+    def build(transform=None, image_size=64, caption=None, dataset_size=None, tokenizer=None) -> Scenes:
+        return Scenes(
+            num_samples=args.train_num_samples if is_train else args.val_num_samples,
+            seed=args.shapes_seed,
+            image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
+            first_row=0 if is_train else HELD_OUT_SCENES,
+            transform=transform,
+            tokenizer=tokenizer,
+        )
+
+    return build

@@ -1,0 +1,197 @@
+"""THE table of seams: every name of OpenCLIP's training code that is replaced, why, and what it relies on.
+
+`open_clip_train.main.main` runs as it is. A name is looked up by OpenCLIP's code when it is used, so that a value put
+in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is changed or copied.
+"""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+import open_clip
+
+import open_clip_ext
+from open_clip_ext.errors import InputError
+from open_clip_train.main import main as open_clip_main
+from training_ext.checkpoint import atomic_save
+from training_ext.overlay import look_up, replaced
+from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.versions import open_clip_version
+
+MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
+
+MAIN, DATA = "open_clip_train.main", "open_clip_train.data"
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced name.
+
+    Args:
+        module, path: where it is; a path of several names changes only what this module sees of the last.
+        why: what OpenCLIP cannot do without it.
+        contract: what is relied on; the thing to check when OpenCLIP changes.
+        replacement: from the original and the session to what takes its place.
+        scopes: when it is in place: the whole run, or while the train or validation data set is built.
+        for_ext_loss: only with a loss of ours; the others also serve OpenCLIP's own losses.
+    """
+
+    module: str
+    path: str
+    why: str
+    contract: str
+    replacement: Callable[[Any, Session], Any]
+    scopes: tuple[str, ...] = (RUN,)
+    for_ext_loss: bool = True
+
+
+SEAMS = (
+    Seam(
+        MAIN, "parse_args",
+        why="our flags are parsed together with OpenCLIP's, before anything is written",
+        contract="main(args) calls parse_args(args) once, first",
+        replacement=lambda original, session: lambda argv: session.args,
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "torch.save",
+        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick",
+        contract="checkpoints are written by torch.save(dict, path)",
+        replacement=lambda original, session: partial(atomic_save, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "torch.nn.parallel.DistributedDataParallel",
+        why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
+        contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
+        replacement=lambda original, session: session.cpu_ready(original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "get_dataset_fn",
+        why="--dataset-type shapes; and the train data are built with the names below replaced",
+        contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=...)",
+        replacement=lambda original, session: partial(session.dataset_builder, original, scoped),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "SyntheticDataset",
+        why="carries the rows; stands in for generated scenes",
+        contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
+        replacement=lambda original, session: session.synthetic(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "CsvDataset",
+        why="carries the rows",
+        contract="get_csv_dataset builds CsvDataset(...), whose items are (image, tokens) by line",
+        replacement=lambda original, session: session.rowed(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        DATA, "tarfile_to_samples_nothrow",
+        why="a sample's position in its shard is known only where the tar is read",
+        contract="get_wds_dataset uses it for train data as a stage from shard urls to raw samples, each a dict with txt",
+        replacement=lambda original, session: session.shard_rows(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        DATA, "wds.shuffle",
+        why="webdataset seeds its shuffle buffer by time and process number",
+        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples",
+        replacement=lambda original, session: session.seeded_shuffle(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        DATA, "wds.WebLoader",
+        why="loader workers outlive an epoch, and with them the state of their generators",
+        contract="get_wds_dataset builds wds.WebLoader(dataset, ...) and returns a DataInfo with shared_epoch",
+        replacement=lambda original, session: session.seeded_loader(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        DATA, "ResampledShards2",
+        why="its seed comes from the loader's workers, which differ in a resumed run",
+        contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
+        replacement=lambda original, session: session.seeded_shards(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        MAIN, "create_model_and_transforms",
+        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel",
+        contract="main gets the model from it before wrapping it, and the first call is the trained model",
+        replacement=lambda original, session: partial(session.create_model, original),
+    ),
+    Seam(
+        MAIN, "optim.AdamW",
+        why="the temperature has a learning rate of its own; our state travels in the optimizer's",
+        contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
+        replacement=lambda original, session: partial(session.create_optimizer, original),
+    ),
+    Seam(
+        "timm.optim", "create_optimizer_v2",
+        why="the same for --opt timm/...",
+        contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
+        replacement=lambda original, session: partial(session.create_optimizer, original),
+    ),
+    Seam(
+        "open_clip_train.scheduler", "assign_learning_rate",
+        why="OpenCLIP's schedules set one rate for every group",
+        contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
+        replacement=lambda original, session: partial(session.assign_learning_rate, original),
+    ),
+    Seam(
+        MAIN, "pt_load",
+        why="takes our state out of the checkpoint before OpenCLIP loads the optimizer",
+        contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
+        replacement=lambda original, session: partial(session.load_checkpoint, original),
+    ),
+    Seam(
+        MAIN, "get_data",
+        why="every process needs the row of every sample before it builds its loader",
+        contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
+        replacement=lambda original, session: partial(session.get_data, original),
+    ),
+    Seam(
+        MAIN, "create_loss",
+        why="the loss itself",
+        contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
+        replacement=lambda original, session: session.create_loss,
+    ),
+    Seam(
+        MAIN, "train_one_epoch",
+        why="schedules by epoch, seeds by epoch, and gathering the state that only some processes hold",
+        contract="called once per epoch as (model, data, loss, epoch, ...), before optimizer.state_dict() is saved",
+        replacement=lambda original, session: partial(session.train_one_epoch, original),
+    ),
+)
+
+
+@contextmanager
+def scoped(session: Session, scope: str) -> Iterator[None]:
+    """Put the seams of `scope` in place."""
+    chosen = [s for s in SEAMS if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
+    with replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen}):
+        yield
+
+
+def check_seams() -> None:
+    """Raise InputError, one line with OpenCLIP's version, unless every replaced name exists."""
+    for seam in SEAMS:
+        try:
+            look_up(seam.module, seam.path)
+        except (AttributeError, ImportError) as error:
+            raise InputError(
+                f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
+                f"replaces: {error}"
+            ) from None
+
+
+def run(session: Session) -> int:
+    """OpenCLIP's main with the seams in place; its return value as an exit code."""
+    open_clip.add_model_config(MODEL_CONFIGS)
+    with scoped(session, RUN):
+        return 2 if open_clip_main(None) else 0

@@ -1,0 +1,51 @@
+"""The loss as OpenCLIP's loop calls it."""
+
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+from open_clip_ext import GlobalContrastiveLoss
+from training_ext.data import RowLoader
+
+
+class LogItems(dict):
+    """OpenCLIP adds up `values()` to the total loss and logs `items()`: only the latter shows the diagnostics.
+
+    It asks for `items()` on steps that it logs, so that nothing waits for the device on the others.
+    """
+
+    def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):
+        super().__init__(losses)
+        self._diagnostics = diagnostics
+
+    def items(self):
+        return (dict(self) | self._diagnostics()).items()
+
+
+class TrainingLoss:
+    """Adds the samples' rows to OpenCLIP's call, and the diagnostics to what it logs.
+
+    Args:
+        loss: one of ours.
+        loader: the train loader, which knows the rows of the batches since the last step.
+        device: where the loss computes.
+    """
+
+    def __init__(self, loss: GlobalContrastiveLoss, loader: RowLoader, device: str | torch.device):
+        self.loss = loss
+        self.loader = loader
+        self.device = torch.device(device)
+
+    def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
+        index = None
+        if self.loss.normalizer.needs_index:
+            index = self.loader.latest_rows()
+        losses = self.loss(**model_out, index=index, output_dict=True)
+        if not output_dict:
+            return losses["contrastive_loss"]
+        return LogItems(losses, self._diagnostics)
+
+    def _diagnostics(self) -> dict[str, Tensor]:
+        self.loss.raise_if_not_finite()
+        return self.loss.diagnostics()

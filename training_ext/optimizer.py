@@ -1,0 +1,61 @@
+"""The temperature's own optimizer group."""
+
+import math
+from typing import Callable
+
+import torch
+from torch.optim import Optimizer
+
+LOW_TAU = 0.03  # FastCLIP's schedule: below it the temperature's learning rate is a third
+LOW_TAU_FACTOR = 1 / 3
+CHECK_EVERY = 100  # steps between looks at tau, each of which waits for the device
+
+
+class TemperatureGroup:
+    """Moves `logit_scale` from OpenCLIP's groups to a last one of its own, without weight decay.
+
+    OpenCLIP logs the learning rate of the first group, so the model's groups keep their places. Unmodified OpenCLIP
+    cannot `--resume` an optimizer with the extra group.
+
+    Args:
+        optimizer: just made by OpenCLIP.
+        logit_scale: the model's parameter, log(1 / tau).
+        lr: `--lr-tau`.
+        schedule: `model`: the shape of the model's schedule; `fastclip`: no warm-up and no decay, but a third of it
+            while tau <= 0.03, looked up every 100 steps.
+        model_lr: `--lr`, the peak of the model's schedule.
+    """
+
+    def __init__(self, optimizer: Optimizer, logit_scale: torch.nn.Parameter, lr: float, schedule: str, model_lr: float):
+        self.logit_scale = logit_scale
+        self.lr = lr
+        self.schedule = schedule
+        self.model_lr = model_lr
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter is not logit_scale]
+        # `steps` and `tau_is_low` travel with the optimizer's state: a resumed run decides as an uninterrupted one.
+        optimizer.add_param_group({"params": [logit_scale], "weight_decay": 0.0, "lr": lr, "steps": 0})
+        self._optimizer = optimizer
+        self.group["tau_is_low"] = self._tau_is_low()
+        optimizer.register_step_post_hook(lambda *_: self._after_step())
+
+    @property
+    def group(self) -> dict:
+        """The group as the optimizer holds it now; load_state_dict replaces it."""
+        return self._optimizer.param_groups[-1]
+
+    def _tau_is_low(self) -> bool:
+        return self.logit_scale.item() >= -math.log(LOW_TAU)
+
+    def _after_step(self) -> None:
+        self.group["steps"] += 1
+        if self.schedule == "fastclip" and self.group["steps"] % CHECK_EVERY == 0:
+            self.group["tau_is_low"] = self._tau_is_low()
+
+    def assign(self, original: Callable[[Optimizer, float], None], optimizer: Optimizer, new_lr: float) -> None:
+        """In place of OpenCLIP's assign_learning_rate: its rate for the model, the schedule's for the temperature."""
+        original(optimizer, new_lr)
+        if self.schedule == "model":
+            self.group["lr"] = new_lr * self.lr / self.model_lr
+        else:
+            self.group["lr"] = self.lr * (LOW_TAU_FACTOR if self.group["tau_is_low"] else 1)

@@ -1,0 +1,104 @@
+"""The command line: every flag of OpenCLIP, and ours in a group of their own, from one parser."""
+
+import argparse
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import OBJECTIVES
+from open_clip_ext.normalizers import NORMALIZERS
+from open_clip_train import params
+from training_ext.overlay import replaced
+
+LR_TAU_RATIO = 1 / 8  # neuclip.txt Table 3: on all five data sets
+
+
+class Parser(argparse.ArgumentParser):
+    """OpenCLIP's parser, which its parse_args makes and fills itself, with our flags added before it parses."""
+
+    def __init__(self):
+        super().__init__(
+            prog="open_clip_ext.main",
+            description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
+        )
+
+    def error(self, message: str) -> None:
+        raise InputError(message)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        for action in self._actions:
+            if action.dest == "dataset_type":
+                action.choices = [*action.choices, "shapes"]
+        self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
+        return super().parse_args(args, namespace)
+
+    def _add_ours(self, group) -> None:
+        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.PRESETS)}")
+        group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
+        group.add_argument(
+            "--normalizer",
+            metavar="PART",
+            help=f"estimator of the normalizers instead of the loss's own: {', '.join(NORMALIZERS)}",
+        )
+        group.add_argument(
+            "--encoder-objective",
+            metavar="PART",
+            help=f"what the encoders minimise instead of the loss's own: {', '.join(OBJECTIVES)}",
+        )
+        for option in factory.all_options():
+            default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
+            text = (option.help + default).replace("%", "%%")
+            if option.type is bool:
+                group.add_argument(option.flag, action="store_true", default=None, help=text)
+            else:
+                metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
+                group.add_argument(option.flag, type=option.type, default=None, metavar=metavar, help=text)
+        group.add_argument(
+            "--shard-sizes",
+            metavar="FILE",
+            help="JSON file of samples per shard, by file name or url, where no sizes.json lies beside the shards",
+        )
+        group.add_argument(
+            "--shapes-seed", type=int, default=0, metavar="INT", help="which scenes --dataset-type shapes draws"
+        )
+
+
+class ListLosses(argparse.Action):
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for preset in factory.list_losses():
+            print(f"{preset.name:12} {preset.summary}\n{'':12} {preset.paper}")
+        parser.exit(0)
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """OpenCLIP's namespace with ours added, every setting of the chosen loss filled in.
+
+    `uses_ext_loss` tells whether the loss is one of ours; settings that the loss does not use stay None.
+
+    Raises:
+        InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
+    """
+    with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
+        args = params.parse_args(argv)
+    names = ["normalizer", "encoder_objective", *(option.name for option in factory.all_options())]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.loss is None:
+        for name in [*given, *(["shard_sizes"] if args.shard_sizes else [])]:
+            raise InputError(f"--{name.replace('_', '-')}: needs --loss; without it the loss is OpenCLIP's own")
+        args.uses_ext_loss = False
+        return args
+    preset = factory.find_preset(args.loss)
+    args.uses_ext_loss = not preset.is_open_clip
+    for name, value in factory.resolve_options(args.loss, given, args.epochs).items():
+        setattr(args, name, value)
+    if args.loss == "siglip":
+        args.siglip = True
+    elif args.siglip:
+        raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
+    if args.shard_sizes and not args.uses_ext_loss:
+        raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
+    if args.uses_ext_loss and args.lr_tau is None:
+        args.lr_tau = args.lr * LR_TAU_RATIO if args.lr is not None else None
+    return args

@@ -1,0 +1,174 @@
+"""One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable
+
+import torch
+
+from open_clip_ext import create_loss, factory
+from open_clip_ext.normalizers import NORMALIZERS
+from open_clip_train.distributed import broadcast_object
+from training_ext import checkpoint
+from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
+from training_ext.loss import TrainingLoss
+from training_ext.optimizer import TemperatureGroup
+from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
+from training_ext.shards import ShardRows
+
+RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
+
+
+class Session:
+    """Args:
+    args: as `params.parse_args` gives them.
+    rows: of the train data, on process 0; the others get them from it.
+    """
+
+    def __init__(self, args, rows: DataRows | None = None):
+        self.args = args
+        self.rows = rows
+        self.loader: RowLoader | None = None
+        self.loss: TrainingLoss | None = None
+        self.temperature: TemperatureGroup | None = None
+        self._logit_scale: torch.nn.Parameter | None = None
+        self._seeded_epochs: SeededEpochs | None = None
+        self._building = TRAIN_DATA
+        self._restored: dict[str, Any] | None = None
+        self._entry_to_save: dict[str, Any] | None = None
+
+    # Start-up of the processes and the model
+
+    @staticmethod
+    def cpu_ready(original: type) -> type:
+        class DistributedDataParallel(original):
+            def __init__(self, module, device_ids=None, **kwargs):
+                on_cpu = next(module.parameters()).device.type == "cpu"
+                super().__init__(module, device_ids=None if on_cpu else device_ids, **kwargs)
+
+        return DistributedDataParallel
+
+    def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        model, *transforms = original(*args, **kwargs)
+        self._logit_scale = model.logit_scale
+        if getattr(model, "logit_bias", None) is not None:
+            model.logit_bias.requires_grad_(False)
+        return model, *transforms
+
+    # Optimizer
+
+    def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        optimizer = original(*args, **kwargs)
+        self.temperature = TemperatureGroup(
+            optimizer, self._logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
+        )
+        optimizer.register_state_dict_post_hook(self._add_entry)
+        return optimizer
+
+    def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
+        self.temperature.assign(original, optimizer, new_lr)
+
+    # Checkpoints
+
+    def _add_entry(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        if self._entry_to_save is not None:
+            state[checkpoint.KEY] = self._entry_to_save
+
+    def load_checkpoint(self, original: Callable, path: str, *args: Any, **kwargs: Any) -> Any:
+        loaded = original(path, *args, **kwargs)
+        entry = checkpoint.take_entry(loaded)
+        if isinstance(loaded, dict) and "epoch" in loaded:
+            # Remote files are first seen here; local ones were checked before anything was written.
+            checkpoint.check_entry(entry, path, self.args, self.rows)
+            self._restored = entry["state"]
+        return loaded
+
+    # Data
+
+    def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
+        if args.distributed:
+            self.rows = broadcast_object(args, self.rows)
+        if args.train_num_samples is None and self.rows is not None and self.rows.kind == "webdataset":
+            args.train_num_samples = self.rows.num_rows
+        return original(args, *rest, **kwargs)
+
+    def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
+        """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""
+        build = original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
+
+        def build_scoped(args, transform, is_train, tokenizer=None, **kwargs):
+            self._building = TRAIN_DATA if is_train else VAL_DATA
+            if is_train and args.uses_ext_loss and kind_of(args) == "webdataset":
+                tokenizer = RowTokenizer(tokenizer)
+            with scoped(self, self._building):
+                info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+            if not is_train or not args.uses_ext_loss:
+                return info
+            if self._seeded_epochs is not None:
+                self._seeded_epochs.shared_epoch = info.shared_epoch
+            self.loader = RowLoader(info.dataloader, keep=args.accum_freq)
+            return replace(info, dataloader=self.loader)
+
+        return build_scoped
+
+    def synthetic(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+        if self.args.dataset_type == "shapes":
+            original = shapes_dataset(self.args, is_train)
+        return self.rowed(original) if is_train and self.args.uses_ext_loss else original
+
+    def rowed(self, original: Callable) -> Callable:
+        return lambda *args, **kwargs: WithRow(original(*args, **kwargs))
+
+    def shard_rows(self, original: Callable) -> Callable | None:
+        return ShardRows(self.rows.shards, original) if self.rows.shards is not None else original
+
+    def seeded_shuffle(self, original: Callable) -> Callable:
+        return partial(original, rng=GlobalRandom())
+
+    def seeded_loader(self, original: Callable) -> Callable:
+        def build(dataset, **kwargs):
+            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank)
+            return original(self._seeded_epochs, **kwargs)
+
+        return build
+
+    def seeded_shards(self, original: Callable) -> Callable:
+        return partial(original, worker_seed=WorkerSeed(self.args.seed, self.args.rank))
+
+    # Training
+
+    def create_loss(self, args: Any) -> TrainingLoss:
+        options = [*factory.options_of(args.normalizer)]
+        loss = create_loss(
+            args.loss,
+            num_samples=self.rows.num_rows,
+            epochs=args.epochs,
+            accum_freq=args.accum_freq,
+            device=args.device,
+            normalizer=args.normalizer,
+            encoder_objective=args.encoder_objective,
+            **{option.name: getattr(args, option.name) for option in options},
+        )
+        if self._restored is not None:
+            loss.load_state_dict(self._restored)
+            self._restored = None
+        self.loss = TrainingLoss(loss, self.loader, args.device)
+        return self.loss
+
+    def train_one_epoch(self, original: Callable, model, data, loss, epoch, optimizer, *rest, **kwargs) -> Any:
+        args = self.args
+        seed_all(args.seed, epoch, args.rank)
+        self.loss.loss.set_epoch(epoch)
+        self._entry_to_save = None
+        result = original(model, data, loss, epoch, optimizer, *rest, **kwargs)
+        if checkpoint.saves_after(args, epoch + 1):
+            state = self.loss.loss.state_dict()
+            if args.rank == 0:
+                self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
+        return result
+
+
+def needs_index(args) -> bool:
+    """Whether the chosen loss keeps state per sample."""
+    return args.uses_ext_loss and NORMALIZERS[args.normalizer].needs_index
