@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_train import data as open_clip_data
+from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
 from training_ext.shards import Shards, find_shards, split_row
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
@@ -130,15 +131,21 @@ class RowLoader:
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
         keep: batches per optimiser step.
+        seed_epoch: seeds this process's generators for a use (of `seeding`) in this epoch.
     """
 
-    def __init__(self, loader: Any, keep: int):
+    def __init__(self, loader: Any, keep: int, seed_epoch: Callable[[int], None]):
         self.loader = loader
+        self.seed_epoch = seed_epoch
         self._latest: deque[Tensor] = deque(maxlen=keep)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self._latest.clear()
-        for images, tokens in self.loader:
+        self.seed_epoch(AT_EPOCH)
+        for number, (images, tokens) in enumerate(self.loader):
+            if number == 0:
+                # The first batch starts workers, which draws from our generators, unless they are there already.
+                self.seed_epoch(AFTER_FIRST_BATCH)
             self._latest.append(tokens[:, -1].contiguous())
             yield images, tokens[:, :-1].contiguous()
 

@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+# First number after the seed: no two uses draw the same numbers.
+AT_EPOCH, AFTER_FIRST_BATCH, IN_WORKER, SHARDS = 1, 2, 3, 4
+
 
 def seed_of(seed: int, *place: int) -> int:
     """A 63-bit seed that differs for every (seed, *place), all non-negative."""
@@ -48,7 +51,7 @@ class SeededEpochs(IterableDataset):
         self.shared_epoch = None
 
     def __iter__(self):
-        seed_all(self.seed, self.shared_epoch.get_value(), self.rank, worker_id())
+        seed_all(self.seed, IN_WORKER, self.shared_epoch.get_value(), self.rank, worker_id())
         return iter(self.dataset)
 
 
@@ -67,4 +70,4 @@ class WorkerSeed:
         self.rank = rank
 
     def __call__(self) -> int:
-        return seed_of(self.seed, self.rank, worker_id())
+        return seed_of(self.seed, SHARDS, self.rank, worker_id())

@@ -10,7 +10,7 @@ from open_clip_ext import create_loss, factory
 from open_clip_ext.normalizers import NORMALIZERS
 from open_clip_train.distributed import broadcast_object
 from training_ext import checkpoint
-from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
+from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset
 from training_ext.loss import TrainingLoss
 from training_ext.optimizer import TemperatureGroup
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
@@ -34,6 +34,7 @@ class Session:
         self._logit_scale: torch.nn.Parameter | None = None
         self._seeded_epochs: SeededEpochs | None = None
         self._building = TRAIN_DATA
+        self._epoch = 0
         self._restored: dict[str, Any] | None = None
         self._entry_to_save: dict[str, Any] | None = None
 
@@ -89,7 +90,7 @@ class Session:
         if args.distributed:
             self.rows = broadcast_object(args, self.rows)
         if args.train_num_samples is None and self.rows is not None and self.rows.kind == "webdataset":
-            args.train_num_samples = self.rows.num_rows
+            args.train_num_samples = self.rows.shards.num_listed(args.train_data)
         return original(args, *rest, **kwargs)
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
@@ -98,7 +99,7 @@ class Session:
 
         def build_scoped(args, transform, is_train, tokenizer=None, **kwargs):
             self._building = TRAIN_DATA if is_train else VAL_DATA
-            if is_train and args.uses_ext_loss and kind_of(args) == "webdataset":
+            if is_train and args.uses_ext_loss and self.rows.kind == "webdataset":
                 tokenizer = RowTokenizer(tokenizer)
             with scoped(self, self._building):
                 info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
@@ -106,7 +107,7 @@ class Session:
                 return info
             if self._seeded_epochs is not None:
                 self._seeded_epochs.shared_epoch = info.shared_epoch
-            self.loader = RowLoader(info.dataloader, keep=args.accum_freq)
+            self.loader = RowLoader(info.dataloader, args.accum_freq, self._seed_epoch)
             return replace(info, dataloader=self.loader)
 
         return build_scoped
@@ -138,6 +139,9 @@ class Session:
 
     # Training
 
+    def _seed_epoch(self, use: int) -> None:
+        seed_all(self.args.seed, use, self._epoch, self.args.rank)
+
     def create_loss(self, args: Any) -> TrainingLoss:
         options = [*factory.options_of(args.normalizer)]
         loss = create_loss(
@@ -158,7 +162,7 @@ class Session:
 
     def train_one_epoch(self, original: Callable, model, data, loss, epoch, optimizer, *rest, **kwargs) -> Any:
         args = self.args
-        seed_all(args.seed, epoch, args.rank)
+        self._epoch = epoch
         self.loss.loss.set_epoch(epoch)
         self._entry_to_save = None
         result = original(model, data, loss, epoch, optimizer, *rest, **kwargs)

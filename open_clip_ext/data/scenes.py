@@ -1,0 +1,303 @@
+"""Generated scenes: two coloured shapes in a stated relation on a coloured background, with a caption.
+
+A scene is a function of `(seed, row)` alone, so a data set of any length needs no files, and held-out
+data are simply later rows. Lengths inside a scene are fractions of the image's side, with the origin at
+the top left, so the same scene can be drawn at any size.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image, ImageDraw
+from torch.utils.data import Dataset
+
+COLOURS = {
+    "red": (218, 28, 36),
+    "orange": (250, 132, 10),
+    "yellow": (250, 220, 20),
+    "green": (20, 150, 50),
+    "cyan": (20, 200, 220),
+    "blue": (35, 70, 225),
+    "purple": (150, 45, 195),
+    "pink": (255, 125, 190),
+}
+BACKGROUNDS = {
+    "white": (255, 255, 255),
+    "black": (0, 0, 0),
+    "grey": (150, 150, 150),
+    "brown": (98, 58, 28),
+    "beige": (230, 208, 170),
+}
+SIZES = {"small": (0.10, 0.12), "large": (0.19, 0.22)}
+RELATIONS = {
+    "left": "to the left of",
+    "right": "to the right of",
+    "above": "above",
+    "below": "below",
+}
+TEMPLATES = (
+    "{first} {relation} {second} on a {background} background",
+    "{first} is {relation} {second}, on a {background} background",
+    "on a {background} background, {first} is {relation} {second}",
+    "a picture of {first} {relation} {second} against a {background} background",
+)
+
+MIN_IMAGE_SIZE = 16
+MAX_IMAGE_SIZE = 512
+
+_MARGIN = 0.02
+_GAP = 0.04
+_OFF_LINE = 0.03
+_RING_HOLE = 0.55
+_KEY_BITS = 63
+_MAX_KEY = 2**_KEY_BITS - 1
+
+
+def _star() -> list[tuple[float, float]]:
+    tips = [(1.05 if i % 2 == 0 else 0.45, math.pi * i / 5) for i in range(10)]
+    return [(r * math.sin(angle), 0.07 - r * math.cos(angle)) for r, angle in tips]
+
+
+def _heart() -> list[tuple[float, float]]:
+    points = []
+    for i in range(48):
+        t = 2 * math.pi * i / 48
+        x = 16 * math.sin(t) ** 3
+        y = 13 * math.cos(t) - 5 * math.cos(2 * t) - 2 * math.cos(3 * t) - math.cos(4 * t)
+        points.append((x / 16, -(y + 2.5) / 15.5))
+    return points
+
+
+def _rounded(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    # Sines differ in their last bit between platforms; rounded corners do not.
+    return tuple((round(x, 4), round(y, 4)) for x, y in points)
+
+
+# Corners in units of the object's radius around its centre; None is drawn as an ellipse.
+_CORNERS = {
+    "circle": None,
+    "square": _rounded([(-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)]),
+    "triangle": _rounded([(0, -0.95), (1, 0.8), (-1, 0.8)]),
+    "star": _rounded(_star()),
+    "cross": _rounded(
+        [(-0.32, -1), (0.32, -1), (0.32, -0.32), (1, -0.32), (1, 0.32), (0.32, 0.32)]
+        + [(0.32, 1), (-0.32, 1), (-0.32, 0.32), (-1, 0.32), (-1, -0.32), (-0.32, -0.32)]
+    ),
+    "ring": None,
+    "diamond": _rounded([(0, -1), (0.72, 0), (0, 1), (-0.72, 0)]),
+    "heart": _rounded(_heart()),
+}
+SHAPES = tuple(_CORNERS)
+_KINDS = tuple((shape, colour) for shape in SHAPES for colour in COLOURS)
+
+
+def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """Return `value` as an int within `low..high` (no upper end if None).
+
+    Raises:
+        ValueError: it is not a whole number or lies outside; the line names the argument and the value.
+    """
+    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    try:
+        whole = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        whole = None
+    if whole is None or whole < low or (high is not None and whole > high):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+    return whole
+
+
+@dataclass(frozen=True)
+class SceneObject:
+    """One object of a scene.
+
+    `shape`, `colour` and `size` are keys of `SHAPES`, `COLOURS` and `SIZES`. `x`, `y` are the centre and
+    `radius` half the side of the box that the shape fits in, as fractions of the image's side.
+    A ring shows the background at its centre; every other shape has its colour there.
+    """
+
+    shape: str
+    colour: str
+    size: str
+    x: float
+    y: float
+    radius: float
+
+    @property
+    def phrase(self) -> str:
+        """The object in words, such as "a large red circle"."""
+        return f"a {self.size} {self.colour} {self.shape}"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a scene shows: `first` stands in `relation` (a key of `RELATIONS`) to `second`.
+
+    The objects differ in shape or colour and do not overlap. `background` is a key of `BACKGROUNDS` and
+    `template` an index into `TEMPLATES`.
+    """
+
+    first: SceneObject
+    relation: str
+    second: SceneObject
+    background: str
+    template: int
+
+    @property
+    def caption(self) -> str:
+        """The scene in words."""
+        return TEMPLATES[self.template].format(
+            first=self.first.phrase,
+            relation=RELATIONS[self.relation],
+            second=self.second.phrase,
+            background=self.background,
+        )
+
+    def render(self, image_size: int = 64) -> Image.Image:
+        """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512).
+
+        Raises:
+            ValueError: `image_size` is not a whole number in that range.
+        """
+        image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
+        # Drawn larger and averaged down for smooth edges; large images need less of it.
+        factor = 4 if image_size <= 64 else 2
+        side = image_size * factor
+        background = BACKGROUNDS[self.background]
+        image = Image.new("RGB", (side, side), background)
+        draw = ImageDraw.Draw(image)
+        for thing in (self.first, self.second):
+            _draw_object(draw, thing, side, background)
+        return image.reduce(factor)
+
+
+def _draw_object(draw: ImageDraw.ImageDraw, thing: SceneObject, side: int, background: tuple) -> None:
+    fill = COLOURS[thing.colour]
+    # Pixel i covers i..i+1, and Pillow's coordinates name pixel centres.
+    x, y, radius = thing.x * side - 0.5, thing.y * side - 0.5, thing.radius * side
+    corners = _CORNERS[thing.shape]
+    if corners is not None:
+        draw.polygon([(round(x + radius * u), round(y + radius * v)) for u, v in corners], fill=fill)
+        return
+    draw.ellipse(_box(x, y, radius), fill=fill)
+    if thing.shape == "ring":
+        draw.ellipse(_box(x, y, radius * _RING_HOLE), fill=background)
+
+
+def _box(x: float, y: float, radius: float) -> tuple[int, int, int, int]:
+    return round(x - radius), round(y - radius), round(x + radius), round(y + radius)
+
+
+def describe_scene(seed: int, row: int) -> Scene:
+    """Describe scene `row` of the endless sequence named by `seed`, both whole numbers in 0 .. 2**63 - 1.
+
+    The same on every platform and Python version, and independent of all global random state.
+
+    Raises:
+        ValueError: `seed` or `row` is not a whole number in that range.
+    """
+    seed = check_whole("seed", seed, 0, _MAX_KEY)
+    row = check_whole("row", row, 0, _MAX_KEY)
+    # random() is the one method whose sequence Python promises to keep for a given seed.
+    draw = random.Random(seed << _KEY_BITS | row).random
+
+    def pick(options: Any) -> Any:
+        return options[int(draw() * len(options))]
+
+    kind_1 = int(draw() * len(_KINDS))
+    kind_2 = int(draw() * (len(_KINDS) - 1))
+    kind_2 += kind_2 >= kind_1
+    size_1, size_2 = pick(tuple(SIZES)), pick(tuple(SIZES))
+    relation = pick(tuple(RELATIONS))
+    background = pick(tuple(BACKGROUNDS))
+    template = pick(range(len(TEMPLATES)))
+    radius_1, radius_2 = (low + (high - low) * draw() for low, high in (SIZES[size_1], SIZES[size_2]))
+
+    before, after = sorted((draw(), draw()))
+    spare = 1 - 2 * (_MARGIN + radius_1 + radius_2) - _GAP
+    leading, trailing = (radius_1, radius_2) if relation in ("left", "above") else (radius_2, radius_1)
+    along_leading = _MARGIN + before * spare + leading
+    along_trailing = along_leading + leading + _GAP + (after - before) * spare + trailing
+    edge = _MARGIN + _OFF_LINE + max(radius_1, radius_2)
+    line = edge + (1 - 2 * edge) * draw()
+    across_1, across_2 = (line + _OFF_LINE * (2 * draw() - 1) for _ in range(2))
+
+    if relation in ("left", "above"):
+        along_1, along_2 = along_leading, along_trailing
+    else:
+        along_1, along_2 = along_trailing, along_leading
+    horizontal = relation in ("left", "right")
+    place_1 = (along_1, across_1) if horizontal else (across_1, along_1)
+    place_2 = (along_2, across_2) if horizontal else (across_2, along_2)
+    return Scene(
+        first=SceneObject(*_KINDS[kind_1], size_1, *place_1, radius_1),
+        relation=relation,
+        second=SceneObject(*_KINDS[kind_2], size_2, *place_2, radius_2),
+        background=background,
+        template=template,
+    )
+
+
+def scene_caption(seed: int, row: int) -> str:
+    """The caption of scene `row` of `seed`; arguments and errors as for `describe_scene`."""
+    return describe_scene(seed, row).caption
+
+
+def render_scene(seed: int, row: int, image_size: int = 64) -> Image.Image:
+    """Scene `row` of `seed` as an RGB image of `image_size` x `image_size` pixels (16 to 512).
+
+    Raises:
+        ValueError: an argument is not a whole number in its range (`seed`, `row`: 0 .. 2**63 - 1).
+    """
+    return describe_scene(seed, row).render(image_size)
+
+
+class Scenes(Dataset):
+    """Scenes `first_row` .. `first_row + num_samples - 1` of `seed`, drawn when they are asked for.
+
+    Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) passed
+    through `transform`, and `tokenizer([caption])[0]`. Without them it is the PIL image and the string.
+    Held-out data are later rows: give them a `first_row` past the end of the training data.
+
+    Raises:
+        ValueError: an argument is out of range (`num_samples` from 1; `seed` and all rows from 0 and below
+            2**63).
+        IndexError: an item outside `-num_samples .. num_samples - 1` is asked for.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        seed: int = 0,
+        image_size: int = 64,
+        first_row: int = 0,
+        transform: Callable[[Image.Image], Any] | None = None,
+        tokenizer: Callable[[list[str]], Any] | None = None,
+    ) -> None:
+        self.first_row = check_whole("first_row", first_row, 0, _MAX_KEY - 1)
+        self.num_samples = check_whole("num_samples", num_samples, 1, _MAX_KEY - self.first_row)
+        self.seed = check_whole("seed", seed, 0, _MAX_KEY)
+        self.image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
+        self.transform = transform
+        self.tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        i = operator.index(i)
+        if not -self.num_samples <= i < self.num_samples:
+            raise IndexError(f"item {i} of {self.num_samples} scenes")
+        scene = describe_scene(self.seed, self.first_row + i % self.num_samples)
+        image, caption = scene.render(self.image_size), scene.caption
+        if self.transform is not None:
+            image = self.transform(image)
+        if self.tokenizer is not None:
+            caption = self.tokenizer([caption])[0]
+        return image, caption

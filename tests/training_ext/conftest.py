@@ -1,0 +1,111 @@
+"""Tiny data sets and runs of the command in this process."""
+
+import gc
+import logging
+import multiprocessing
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.data.make_shards import main as make_shards
+from open_clip_ext.main import main as ext_main
+
+torch.set_num_threads(1)
+
+TINY = "--model ViT-shapes-tiny --precision fp32 --device cpu --batch-size 8 --warmup 2 --log-every-n-steps 1"
+LOSSES = {
+    "clip": "--loss clip",
+    "fastclip-v3": "--loss fastclip-v3 --gamma-decay-epochs 2 --rho 5",
+    "neuclip": "--loss neuclip --npn-prototypes 20 --npn-updates 2 --npn-restart-every 5 --rho 5",
+}
+
+
+def run_main(main, arguments: str, folder: Path) -> int:
+    """Run a command line with its logs below `folder`; OpenCLIP adds log handlers and never takes them away."""
+    logging.root.handlers.clear()
+    try:
+        return main([*TINY.split(), *arguments.split(), "--logs", str(folder)])
+    finally:
+        for handler in logging.root.handlers:
+            handler.close()
+        logging.root.handlers.clear()
+        # Loader workers persist until their loader goes; the next run's workers must not inherit their pipes.
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        gc.collect()
+
+
+class Experiment:
+    def __init__(self, folder: Path, name: str):
+        self.path = folder / name
+
+    @property
+    def log(self) -> str:
+        return (self.path / "out.log").read_text()
+
+    def logged(self, name: str = "Loss") -> list[tuple[int, float]]:
+        """(epoch, value) of every log line."""
+        return [
+            (int(epoch), float(value))
+            for epoch, value in re.findall(rf"Train Epoch: (\d+) .* {name}: (\S+) \(", self.log)
+        ]
+
+    def checkpoint(self, epoch: int) -> dict:
+        return torch.load(self.path / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(name, arguments, main) -> Experiment; the run must succeed."""
+
+    def run(name: str, arguments: str, main=ext_main) -> Experiment:
+        assert not run_main(main, f"{arguments} --name {name}", tmp_path / "logs")
+        return Experiment(tmp_path / "logs", name)
+
+    return run
+
+
+@pytest.fixture
+def refused(tmp_path, capsys):
+    """refused(arguments) -> the one line of stderr; nothing may be written."""
+
+    def refused(arguments: str) -> str:
+        def snapshot():
+            return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+        before = snapshot()
+        capsys.readouterr()
+        assert run_main(ext_main, arguments, tmp_path / "logs") == 2
+        error = capsys.readouterr().err.strip()
+        lines = [line for line in error.splitlines() if "Counting samples" not in line]
+        assert len(lines) == 1 and lines[0].startswith("open_clip_ext: error: "), error
+        assert snapshot() == before
+        return lines[0]
+
+    return refused
+
+
+@pytest.fixture(scope="session")
+def datasets(tmp_path_factory) -> dict[str, str]:
+    """Command lines of 48 training pairs, by kind of data set."""
+    folder = tmp_path_factory.mktemp("data")
+    assert not make_shards(
+        f"shapes --out {folder}/shards --num-samples 48 --val-samples 8 --samples-per-shard 8 --image-size 48".split()
+    )
+    (folder / "images").mkdir()
+    lines = ["filepath\ttitle"]
+    for row, (image, caption) in enumerate(Scenes(48, image_size=48)):
+        image.save(folder / "images" / f"{row}.png")
+        lines.append(f"{folder}/images/{row}.png\t{caption}")
+    (folder / "train.csv").write_text("\n".join(lines))
+    shards = f"--train-data {folder}/shards/train-{{000000..000005}}.tar --dataset-type webdataset"
+    return {
+        "csv": f"--train-data {folder}/train.csv",
+        "shards": shards,
+        "resampled": f"{shards} --dataset-resampled --train-num-samples 48",
+        "shapes": "--dataset-type shapes --train-num-samples 48",
+        "synthetic": "--dataset-type synthetic --train-num-samples 48",
+    }

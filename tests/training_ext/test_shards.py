@@ -1,0 +1,530 @@
+import gzip
+import io
+import json
+import logging
+import os
+import pickle
+import shutil
+import tarfile
+
+import pytest
+import webdataset as wds
+from open_clip_train.data import filter_no_caption_or_no_image, log_and_continue, tarfile_to_samples_nothrow
+from torch.utils.data import DataLoader
+
+from open_clip_ext.errors import InputError
+from training_ext import shards as module
+from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, find_shards, split_row
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path, monkeypatch):
+    home = tmp_path / "cache-home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
+
+
+def member(name, data=b"x", kind=tarfile.REGTYPE):
+    info = tarfile.TarInfo(name)
+    info.type = kind
+    if kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+        info.linkname = "000.txt"
+    info.size = len(data) if kind == tarfile.REGTYPE else 0
+    return info, data
+
+
+def tar_bytes(members, form=tarfile.PAX_FORMAT):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
+        for info, data in members:
+            tar.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def pairs(count, size=10):
+    """Members of `count` plain samples."""
+    suffixes = ("jpg", "txt")
+    return [member(f"{i:03d}.{suffix}", suffix.encode() * size) for i in range(count) for suffix in suffixes]
+
+
+def write(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else tar_bytes(content))
+    return str(path)
+
+
+def openclip_count(url):
+    return len(list(tarfile_to_samples_nothrow([{"url": url}])))
+
+
+def one_line_error(call, *parts):
+    with pytest.raises(InputError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert str(part) in message
+    return message
+
+
+NASTY = {
+    "plain": (pairs(3), 3),
+    "empty": ([], 0),
+    "no extension": ([member("000"), member("a/b"), *pairs(2)], 2),
+    "directories": ([member("d.x", kind=tarfile.DIRTYPE), member("d.x/1.jpg"), member("d.x/1.txt")], 1),
+    "links": ([*pairs(1), member("z.txt", kind=tarfile.SYMTYPE), member("y.txt", kind=tarfile.LNKTYPE)], 1),
+    "meta names": (
+        [member(name) for name in ("__m__", "__m__/a.jpg", "__m__.jpg__", "d/__m__")]
+        + [member(name) for name in ("__m.jpg", "__m__.jpg", "d/__m__/a.jpg")],
+        3,
+    ),
+    "repeated suffix": ([member("a.jpg"), member("a.txt"), member("a.jpg"), member("a.txt")], 2),
+    "repeated suffix in another case": ([member("a.jpg"), member("a.JPG"), member("a.Txt")], 2),
+    "dotted names": ([member("a.b.jpg"), member("a.c.jpg"), member("a.d/b.jpg"), member("a.d/b.txt")], 2),
+    "hidden and bare dots": ([member(".jpg"), member("d/.jpg"), member("a."), member("b..jpg")], 3),
+    "key that comes back": ([member("a.jpg"), member("b.jpg"), member("a.txt"), member("b.txt")], 4),
+    "no txt": ([member("a.jpg"), member("b.jpg"), member("b.txt"), member("c.json")], 3),
+    "key as a suffix": ([member("a.jpg"), member("a.__key__"), member("a.txt"), member("b.jpg")], 4),
+    "bad flag": ([member("a.jpg"), member("a.__bad__"), member("b.jpg"), member("b.__bad__", b"")], 1),
+    "other alphabets": ([member("café/é.jpg"), member("café/é.txt"), member("日本.jpg")], 2),
+    "long names": ([member("d" * 150 + f"/{i}" + "k" * 150 + ".jpg") for i in range(3)], 3),
+    "payload of blocks": ([member("a.jpg", b"\0" * 5120), member("b.jpg", b"y" * 4097)], 2),
+}
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize("packing", ["tar", "gz", "xz"])
+@pytest.mark.parametrize("name", NASTY)
+def test_count_is_openclips(tmp_path, name, packing, form):
+    members, expected = NASTY[name]
+    content = tar_bytes(members, form)
+    if packing == "gz":
+        content = gzip.compress(content)
+    elif packing == "xz":
+        content = pytest.importorskip("lzma").compress(content)
+    url = write(tmp_path / "x.tar", content)
+    other = write(tmp_path / "other.tar", pairs(1))
+    assert openclip_count(url) == expected
+    assert find_shards(f"{url}::{other}", progress=False).sizes == (expected, 1)
+
+
+def test_count_without_end_marker_and_after_it(tmp_path):
+    whole = tar_bytes(pairs(2))
+    bare = whole[: 4 * 1024]  # four members of a header and a block of payload
+    for content, expected in [(bare, 2), (bare + b"\0" * 512, 2), (whole + tar_bytes(pairs(3)), 2)]:
+        url = write(tmp_path / "x.tar", content)
+        assert openclip_count(url) == expected
+        assert find_shards(url, progress=False).sizes == (expected,)
+
+
+def test_count_of_several_gzip_members_is_openclips(tmp_path):
+    content = tar_bytes(pairs(4))
+    url = write(tmp_path / "x.tar", gzip.compress(content[:4096]) + gzip.compress(content[4096:]))
+    assert openclip_count(url) == 2
+    assert find_shards(url, progress=False).sizes == (2,)
+
+
+def test_scan_seeks_over_payloads(tmp_path, monkeypatch):
+    url = write(tmp_path / "x.tar", pairs(2, size=1_000_000))
+    read = 0
+
+    class Counting(io.FileIO):
+        def readinto(self, buffer):
+            nonlocal read
+            count = super().readinto(buffer)
+            read += count
+            return count
+
+    monkeypatch.setattr(module, "open", lambda path, mode: io.BufferedReader(Counting(path)), raising=False)
+    assert module._count_samples(url) == 2
+    assert 0 < read < 200_000
+
+
+def test_expands_like_openclip_and_counts_a_repeated_url_once(tmp_path):
+    for i in range(3):
+        write(tmp_path / f"{i}.tar", pairs(i + 1))
+    shards = find_shards(f"{tmp_path}/{{1..2}}.tar::{tmp_path}/{{0..1}}.tar", progress=False)
+    assert shards.urls == tuple(f"{tmp_path}/{i}.tar" for i in (1, 2, 0))
+    assert shards.sizes == (2, 3, 1)
+    assert shards.offsets == dict(zip(shards.urls, (0, 2, 5), strict=True))
+    assert shards.num_rows == 6
+    assert shards.size_of(shards.urls[1]) == 3
+    with pytest.raises(KeyError):
+        shards.size_of("9.tar")
+
+
+def test_shards_need_distinct_urls_and_a_size_each():
+    with pytest.raises(ValueError):
+        Shards(("a", "a"), (1, 1))
+    with pytest.raises(ValueError):
+        Shards(("a", "b"), (1,))
+
+
+def test_file_urls_are_local(tmp_path):
+    path = write(tmp_path / "0.tar", pairs(2))
+    assert find_shards(f"file:{path}", progress=False).sizes == (2,)
+    (tmp_path / "sizes.json").write_text('{"0.tar": 7}')
+    assert find_shards(f"file:{path}", progress=False).sizes == (7,)
+
+
+def test_each_source_has_its_own_sizes_json(tmp_path):
+    for source, size in (("a", 10), ("b", 20)):
+        (tmp_path / source).mkdir()
+        (tmp_path / source / "sizes.json").write_text(json.dumps({"0.tar": size, "1.tar": size + 1}))
+    shards = find_shards(f"{tmp_path}/a/{{0,1}}.tar::{tmp_path}/b/{{0,1}}.tar", progress=False)
+    assert shards.sizes == (10, 11, 20, 21)
+    assert shards.offsets[f"{tmp_path}/b/0.tar"] == 21
+
+
+def test_sizes_come_from_flag_then_sizes_json_then_scan(tmp_path):
+    urls = [write(tmp_path / f"{i}.tar", pairs(1)) for i in range(4)]
+    (tmp_path / "sizes.json").write_text('{"0.tar": 20, "1.tar": 21, "2.tar": 22}')
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({urls[0]: 30, "0.tar": 31, "1.tar": 32}))
+    shards = find_shards(f"{tmp_path}/{{0..3}}.tar", str(given), progress=False)
+    assert shards.sizes == (30, 32, 22, 1)
+
+
+def test_file_name_that_fits_two_shards(tmp_path):
+    given = tmp_path / "given.json"
+    given.write_text('{"0.tar": 1}')
+    train_data = "s3://a/0.tar::s3://b/0.tar"
+    one_line_error(lambda: find_shards(train_data, str(given)), "--shard-sizes", given, "'0.tar'", "full url")
+    given.write_text('{"0.tar": 1, "s3://a/0.tar": 5}')
+    assert find_shards(train_data, str(given)).sizes == (5, 1)
+
+
+@pytest.mark.parametrize(
+    "url, name",
+    [
+        ("https://host/x/00001.tar", "00001.tar"),
+        ("https://host/x/00001.tar?sig=a/b", "00001.tar"),
+        ("s3://bucket/x/00001.tar.gz", "00001.tar.gz"),
+        ("pipe:aws s3 cp s3://b/x/00001.tar -", "00001.tar"),
+        ("pipe:cat /a.tar/list 'x/00001.tgz' | tee", "00001.tgz"),
+        ("gs://b/00001", "00001"),
+    ],
+)
+def test_remote_shards_need_sizes(tmp_path, url, name):
+    one_line_error(lambda: find_shards(url), url, "--shard-sizes", f'"{name}": 10000')
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps({name: 5}))
+    assert find_shards(url, str(given)).sizes == (5,)
+    given.write_text(json.dumps({url: 6, name: 5}))
+    assert find_shards(url, str(given)).sizes == (6,)
+    given.write_text("{}")
+    one_line_error(lambda: find_shards(url, str(given)), url, "--shard-sizes")
+
+
+BAD_VALUES = [b'{"0.tar": %s}' % value for value in (b'"5"', b"1.5", b"-1", b"true", b"null")]
+
+
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\x80", *BAD_VALUES])
+def test_bad_sizes_files(tmp_path, content):
+    url = write(tmp_path / "d/0.tar", pairs(1))
+    given = tmp_path / "given.json"
+    given.write_bytes(content)
+    one_line_error(lambda: find_shards(url, str(given)), "--shard-sizes", given)
+    beside = tmp_path / "d/sizes.json"
+    shutil.move(given, beside)
+    one_line_error(lambda: find_shards(url), "--train-data", beside)
+
+
+def test_missing_sizes_file(tmp_path):
+    url = write(tmp_path / "0.tar", pairs(1))
+    one_line_error(lambda: find_shards(url, str(tmp_path / "no.json")), "--shard-sizes", tmp_path / "no.json")
+
+
+@pytest.mark.parametrize("train_data", ["", None, "a.tar::", "{0..1.tar::${NOT_SET}"])
+def test_no_shards(train_data):
+    one_line_error(lambda: find_shards(train_data), f"--train-data {train_data!r}")
+
+
+def test_no_samples(tmp_path):
+    url = write(tmp_path / "0.tar", [])
+    one_line_error(lambda: find_shards(url, progress=False), "--train-data", url, "no samples")
+
+
+def test_missing_shard(tmp_path):
+    write(tmp_path / "0.tar", pairs(1))
+    train_data = f"{tmp_path}/{{0..1}}.tar"
+    one_line_error(lambda: find_shards(train_data, progress=False), "--train-data", tmp_path / "1.tar")
+
+
+def test_directory_as_shard(tmp_path):
+    url = tmp_path / "0.tar"
+    url.mkdir()
+    one_line_error(lambda: find_shards(str(url), progress=False), "--train-data", url, "not a regular")
+
+
+def test_unreadable_shard(tmp_path, monkeypatch):
+    url = write(tmp_path / "0.tar", pairs(1))
+
+    def denied(*_):
+        raise PermissionError(13, "Permission denied", url)
+
+    monkeypatch.setattr(module, "open", denied, raising=False)
+    one_line_error(lambda: module._count_samples(url), "--train-data", url, "Permission denied")
+
+
+PLAIN = tar_bytes(pairs(4, size=300))  # eight members: a header and two blocks of payload each
+ZIPPED = gzip.compress(tar_bytes([member(f"{i}.jpg", os.urandom(5000)) for i in range(4)]))
+DAMAGED = {
+    "zero bytes": b"",
+    "not a tar": b"hello " * 1000,
+    "cut in a payload": PLAIN[: 3 * 1536 + 700],
+    "cut in a header": PLAIN[: 3 * 1536 + 100],
+    "broken header": PLAIN[: 3 * 1536] + b"#" * 512 + PLAIN[3 * 1536 + 512 :],
+    "cut gzip": ZIPPED[:12000],
+    "broken gzip": ZIPPED[:10] + b"\xff" * 100 + ZIPPED[110:],  # the first block's type is invalid
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_shard(tmp_path, cache_home, name):
+    good = write(tmp_path / "0.tar", pairs(2))
+    url = write(tmp_path / "1.tar", DAMAGED[name])
+    train_data = f"{tmp_path}/{{0..1}}.tar"
+    one_line_error(lambda: find_shards(train_data, progress=False), "--train-data", url)
+    assert list(json.loads((cache_home / "open_clip_ext/shard_sizes.json").read_text())) == [good]
+
+
+def forbid_scan(monkeypatch):
+    def scan(path):
+        raise RuntimeError(f"scanned {path}")
+
+    monkeypatch.setattr(module, "_count_samples", scan)
+
+
+def test_cache_hit_and_invalidation(tmp_path, monkeypatch):
+    path = tmp_path / "0.tar"
+    url = write(path, pairs(2))
+    first = os.stat(path)
+    assert find_shards(url, progress=False).sizes == (2,)
+    with monkeypatch.context() as patch:
+        forbid_scan(patch)
+        assert find_shards(url, progress=False).sizes == (2,)
+        patch.chdir(tmp_path)
+        assert find_shards("0.tar", progress=False).sizes == (2,)
+        os.utime(path, ns=(first.st_atime_ns, first.st_mtime_ns + 1))
+        with pytest.raises(RuntimeError, match="scanned"):
+            find_shards(url, progress=False)
+    write(path, pairs(30))
+    os.utime(path, ns=(first.st_atime_ns, first.st_mtime_ns))
+    assert os.stat(path).st_size != first.st_size
+    assert find_shards(url, progress=False).sizes == (30,)
+
+
+BAD_ENTRIES = [b'{"%s": 3}', b'{"%s": [1, 2]}', b'{"%s": [1, 2, "x"]}']
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", *BAD_ENTRIES])
+def test_corrupt_cache_is_ignored(tmp_path, monkeypatch, cache_home, content):
+    url = write(tmp_path / "0.tar", pairs(2))
+    write(cache_home / "open_clip_ext/shard_sizes.json", content.replace(b"%s", url.encode()))
+    assert find_shards(url, progress=False).sizes == (2,)
+    forbid_scan(monkeypatch)
+    assert find_shards(url, progress=False).sizes == (2,)
+
+
+def test_cache_that_cannot_be_written_is_no_error(tmp_path, cache_home):
+    cache_home.write_text("a file where the directory would go")
+    assert find_shards(write(tmp_path / "0.tar", pairs(2)), progress=False).sizes == (2,)
+
+
+def test_cache_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch, cache_home):
+    find_shards(write(tmp_path / "0.tar", pairs(2)), progress=False)
+    file = cache_home / "open_clip_ext/shard_sizes.json"
+    before = file.read_text()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.json, "dump", full)
+    assert find_shards(write(tmp_path / "1.tar", pairs(3)), progress=False).sizes == (3,)
+    assert file.read_text() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_cache_keeps_what_an_interrupted_scan_had(tmp_path, monkeypatch):
+    for i in range(3):
+        write(tmp_path / f"{i}.tar", pairs(1))
+    count = module._count_samples
+
+    def interrupted(path):
+        if path.endswith("2.tar"):
+            raise KeyboardInterrupt
+        return count(path)
+
+    monkeypatch.setattr(module, "_count_samples", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        find_shards(f"{tmp_path}/{{0..2}}.tar", progress=False)
+    forbid_scan(monkeypatch)
+    assert find_shards(f"{tmp_path}/{{0..1}}.tar", progress=False).sizes == (1, 1)
+
+
+def test_cache_keeps_other_shards(tmp_path, monkeypatch):
+    urls = [write(tmp_path / f"{i}.tar", pairs(i + 1)) for i in range(2)]
+    for url in urls:
+        find_shards(url, progress=False)
+    forbid_scan(monkeypatch)
+    assert find_shards("::".join(urls), progress=False).sizes == (1, 2)
+
+
+def test_cache_is_saved_during_long_scans(tmp_path, monkeypatch, cache_home):
+    monkeypatch.setattr(module, "_SAVE_EVERY", 2)
+    for i in range(3):
+        write(tmp_path / f"{i}.tar", pairs(1))
+    count, file = module._count_samples, cache_home / "open_clip_ext/shard_sizes.json"
+
+    def look(path):
+        assert file.exists() == path.endswith("2.tar")
+        return count(path)
+
+    monkeypatch.setattr(module, "_count_samples", look)
+    find_shards(f"{tmp_path}/{{0..2}}.tar", progress=False)
+
+
+def test_progress_bar_only_over_scans(tmp_path, capfd):
+    url = write(tmp_path / "0.tar", pairs(1))
+    find_shards(url, progress=False)
+    assert capfd.readouterr().err == ""
+    os.utime(url, ns=(1, 1))
+    find_shards(url)
+    assert "1/1" in capfd.readouterr().err
+    find_shards(url)
+    assert capfd.readouterr().err == ""
+
+
+def test_digest():
+    def digest(*listing):
+        return Shards(tuple(url for url, _ in listing), tuple(size for _, size in listing)).digest
+
+    base = digest(("/data/a/0.tar", 3), ("/data/b/0.tar", 5))
+    assert len(base) == 64 and int(base, 16)
+    assert base == digest(("/elsewhere/x/a/0.tar", 3), ("/elsewhere/x/b/0.tar", 5))
+    assert base == digest(("a/0.tar", 3), ("b/0.tar", 5))
+    others = [
+        digest(("/data/b/0.tar", 5), ("/data/a/0.tar", 3)),
+        digest(("/data/a/0.tar", 5), ("/data/b/0.tar", 3)),
+        digest(("/data/a/0.tar", 3), ("/data/c/0.tar", 5)),
+        digest(("/data/a/0.tar", 3), ("/data/b/1.tar", 5)),
+        digest(("/data/a/0.tar", 3), ("/data/b/0.tar", 5), ("/data/c/0.tar", 0)),
+        digest(("/data/a/0.tar", 8)),
+    ]
+    assert len({base, *others}) == 7
+    whole_names = digest(("/data/ab/0.tar", 1), ("/data/ac/0.tar", 1))
+    assert whole_names != digest(("/data/b/0.tar", 1), ("/data/c/0.tar", 1))
+    assert digest(("/data/a/0.tar", 3)) == digest(("/other/0.tar", 3)) != digest(("/other/1.tar", 3))
+
+
+def read(stage, *urls):
+    return list(stage(iter([{"url": url} for url in urls])))
+
+
+def test_rows_of_every_sample(tmp_path):
+    first = write(tmp_path / "a/0.tar", pairs(3))
+    second = write(tmp_path / "b/0.tar", [member("a.jpg"), member("b.jpg"), member("b.txt", b"two\x1fparts")])
+    shards = find_shards(f"{first}::{second}", progress=False)
+    samples = read(ShardRows(shards, tarfile_to_samples_nothrow), second, first, first)
+    assert "txt" not in samples[0]
+    texts = [split_row(sample["txt"].decode()) for sample in samples[1:]]
+    assert texts[0] == (4, "two\x1fparts")
+    assert texts[1:] == [(row, "txt" * 10) for row in (0, 1, 2, 0, 1, 2)]
+    original = list(tarfile_to_samples_nothrow([{"url": second}, {"url": first}]))
+    assert [sample["jpg"] for sample in samples[:5]] == [sample["jpg"] for sample in original]
+    assert [sample["__key__"] for sample in samples[:5]] == [sample["__key__"] for sample in original]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, count) in NASTY.items() if count])
+def test_rows_of_nasty_shards_fill_their_range(tmp_path, name):
+    url = write(tmp_path / "0.tar", NASTY[name][0])
+    other = write(tmp_path / "1.tar", pairs(1))
+    stage = ShardRows(find_shards(f"{url}::{other}", progress=False), tarfile_to_samples_nothrow)
+    samples = read(stage, url, other)
+    assert split_row(samples[-1]["txt"].decode())[0] == len(samples) - 1
+
+
+def test_same_key_across_shards_is_not_joined(tmp_path):
+    urls = [write(tmp_path / "0.tar", [member("a.jpg")]), write(tmp_path / "1.tar", [member("a.txt")])]
+    assert len(list(tarfile_to_samples_nothrow([{"url": url} for url in urls]))) == 1
+    stage = ShardRows(Shards(tuple(urls), (1, 1)), tarfile_to_samples_nothrow)
+    samples = read(stage, *urls)
+    assert len(samples) == 2 and samples[1]["txt"] == b"1\x1fx"
+
+
+def test_broken_shard_is_logged_and_left_unless_handled_otherwise(tmp_path, caplog):
+    cut = write(tmp_path / "0.tar", PLAIN[: 3 * 1536 + 700])
+    good = write(tmp_path / "1.tar", pairs(2))
+    stage = ShardRows(Shards((cut, good), (4, 2)), tarfile_to_samples_nothrow)
+    with caplog.at_level(logging.WARNING):
+        samples = read(stage, cut, good)
+    assert [split_row(sample["txt"].decode())[0] for sample in samples if "txt" in sample] == [0, 4, 5]
+    assert "unexpected end of data" in caplog.text
+    with pytest.raises(tarfile.ReadError):
+        list(stage([{"url": cut}], handler=wds.reraise_exception))
+
+
+def pipeline(stage, url):
+    return wds.DataPipeline(
+        wds.SimpleShardList([url]),
+        stage,
+        wds.shuffle(10),
+        wds.select(filter_no_caption_or_no_image),
+        wds.decode(only=["txt"], handler=log_and_continue),
+        wds.rename(text="txt"),
+        wds.map_dict(text=split_row, handler=log_and_continue),
+        wds.to_tuple("text"),
+    )
+
+
+def test_rows_through_openclips_pipeline(tmp_path):
+    first = [member("a.jpg"), member("a.txt", "één".encode())]
+    url = write(tmp_path / "0.tar", [*first, member("b.jpg"), member("c.jpg"), member("c.txt")])
+    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    assert sorted(text for (text,) in pipeline(stage, url)) == [(0, "één"), (2, "x")]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_wrong_recorded_size_is_not_swallowed(tmp_path, workers):
+    url = write(tmp_path / "0.tar", pairs(3))
+    (tmp_path / "sizes.json").write_text('{"0.tar": 2}')
+    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    loader = DataLoader(pipeline(stage, url), batch_size=None, num_workers=workers)
+    with pytest.raises(InputError) as caught:
+        list(loader)
+    message = str(caught.value).splitlines()[-1]  # a worker's traceback precedes it
+    for part in (url, "size of 2", "sizes.json", "--shard-sizes"):
+        assert part in message
+
+
+def test_size_that_is_too_large_or_just_right_passes(tmp_path):
+    url = write(tmp_path / "0.tar", pairs(3))
+    for size in (3, 4):
+        assert len(read(ShardRows(Shards((url,), (size,)), tarfile_to_samples_nothrow), url)) == 3
+
+
+def test_unknown_shard(tmp_path):
+    url, other = (write(tmp_path / f"{i}.tar", pairs(1)) for i in range(2))
+    stage = ShardRows(Shards((url,), (1,)), tarfile_to_samples_nothrow)
+    assert len(read(stage, url)) == 1
+    one_line_error(lambda: read(stage, other), other, "--train-data")
+
+
+def test_split_row():
+    assert split_row(f"12{ROW_SEPARATOR}a{ROW_SEPARATOR}b") == (12, f"a{ROW_SEPARATOR}b")
+    assert split_row(f"0{ROW_SEPARATOR}") == (0, "")
+    for text in ("a caption", "12", f"x{ROW_SEPARATOR}a"):
+        with pytest.raises(ValueError):
+            split_row(text)
+
+
+def test_pickling(tmp_path):
+    url = write(tmp_path / "0.tar", pairs(2))
+    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    used = read(stage, url)
+    copy = pickle.loads(pickle.dumps(stage))
+    assert copy.shards == stage.shards and copy.shards.digest == stage.shards.digest
+    assert [sample["txt"] for sample in read(copy, url)] == [sample["txt"] for sample in used]
+    error = pickle.loads(pickle.dumps(InputError("a line")))
+    assert type(error) is InputError and str(error) == "a line"

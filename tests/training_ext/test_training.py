@@ -1,0 +1,135 @@
+"""Runs of the command: what OpenCLIP does it does, and a resumed run is an uninterrupted one."""
+
+import subprocess
+import sys
+
+import open_clip
+import pytest
+import torch
+from conftest import LOSSES
+from open_clip_train.main import main as open_clip_main
+
+from training_ext.hooks import MODEL_CONFIGS
+
+
+def same(a: dict, b: dict, path: str = "") -> None:
+    """Assert that two checkpoints hold the same values, bit for bit."""
+    assert type(a) is type(b), path
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), path
+        for key in a:
+            if key != "name":
+                same(a[key], b[key], f"{path}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), path
+        for number, (x, y) in enumerate(zip(a, b, strict=True)):
+            same(x, y, f"{path}[{number}]")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), path
+    else:
+        assert a == b, path
+
+
+@pytest.mark.parametrize("arguments", ["", "--loss clip", "--siglip", "--loss siglip"])
+def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arguments):
+    open_clip.add_model_config(MODEL_CONFIGS)
+    common = f"{datasets['csv']} --workers 0 --epochs 2"
+    plain = "--siglip" if "siglip" in arguments else ""
+    theirs = run("theirs", f"{common} {plain}", main=open_clip_main)
+    ours = run("ours", f"{common} {arguments}")
+    assert len(theirs.logged()) == 12 and ours.logged() == theirs.logged()
+    same(ours.checkpoint(2), theirs.checkpoint(2))
+
+
+RESUMED = [
+    ("neuclip", "csv", 0, ""),
+    ("fastclip-v3", "csv", 2, ""),
+    ("neuclip", "shards", 2, ""),
+    ("fastclip-v3", "shards", 0, ""),
+    ("neuclip", "resampled", 2, "--accum-freq 2"),
+    ("fastclip-v3", "resampled", 0, ""),
+    ("neuclip", "shapes", 2, ""),
+    ("fastclip-v3", "shapes", 0, "--accum-freq 3 --lr-tau-scheduler model"),
+    ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1"),
+]
+
+
+@pytest.mark.parametrize("loss, data, workers, extra", RESUMED)
+def test_a_resumed_run_equals_an_uninterrupted_one(run, datasets, loss, data, workers, extra):
+    common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 3 --force-patch-dropout 0.25 {extra}"
+    whole = run("whole", common)
+    resumed = run("resumed", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
+    again = [line for line in whole.logged() if line[0] >= 1]
+    assert len(again) >= 4 and resumed.logged() == again
+    assert len({value for _, value in again}) > 1
+    same(resumed.checkpoint(3), whole.checkpoint(3))
+
+
+def test_resume_latest_goes_on_after_a_kill(datasets, run, tmp_path):
+    """kill -9 in the third epoch, in another process; then `--resume latest`."""
+    common = f"{datasets['shards']} {LOSSES['neuclip']} --workers 1 --epochs 3"
+    whole = run("whole", common)
+    script = (
+        "import os, signal\n"
+        "from training_ext import session\n"
+        "start = session.Session.train_one_epoch\n"
+        "def killed(self, original, model, data, loss, epoch, *rest, **kwargs):\n"
+        "    if epoch == 2:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return start(self, original, model, data, loss, epoch, *rest, **kwargs)\n"
+        "session.Session.train_one_epoch = killed\n"
+        "import sys\n"
+        "from conftest import run_main, ext_main\n"
+        "from pathlib import Path\n"
+        "run_main(ext_main, sys.argv[1], Path(sys.argv[2]))\n"
+    )
+    arguments = f"{common} --name killed"
+    import os
+
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", script, arguments, str(tmp_path / "logs")], env=environment)
+    assert killed.returncode == -9
+    resumed = run("killed", f"{common} --resume latest")
+    assert resumed.logged() == whole.logged()
+    same(resumed.checkpoint(3), whole.checkpoint(3))
+
+
+@pytest.mark.parametrize("loss", ["fastclip-v3", "neuclip"])
+def test_unmodified_open_clip_loads_the_model(run, datasets, loss):
+    experiment = run(loss, f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1")
+    open_clip.add_model_config(MODEL_CONFIGS)
+    model, _, _ = open_clip.create_model_and_transforms(
+        "ViT-shapes-tiny", pretrained=str(experiment.path / "checkpoints" / "epoch_1.pt")
+    )
+    saved = experiment.checkpoint(1)["state_dict"]
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[key]) for key, tensor in model.state_dict().items())
+
+
+def test_the_log_carries_the_diagnostics(run, datasets):
+    neuclip = run("n", f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1 --report-to tensorboard")
+    fastclip = run("f", f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 3")
+    for name in ("Contrastive_loss", "Tau", "Alpha_image_mean", "Alpha_image_std", "Alpha_text_mean", "Alpha_text_std"):
+        assert len(neuclip.logged(name)) == 6 and len(fastclip.logged(name)) == 18
+    assert len(neuclip.logged("Npn_objective_before")) == len(neuclip.logged("Npn_objective_after")) == 6
+    assert [value for _, value in fastclip.logged("Gamma")] == [1.0] * 6 + [0.6] * 6 + [0.2] * 6
+    # OpenCLIP adds up what `values()` gives: the total must be the loss alone.
+    assert neuclip.logged("Loss") == neuclip.logged("Contrastive_loss")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(neuclip.path / "tensorboard"))
+    events.Reload()
+    assert {"train/tau", "train/alpha_image_mean", "train/npn_objective_after"} <= set(events.Tags()["scalars"])
+
+
+def test_the_temperature_has_its_own_learning_rate(run, datasets):
+    common = f"{datasets['shapes']} --workers 0 --epochs 1 --lr 1e-3"
+    groups = run("a", f"{common} {LOSSES['neuclip']}").checkpoint(1)["optimizer"]["param_groups"]
+    # The last of 6 steps, 2 of them warm-up: cosine at 3/4.
+    import math
+
+    cosine = 0.5 * (1 + math.cos(math.pi * 3 / 4))
+    assert [group["lr"] for group in groups] == pytest.approx([1e-3 * cosine] * 2 + [1.25e-4 * cosine])
+    assert len(groups[-1]["params"]) == 1 and groups[-1]["weight_decay"] == 0
+    groups = run("b", f"{common} {LOSSES['fastclip-v3']} --lr-tau 3e-4").checkpoint(1)["optimizer"]["param_groups"]
+    assert groups[-1]["lr"] == pytest.approx(3e-4)
