@@ -1,0 +1,27 @@
+PYTHON ?= python3
+VENV ?= .venv
+# For example PIP_ARGS="--index-url URL" for another package index.
+PIP_ARGS ?=
+
+BIN = $(VENV)/bin
+READY = $(VENV)/installed
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+
+$(READY): setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) --upgrade pip
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[test]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) demo build *.egg-info

@@ -1,0 +1,58 @@
+"""What an installed wheel holds, away from the checkout."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from open_clip_ext import list_losses
+from open_clip_ext.factory import all_options
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    # From a copy, so that no build folder of an earlier version adds files.
+    copy = tmp_path / "source"
+    packages = ("open_clip_ext", "training_ext")
+    files = [path for package in packages for path in sorted((ROOT / package).rglob("*")) if path.suffix != ".pyc"]
+    files = [path for path in files if path.is_file()]
+    for path in [*files, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "README.md"]:
+        target = copy / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    subprocess.run([*pip, "wheel", str(copy), "--no-deps", "--no-build-isolation", "-w", str(tmp_path)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    missing = {str(path.relative_to(ROOT)) for path in files} - names
+    assert not missing and len(files) > 20
+    assert any(name.endswith("ViT-shapes-tiny.json") for name in names)
+
+    installed = tmp_path / "installed"
+    subprocess.run([*pip, "install", str(wheel), "--no-deps", "--target", str(installed)], check=True)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+    command = [sys.executable, "-c", "import open_clip_ext; print(open_clip_ext.__file__)"]
+    where = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert where.stdout.startswith(str(installed))
+    command = [sys.executable, "-m", "open_clip_ext.main", "--help"]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "--train-data" in shown.stdout and "--loss NAME" in shown.stdout
+
+
+def test_the_readme_names_every_loss_and_no_flag_that_is_not_there():
+    import re
+
+    text = (ROOT / "README.md").read_text()
+    for preset in list_losses():
+        assert f"`{preset.name}`" in text
+    ours = {option.flag for option in all_options()} | {"--loss", "--normalizer", "--encoder-objective"}
+    prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder")
+    mentioned = {flag for flag in re.findall(r"--[a-z][a-z-]+", text) if flag.startswith(prefixes)}
+    assert mentioned and mentioned <= ours
+    for option in all_options():
+        row = re.search(rf"^\| `{option.flag}` \| ([\d.e-]+) ", text, re.MULTILINE)
+        if row:
+            assert float(row[1]) == option.default, option.flag
