@@ -3,8 +3,9 @@
 A name is a preset over the replaceable parts; each part can also be chosen on its own.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any
 
 import torch
 
@@ -76,8 +77,12 @@ def list_losses() -> list[LossPreset]:
     return list(PRESETS.values())
 
 
+ALIASES = {"fastclip": "fastclip-v3"}
+
+
 def find_preset(name: str) -> LossPreset:
-    """The preset called `name`; raises InputError that lists the valid names."""
+    """The preset called `name`, or by an alias; raises InputError that lists the valid names."""
+    name = ALIASES.get(name, name)
     if name not in PRESETS:
         raise InputError(f"--loss: {name!r} is unknown; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
@@ -89,14 +94,14 @@ def all_options() -> list[Option]:
     return [option for part in parts for option in part.options] + list(LearnableTemperature.optimizer_options)
 
 
+def loss_options_of(normalizer: str) -> list[Option]:
+    """The options of a loss with this normalizer."""
+    return [*GlobalContrastiveLoss.options, *LearnableTemperature.options, *NORMALIZERS[normalizer].options]
+
+
 def options_of(normalizer: str) -> list[Option]:
-    """The options that a loss with this normalizer uses."""
-    return [
-        *GlobalContrastiveLoss.options,
-        *LearnableTemperature.options,
-        *LearnableTemperature.optimizer_options,
-        *NORMALIZERS[normalizer].options,
-    ]
+    """The same, and those of the optimizer group that trains its temperature."""
+    return [*loss_options_of(normalizer), *LearnableTemperature.optimizer_options]
 
 
 def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
@@ -112,8 +117,8 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
     known = {option.name: option for option in all_options()}
-    flags = {**{key: option.flag for key, option in known.items()}}
-    flags.update(normalizer="--normalizer", encoder_objective="--encoder-objective")
+    flags = {key: option.flag for key, option in known.items()}
+    flags |= {"normalizer": "--normalizer", "encoder_objective": "--encoder-objective"}
     for key in given:
         if key not in flags:
             raise InputError(f"{key}: no loss has this setting; known are {', '.join(flags)}")
@@ -128,14 +133,17 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
         if settings[part] not in valid:
             raise InputError(f"{flags[part]}: {settings[part]!r} is not one of {', '.join(valid)}")
     used = {option.name: option for option in options_of(settings["normalizer"])}
-    for key, value in given.items():
+    for key in given:
         if key in known and key not in used:
-            raise InputError(f"{flags[key]}: --loss {name} with the {settings['normalizer']} normalizer does not use it")
+            chosen = f"--loss {name} with --normalizer {settings['normalizer']}"
+            raise InputError(f"{flags[key]}: {chosen} does not use it")
     for key, option in used.items():
         settings[key] = given.get(key, preset.defaults.get(key, option.default))
         if settings[key] is not None:
             option.check(settings[key])
     if "gamma_decay_epochs" in used and settings["gamma_decay_epochs"] is None:
+        if epochs is None and settings["gamma_schedule"] == "cosine":
+            raise InputError("gamma_decay_epochs: the cosine of gamma needs its length, or the number of epochs")
         settings["gamma_decay_epochs"] = max(1, (epochs or 2) // 2)
     return settings
 
@@ -154,9 +162,10 @@ def create_loss(
     Args:
         name: one of `list_losses()` that is not OpenCLIP's own.
         num_samples: n, rows of the data set; needed by normalizers with state per sample.
-        epochs: length of the training; schedules that are not given a length take half of it.
+        epochs: length of the training; schedules that are not given a length take half of it. A loss with a schedule
+            wants `set_epoch(epoch)` before each epoch.
         accum_freq: calls per optimiser step, see `GlobalContrastiveLoss`.
-        device: where the embeddings are.
+        device: where state per sample is kept, the embeddings' device.
         validate: check also what needs a wait for the device.
         options: settings by the flags' names with underscores, and `normalizer`, `encoder_objective`.
 
@@ -165,6 +174,9 @@ def create_loss(
     """
     if find_preset(name).is_open_clip:
         raise InputError(f"--loss: {name!r} is OpenCLIP's own; create it with open_clip.create_loss")
+    for option in LearnableTemperature.optimizer_options:
+        if option.name in options:
+            raise InputError(f"{option.name}: belongs to the optimizer of your logit_scale, not to the loss")
     settings = resolve_options(name, options, epochs)
     normalizer_class = NORMALIZERS[settings["normalizer"]]
     arguments = {option.name: settings[option.name] for option in normalizer_class.options}
@@ -173,7 +185,7 @@ def create_loss(
             raise InputError(f"num_samples: the {normalizer_class.name} normalizer needs the number of rows")
         arguments.update(num_samples=num_samples, device=device)
     if normalizer_class.differentiable:
-        arguments.update(eps=settings["loss_eps"], device=device)
+        arguments.update(eps=settings["loss_eps"])
     return GlobalContrastiveLoss(
         normalizer=normalizer_class(**arguments),
         temperature=LearnableTemperature(rho=settings["rho"]),

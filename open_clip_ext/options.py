@@ -1,7 +1,8 @@
 """An option of one replaceable part, declared beside the part and turned into a command-line flag."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Callable, Optional
+from typing import Any
 
 from open_clip_ext.errors import InputError
 
@@ -24,7 +25,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...] = ()
-    valid: Optional[Callable[[Any], bool]] = None
+    valid: Callable[[Any], bool] | None = None
     wanted: str = ""
 
     @property

@@ -18,7 +18,7 @@ from open_clip_ext.losses.compositional import Compositional
 from open_clip_ext.losses.unified import Unified
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option, positive
-from open_clip_ext.pairs import Pairs, SimilarityBlocks, add_eps, attach_gradients, process_share, scale_gradient
+from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, SimilarityBlocks, add_eps, attach_gradients, scale_gradient
 from open_clip_ext.temperature import LearnableTemperature
 
 
@@ -49,7 +49,7 @@ class GlobalContrastiveLoss(nn.Module):
     options = (
         Option("loss_eps", float, 1e-14, "eps inside the logarithm of the loss", valid=positive, wanted="a number > 0"),
     )
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "log-normalizers")
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class GlobalContrastiveLoss(nn.Module):
         self.validate = validate
         self.steps = 0
         self._calls = 0
-        self._first_non_finite: Tensor | None = None
-        self._last: tuple[Batch, Tensor] | None = None
+        self._first_problem: Tensor | None = None
+        self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules that epoch `epoch` (0-based) begins."""
@@ -95,9 +95,10 @@ class GlobalContrastiveLoss(nn.Module):
         """Estimate of the global objective, 0-d float32, equal on every process, with its gradient.
 
         Args:
-            image_features, text_features: (b, d) unit vectors of any float type; computed in float32 whatever
-                autocast says (float64 stays float64).
-            logit_scale: 1 / tau, 0-d (OpenCLIP's `logit_scale.exp()`).
+            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process; computed in
+                float32 whatever autocast says (float64 stays float64). On CUDA the matrix products follow
+                `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
+            logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
             logit_bias: has no effect, since it cancels in s_ij - s_ii.
             index: rows of the samples, (b,) int64 in [0, n); needed if the normalizer has state per sample.
 
@@ -113,44 +114,58 @@ class GlobalContrastiveLoss(nn.Module):
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         pairs = Pairs.gather(image_features.to(dtype), text_features.to(dtype))
         # Each of the accum_freq calls sees the whole batch, so each adds tau's whole gradient.
-        tau = scale_gradient(logit_scale.to(dtype).reciprocal(), 1 / self.accum_freq)
+        tau = scale_gradient(logit_scale.reshape(()).to(dtype).reciprocal(), 1 / self.accum_freq)
         with torch.no_grad():
             blocks = SimilarityBlocks(pairs)
             log_batch = add_eps(blocks.log_batch_normalizers(tau), self.eps)
-            batch = self._global_batch(pairs, blocks, log_batch, tau, index)
-            if self.training and self._calls % self.accum_freq == 0:
-                self.normalizer.update(batch)
-                self.steps += 1
-            self._calls += 1
+            batch, problems = self._global_batch(pairs, blocks, log_batch, tau, index)
+            if self.training:
+                if self._calls % self.accum_freq == 0:
+                    self.steps += 1
+                    self.normalizer.update(batch)
+                self._calls += 1
 
         positives = (pairs.image * pairs.text).sum(dim=1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer):
             alpha = self.normalizer(pairs, positives, tau, batch)
+            alpha = alpha.maximum(log_batch - MAX_LOG_WEIGHT)
 
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
-            self._last = (batch, all_alpha)
-            self._note_non_finite(batch, all_alpha)
-            return_value = self.temperature.value(tau, self.objective.log_values(batch.log_batch, all_alpha))
+            self._note(problems, all_alpha)
+            self._last = (batch.tau, batch.log_batch, all_alpha)
+            value = self.temperature.value(tau, self.objective.log_values(batch.log_batch, all_alpha))
             gradients = self._gradients(pairs, blocks, tau, log_batch, alpha, all_alpha)
-        return attach_gradients(return_value, gradients)
+        return attach_gradients(value, gradients)
 
-    def _global_batch(self, pairs, blocks, log_batch, tau, index) -> Batch:
+    def _global_batch(self, pairs, blocks, log_batch, tau, index) -> tuple[Batch, Tensor]:
+        """The batch, and what is wrong with it: a bool on the device for each of `CHECKED` but the last."""
         all_log_batch = all_gather(log_batch.T).T
-        finite = torch.stack([tensor.isfinite().all() for tensor in (pairs.all_image, pairs.all_text, all_log_batch)])
-        return Batch(
+        checked = (pairs.all_image, pairs.all_text, tau, all_log_batch)
+        problems = [~tensor.isfinite().all() for tensor in checked]
+        if self.normalizer.needs_index:
+            index = all_gather(index.to(log_batch.device, non_blocking=True))
+            problems.append(((index < 0) | (index >= self.normalizer.num_samples)).any())
+            index = index.clamp(0, self.normalizer.num_samples - 1)
+        else:
+            index = None
+            problems.append(torch.zeros_like(problems[0]))
+        problems = torch.stack(problems)
+        batch = Batch(
             image=pairs.all_image,
             text=pairs.all_text,
             positives=blocks.all_positives,
             log_batch=all_log_batch,
             tau=tau.detach(),
-            index=all_gather(index.to(log_batch.device, non_blocking=True)) if index is not None else None,
-            finite=finite.all(),
+            index=index,
+            finite=~problems.any(),
         )
+        return batch, problems
 
     def _gradients(self, pairs, blocks, tau, log_batch, alpha, all_alpha) -> list[tuple[Tensor, Tensor]]:
         """This process's part of the gradient of the global value, by input."""
-        batch, share = all_alpha.shape[1], process_share()
+        batch = all_alpha.shape[1]
+        share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         image, text, tau_terms = blocks.gradients(tau, alpha, all_alpha)
         log_values = self.objective.log_values(log_batch, alpha)
         gradients = [
@@ -167,35 +182,37 @@ class GlobalContrastiveLoss(nn.Module):
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
         if self._last is None:
             return {}
-        batch, alpha = self._last
+        tau, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
         return {
-            "tau": batch.tau,
+            "tau": tau,
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],
             "alpha_text_mean": mean[1],
             "alpha_text_std": deviation[1],
-            **self.normalizer.diagnostics(batch, alpha),
+            **self.normalizer.diagnostics(log_batch, alpha),
         }
 
-    def _note_non_finite(self, batch: Batch, alpha: Tensor) -> None:
-        """Remember, on the device, the first step at which something was not finite, and what."""
-        checked = (batch.image, batch.text, batch.tau, batch.log_batch, alpha)
-        bad = torch.stack([~tensor.isfinite().all() for tensor in checked]).long()
-        now = torch.where(bad.any(), torch.stack([bad.new_full((), self.steps), bad.argmax()]), -1)
-        if self._first_non_finite is None:
-            self._first_non_finite = now
+    def _note(self, problems: Tensor, alpha: Tensor) -> None:
+        """Remember, on the device, the first step at which something was wrong, and what."""
+        problems = torch.cat([problems, ~alpha.isfinite().all()[None]]).long()
+        now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
+        if self._first_problem is None:
+            self._first_problem = now
         else:
-            seen = self._first_non_finite[0] >= 0
-            self._first_non_finite = torch.where(seen, self._first_non_finite, now)
+            self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
 
     def raise_if_not_finite(self) -> None:
-        """Raise NonFiniteError if any call so far met a NaN or an infinity. Waits for the device."""
-        if self._first_non_finite is None:
+        """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
+        device. Waits for the device."""
+        if self._first_problem is None:
             return
-        step, which = self._first_non_finite.tolist()
-        if step >= 0:
-            raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
+        step, which = self._first_problem.tolist()
+        if step < 0:
+            return
+        if self.CHECKED[which] == "index":
+            raise ValueError(f"index: step {step} has a row outside [0, {self.normalizer.num_samples})")
+        raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         if image_features.dim() != 2 or image_features.shape != text_features.shape:
@@ -205,18 +222,18 @@ class GlobalContrastiveLoss(nn.Module):
             )
         if image_features.shape[0] * world_size() < 2:
             raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
-        if logit_scale.dim() != 0:
-            raise ValueError(f"logit_scale must be 0-d, 1 / tau; got shape {tuple(logit_scale.shape)}")
+        if logit_scale.numel() != 1:
+            raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
         if index is None:
             if self.normalizer.needs_index:
-                raise ValueError(f"index: the {self.normalizer.name} normalizer needs the rows of the samples, (b,) int64")
+                raise ValueError(f"index: the {self.normalizer.name} normalizer needs the samples' rows, (b,) int64")
             return
         if index.dtype != torch.int64 or tuple(index.shape) != (image_features.shape[0],):
             raise ValueError(
                 f"index must be int64 of shape ({image_features.shape[0]},); got {index.dtype} of {tuple(index.shape)}"
             )
-        rows = getattr(self.normalizer, "num_samples", None)
-        if rows is not None and (self.validate or index.device.type == "cpu"):
+        if self.normalizer.needs_index and (self.validate or index.device.type == "cpu"):
+            rows = self.normalizer.num_samples
             low, high = index.min().item(), index.max().item()
             if low < 0 or high >= rows:
                 raise ValueError(f"index: rows must lie in [0, {rows}); got {low if low < 0 else high}")
@@ -225,16 +242,27 @@ class GlobalContrastiveLoss(nn.Module):
                 if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
                     raise ValueError(f"{name} must be unit vectors; normalise them first")
 
-    def state_dict(self) -> dict[str, Tensor | int]:
-        """The estimator's state as CPU tensors, whatever the number of processes: whole on process 0, empty
-        elsewhere. Every process must call it. It loads with `torch.load(weights_only=True)`."""
-        state = {f"normalizer.{name}": value for name, value in self.normalizer.full_state().items()}
-        return {"steps": self.steps, **state}
+    def full_state(self) -> dict[str, Tensor | int | str]:
+        """The estimator's state as CPU tensors, numbers and strings, which `torch.load(weights_only=True)` reads.
 
-    def load_state_dict(self, state: dict[str, Tensor | int]) -> None:
-        """Take over what `state_dict` gave on process 0; every process loads the whole."""
-        prefix = "normalizer."
+        It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
+        call it. `state_dict()` contains it too, and then must be called by every process.
+        """
+        state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
+        return {"normalizer": self.normalizer.name, "steps": self.steps, **state}
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Take over what `full_state` gave on process 0; every process loads the whole.
+
+        Raises:
+            ValueError: it is the state of another normalizer or of other sizes.
+        """
+        if state["normalizer"] != self.normalizer.name:
+            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {state['normalizer']!r}")
+        prefix = "state."
         self.normalizer.load_full_state(
             {name[len(prefix) :]: value for name, value in state.items() if name.startswith(prefix)}
         )
         self.steps = int(state["steps"])
+
+    get_extra_state, set_extra_state = full_state, load_full_state

@@ -5,8 +5,10 @@ neuclip.txt Eq. 12 (NeuCLIP). Per anchor
     tau * (exp(-alpha_i) * (eps + g_i) + alpha_i - 1 + rho),    alpha_i = alpha(W; e_1i, e_2i),
 
 with W constant here. It is an upper bound of tau * (log(eps + g_i) + rho), met where alpha_i = log(eps + g_i), and
-is linear in g_i, so that a batch's g_i gives an unbiased estimate. Of the two parts of its gradient the one at fixed
-alpha equals that of the compositional objective.
+linear in g_i, so that a batch's g_i gives an unbiased estimate for an alpha that does not depend on the batch. Of the
+two parts of its gradient the one at fixed alpha equals that of the compositional objective.
+
+exp(L_i - alpha_i) is bounded as `pairs.MAX_LOG_WEIGHT` says.
 """
 
 from torch import Tensor

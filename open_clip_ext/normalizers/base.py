@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from open_clip_ext.pairs import Pairs
 from open_clip_ext.options import Option
+from open_clip_ext.pairs import Pairs
 
 
 @dataclass
@@ -19,7 +19,8 @@ class Batch:
         log_batch: L = log(eps + g) over the batch, (2, B), images as anchors first.
         tau: temperature, 0-d.
         index: rows of the samples in the data set, (B,) int64, or None.
-        finite: 0-d bool on the device, False if any of it is not finite: then the state must not change.
+        finite: 0-d bool on the device, False if any of it is not finite or a row is out of range: then nothing of it
+            may enter the state.
     """
 
     image: Tensor
@@ -60,8 +61,13 @@ class Normalizer(nn.Module):
         """
         raise NotImplementedError
 
-    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
-        """0-d tensors worth a log line, on any device; `alpha` (2, B) is what `forward` gave on all processes."""
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+        """0-d tensors worth a log line, on any device, for the last batch.
+
+        Args:
+            log_batch: L, (2, B).
+            alpha: what `forward` gave on all processes, (2, B).
+        """
         return {}
 
     def full_state(self) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ objective's form and no memory.
 
 from torch import Tensor
 
-from open_clip_ext.pairs import Pairs
 from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.pairs import Pairs
 
 
 class BatchNormalizer(Normalizer):

@@ -10,15 +10,20 @@ tau held fixed; then alpha.
 
 Readings fixed here, where the paper is silent:
 
-- Where the global batch B is smaller than m (CC3M: 1024 < 4096) the reset takes the latest m embeddings, kept in a ring
-  buffer. While that holds only k < m, there are k prototypes and log k, and each batch adds its own: copies would
+- The reset takes the latest m embeddings, kept in a ring buffer: from the batch alone where B >= m (its last m pairs;
+  which ones does not matter in a random batch), over several batches where B < m (CC3M: 1024 < 4096). While the ring
+  holds only k < m, there are k prototypes and log k, and each batch adds its own: copies of fewer embeddings would
   receive equal gradients and stay copies.
-- Eq. 12's factor tau is left out of the network's objective; AdaGrad does not see a constant factor.
-- AdaGrad's accumulators are kept across resets. A fresh AdaGrad moves every coordinate by lr = 1.0 at once, against
-  entries of 1 / sqrt(d), which wipes out the reset.
+- The optimiser's state is kept across resets, as a reset that only writes the weights does. With the paper's AdaGrad at
+  lr 1.0 a prototype's first update still moves every coordinate by 1, against entries of 1 / sqrt(d), and the updates
+  after a reset turn it far from where it was put: the resets are less of a restart than they look.
+  `npn_initial_accumulator` or a smaller `npn_lr` make the first steps smaller; `npn_reset_optimizer` forgets at resets.
+- Eq. 12's factor tau is left out of the network's objective.
+- exp(L_i - alpha_i) is bounded by exp(15) in the gradient, see `pairs.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
-- Every process updates the same network on all B anchors: the gathered embeddings are at hand, so that no gradient
-  of m x d numbers travels.
+- Every process updates the same network on all B anchors: the gathered embeddings are at hand, so that no gradient of
+  m x d numbers travels. At each reset process 0 sends its network, so that processes whose hardware rounds otherwise do
+  not drift apart.
 
 Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
 """
@@ -26,20 +31,24 @@ Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B
 import math
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from open_clip_ext.distributed import rank
-from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, add_eps
+from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option, not_negative, positive
+from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, add_eps
 
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 class Prototypes(Normalizer):
-    """The NPN with its optimiser, its restarts and its ring buffer. Memory is allocated at the first batch.
+    """The NPN with its optimiser, its restarts and its ring buffer.
 
-    Args: see `options`; `eps` is the loss's, `device` the embeddings'.
+    Memory is allocated at the first batch, on its device: weights, gradients and ring of 2 * m * d numbers each, and
+    the optimiser's state.
+
+    Args: see `options`; `eps` is the loss's.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -86,7 +95,6 @@ class Prototypes(Normalizer):
         npn_initial_accumulator: float = 0.0,
         npn_reset_optimizer: bool = False,
         eps: float = 1e-14,
-        device: torch.device | str = "cpu",
     ):
         super().__init__()
         given = locals()
@@ -95,10 +103,9 @@ class Prototypes(Normalizer):
         self.capacity = npn_prototypes
         self.restart_every = npn_restart_every
         self.updates = npn_updates
+        self.optimizer_name = npn_opt
         self.reset_optimizer = npn_reset_optimizer
         self.eps = eps
-        self.device = torch.device(device)
-        self._optimizer_class = OPTIMIZERS[npn_opt]
         self._optimizer_settings = dict(lr=npn_lr, weight_decay=npn_wd)
         if npn_opt == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
@@ -110,51 +117,60 @@ class Prototypes(Normalizer):
         self.steps = 0
         self.objective_before: Tensor | None = None
 
-    def _allocate(self, dimension: int, dtype: torch.dtype) -> None:
-        self.weight = torch.zeros(2, self.capacity, dimension, dtype=dtype, device=self.device)
+    def _allocate(self, dimension: int, like: Tensor) -> None:
+        self.weight = like.new_zeros(2, self.capacity, dimension)
+        self.weight.grad = torch.zeros_like(self.weight)
+        self.ring = torch.zeros_like(self.weight)
         self._new_optimizer()
 
     def _new_optimizer(self) -> None:
-        self.optimizer = self._optimizer_class([self.weight], **self._optimizer_settings)
+        self.optimizer = OPTIMIZERS[self.optimizer_name]([self.weight], **self._optimizer_settings)
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
-        if self.weight is None:
-            self._allocate(batch.image.shape[1], batch.image.dtype)
+        self._follow(batch.image)
         self._refresh(batch)
         anchors = torch.stack([batch.image, batch.text])
         for update in range(self.updates):
             gradient, objective = self._gradient(anchors, batch)
             if update == 0:
                 self.objective_before = objective
-            self.weight.grad = torch.zeros_like(self.weight)
             self.weight.grad[:, : self.active] = torch.where(batch.finite, gradient, 0.0)
             self.optimizer.step()
         self.steps += 1
 
+    def _follow(self, image: Tensor) -> None:
+        """Allocate for embeddings like `image`, or go where they went since the last batch."""
+        if self.weight is None:
+            self._allocate(image.shape[1], image)
+        elif self.weight.device != image.device or self.weight.dtype != image.dtype:
+            self._restore(self._state(), image)
+
     def _refresh(self, batch: Batch) -> None:
-        """Restart the prototypes where the step asks for it, and add new ones while there are fewer than m."""
+        """Take the batch into the ring, restart where the step asks for it, add prototypes while there are k < m."""
         latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
-        restart = self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0)
-        if latest.shape[1] == self.capacity:
-            self.active = self.capacity
-            if restart:
-                self.weight.copy_(torch.where(batch.finite, latest, self.weight))
+        count, held = latest.shape[1], self.active
+        places = (torch.arange(count, device=latest.device) + self.ring_head) % self.capacity
+        # In place of a batch that is not finite the ring takes what it took before, or nothing but unit vectors.
+        earlier = self.ring[:, (places - count) % self.capacity]
+        if held < count:
+            earlier = torch.eye(count, latest.shape[2], dtype=latest.dtype, device=latest.device).expand_as(latest)
+        self.ring[:, places] = torch.where(batch.finite, latest, earlier)
+        self.ring_head = (self.ring_head + count) % self.capacity
+        self.active = min(held + count, self.capacity)
+        if self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0):
+            self._restart()
         else:
-            if self.ring is None:
-                self.ring = torch.zeros_like(self.weight)
-            held = self.active
-            places = (torch.arange(latest.shape[1], device=latest.device) + self.ring_head) % self.capacity
-            latest = torch.where(batch.finite, latest, self.ring[:, places])
-            self.ring[:, places] = latest
-            self.active = min(self.active + latest.shape[1], self.capacity)
-            self.ring_head = (self.ring_head + latest.shape[1]) % self.capacity
-            if restart:
-                self.weight.copy_(self.ring)
-            else:
-                self.weight[:, held : self.active] = self.ring[:, held : self.active]
-        if restart and self.reset_optimizer:
+            self.weight[:, held : self.active] = self.ring[:, held : self.active]
+
+    def _restart(self) -> None:
+        self.weight.copy_(self.ring)
+        if self.reset_optimizer:
             self._new_optimizer()
+        if world_size() > 1:
+            for tensor in (self.weight, *self.optimizer.state[self.weight].values()):
+                if tensor.device == self.weight.device:
+                    dist.broadcast(tensor, 0)
 
     def _gradient(self, anchors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Gradient (2, k, d) and value (0-d) of the sum over sides of mean_i exp(L_i - alpha_i) + alpha_i."""
@@ -173,48 +189,56 @@ class Prototypes(Normalizer):
 
     def _normalised(self) -> tuple[Tensor, Tensor]:
         weight = self.weight[:, : self.active]
-        norm = weight.norm(dim=2, keepdim=True).clamp_min(1e-12)
+        norm = weight.norm(dim=2, keepdim=True)
+        norm = norm + (norm == 0)
         return norm, weight / norm
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         if self.weight is None:
             return batch.log_batch[:, pairs.local]
+        self._follow(pairs.all_image)
         _, prototypes = self._normalised()
         cosines = torch.stack([pairs.image @ prototypes[0].T, pairs.text @ prototypes[1].T])
         log_mean = ((cosines - positives[:, None]) / tau).logsumexp(dim=2) - math.log(self.active)
         return add_eps(log_mean, self.eps)
 
-    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
-        after = ((batch.log_batch - alpha).clamp(max=MAX_LOG_WEIGHT).exp() + alpha).mean(dim=1).sum()
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+        after = ((log_batch - alpha).clamp(max=MAX_LOG_WEIGHT).exp() + alpha).mean(dim=1).sum()
         shown = {"npn_objective_after": after, "prototypes": torch.tensor(float(self.active))}
         if self.objective_before is not None:
             shown = {"npn_objective_before": self.objective_before, **shown}
         return shown
 
     def full_state(self) -> dict[str, Tensor]:
-        if rank() != 0 or self.weight is None:
-            return {}
-        counters = {"active": self.active, "ring_head": self.ring_head, "steps": self.steps}
-        state = {name: torch.tensor(value) for name, value in counters.items()}
-        state["weight"] = self.weight
-        if self.ring is not None:
-            state["ring"] = self.ring
-        for name, value in self.optimizer.state_dict()["state"].get(0, {}).items():
-            state[f"optimizer.{name}"] = value
-        return {name: value.detach().cpu().clone() for name, value in state.items()}
+        return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "weight" not in state:
             return
-        weight = state["weight"]
-        if weight.shape[1] != self.capacity:
-            raise ValueError(f"npn_prototypes: {self.capacity} where the saved network has {weight.shape[1]}")
-        self._allocate(weight.shape[2], weight.dtype)
-        self.weight.copy_(weight)
-        self.ring = state["ring"].to(self.device) if "ring" in state else None
+        if state["weight"].shape[1] != self.capacity:
+            raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
+        others = {key.split(".")[0] for key in state if "." in key} - {self.optimizer_name}
+        if others:
+            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
+        self._restore(state, state["weight"])
+
+    def _state(self) -> dict[str, Tensor]:
+        if self.weight is None:
+            return {}
+        counters = {"active": self.active, "ring_head": self.ring_head, "steps": self.steps}
+        state = {name: torch.tensor(value) for name, value in counters.items()}
+        state |= {"weight": self.weight, "ring": self.ring}
+        for name, value in self.optimizer.state[self.weight].items():
+            state[f"{self.optimizer_name}.{name}"] = value
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def _restore(self, state: dict[str, Tensor], like: Tensor) -> None:
+        """Take over `state` with the device and type of `like`; the caller's tensors stay its own."""
+        self._allocate(state["weight"].shape[2], like)
+        self.weight.copy_(state["weight"])
+        self.ring.copy_(state["ring"])
         for name in ("active", "ring_head", "steps"):
             setattr(self, name, int(state[name]))
-        prefix = "optimizer."
-        saved = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
-        current = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({**current, "state": {0: saved} if saved else {}})
+        saved = {key.split(".")[1]: value.clone() for key, value in state.items() if "." in key}
+        if saved:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {0: saved}})

@@ -6,7 +6,7 @@ neuclip.txt Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
 
 Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
 that occurs several times in a global batch moves once, with the mean of its eps + g_i, whatever the order of the
-batch and the number of processes.
+batch and the number of processes. Its other occurrences count among its negatives, as in OpenCLIP's loss.
 """
 
 import math
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
-from open_clip_ext.pairs import Pairs
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option
+from open_clip_ext.pairs import Pairs
 
 
 class MovingAverageTable(Normalizer):
@@ -71,7 +71,8 @@ class MovingAverageTable(Normalizer):
         self.gamma_schedule = gamma_schedule
         self.gamma_decay_epochs = gamma_decay_epochs
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device)
-        self.set_epoch(0)
+        self.epoch: int | None = None
+        self.gamma = 1.0 if gamma_schedule == "cosine" else gamma
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -83,6 +84,8 @@ class MovingAverageTable(Normalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
+        if self.epoch is None and self.gamma_schedule == "cosine":
+            raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
         old = self.log_u.lookup(batch.index)
         estimate = _mean_over_equal_rows(batch.index, batch.log_batch.T)
         log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
@@ -94,7 +97,7 @@ class MovingAverageTable(Normalizer):
         alpha = self.log_u.lookup(batch.index)[pairs.local].T
         return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)
 
-    def diagnostics(self, batch: Batch, alpha: Tensor) -> dict[str, Tensor]:
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"gamma": torch.tensor(self.gamma)}
 
     def full_state(self) -> dict[str, Tensor]:

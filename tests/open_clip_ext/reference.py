@@ -31,7 +31,8 @@ def g2(e1, e2, tau, i):
 def batch_normalizers(e1, e2, tau):
     """g of every anchor, (2, B)."""
     size = range(len(e1))
-    return torch.stack([torch.stack([g1(e1, e2, tau, i) for i in size]), torch.stack([g2(e1, e2, tau, i) for i in size])])
+    sides = [[g(e1, e2, tau, i) for i in size] for g in (g1, g2)]
+    return torch.stack([torch.stack(side) for side in sides])
 
 
 def eq3(u, g, gamma, eps, first_visit):

@@ -12,8 +12,12 @@ from reference import unit
 from open_clip_ext import create_loss
 from open_clip_ext.distributed import ShardedRows
 
-LOSSES = {"fastclip-v3": dict(num_samples=31, gamma=0.4, gamma_schedule="constant"), "neuclip": dict(npn_prototypes=20)}
-GLOBAL_BATCH, DIMENSION, STEPS = 12, 8, 3
+LOSSES = {
+    "table": ("fastclip-v3", dict(num_samples=31, gamma=0.4, gamma_schedule="constant")),
+    "growing": ("neuclip", dict(npn_prototypes=20, npn_restart_every=2)),
+    "complete": ("neuclip", dict(npn_prototypes=9, npn_restart_every=2)),
+}
+GLOBAL_BATCH, DIMENSION, STEPS = 12, 8, 4
 
 
 def encoders():
@@ -42,7 +46,7 @@ def train(name, rank, world):
     model = Model().double()
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = create_loss(name, **LOSSES[name])
+    loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
     first, values = None, []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -61,7 +65,7 @@ def train(name, rank, world):
         "gradients": first,
         "parameters": {key: p.detach().clone() for key, p in model.named_parameters()},
         "values": torch.stack(values),
-        "state": loss.state_dict(),
+        "state": loss.full_state(),
     }
 
 
@@ -85,6 +89,15 @@ def check_table(rank, world):
     assert torch.equal(other.lookup(torch.arange(11)), expected)
 
 
+def check_load(name, expected):
+    """A state saved by one process gives every process its part."""
+    loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
+    loss.load_full_state(expected["state"])
+    for key, value in loss.full_state().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, expected["state"][key]), key
+
+
 def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
@@ -92,6 +105,8 @@ def process(rank, world, port, folder):
     try:
         check_table(rank, world)
         results = {name: train(name, rank, world) for name in LOSSES}
+        for name, expected in torch.load(f"{folder}/alone.pt", weights_only=True).items():
+            check_load(name, expected)
         torch.save(results, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -104,6 +119,7 @@ def alone():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_processes_agree_with_one(world, alone, tmp_path):
+    torch.save(alone, tmp_path / "alone.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -114,8 +130,10 @@ def test_processes_agree_with_one(world, alone, tmp_path):
             actual = results[name]
             for kind in ("gradients", "parameters"):
                 for key, tensor in expected[kind].items():
-                    torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-5, atol=1e-7, msg=lambda m: f"{name} {key}: {m}")  # noqa: B023,E501
+                    torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-5, atol=1e-7)
             torch.testing.assert_close(actual["values"], expected["values"], rtol=1e-5, atol=1e-6)
             if rank == 0:
+                assert actual["state"].keys() == expected["state"].keys()
                 for key, value in expected["state"].items():
-                    torch.testing.assert_close(actual["state"][key], value, rtol=1e-4, atol=1e-5)
+                    if isinstance(value, torch.Tensor):
+                        torch.testing.assert_close(actual["state"][key], value, rtol=1e-4, atol=1e-5)

@@ -8,61 +8,65 @@ from open_clip_ext import InputError, create_loss
 
 
 class Reference:
-    """The same steps with autograd, AdaGrad from its formula, and a plain list as the ring buffer."""
+    """The same steps with autograd, AdaGrad from its formula, and plain lists as the ring buffer."""
 
-    def __init__(self, m, restart_every, updates, lr, eps, tau):
+    def __init__(self, m, restart_every, updates, lr, eps, tau, wd=0.0, accumulator=0.0):
         self.m, self.restart_every, self.updates, self.lr, self.eps, self.tau = m, restart_every, updates, lr, eps, tau
-        self.ring, self.w, self.accumulator, self.t = [], None, torch.zeros(2, m, 0), 0
+        self.wd, self.start, self.ring, self.head, self.w, self.t = wd, accumulator, [], 0, None, 0
 
     def step(self, e1, e2):
-        for pair in zip(e1, e2, strict=True):
-            place = self.t_pairs % self.m if hasattr(self, "t_pairs") else 0
-            self.t_pairs = getattr(self, "t_pairs", 0) + 1
-            if len(self.ring) < self.m:
-                self.ring.append(pair)
-            else:
-                self.ring[place] = pair
-        restart = self.t == 0 or (self.restart_every and self.t % self.restart_every == 0)
+        for pair in list(zip(e1, e2, strict=True))[-self.m :]:
+            self.ring[self.head : self.head + 1] = [pair]
+            self.head = (self.head + 1) % self.m
         latest = torch.stack([torch.stack([b for _, b in self.ring]), torch.stack([a for a, _ in self.ring])])
-        if restart:
+        if self.w is None:
+            self.accumulator = torch.full((2, self.m, e1.shape[1]), self.start, dtype=torch.float64)
+        if self.t == 0 or (self.restart_every and self.t % self.restart_every == 0):
             self.w = latest.clone()
         elif latest.shape[1] > self.w.shape[1]:
             self.w = torch.cat([self.w, latest[:, self.w.shape[1] :]], dim=1)
-        if self.accumulator.shape[2] == 0:
-            self.accumulator = torch.zeros(2, self.m, e1.shape[1], dtype=torch.float64)
         log_batch = (self.eps + batch_normalizers(e1, e2, self.tau)).log()
         for _ in range(self.updates):
             w = self.w.clone().requires_grad_()
             alpha = predicted(w[0], w[1], e1, e2, self.tau, self.eps)
             (gradient,) = torch.autograd.grad(((log_batch - alpha).exp() + alpha).mean(dim=1).sum(), w)
+            gradient = gradient + self.wd * self.w
             accumulator = self.accumulator[:, : w.shape[1]]
             accumulator += gradient**2
             self.w = self.w - self.lr * gradient / (accumulator.sqrt() + 1e-10)
         self.t += 1
 
 
-@pytest.mark.parametrize("m, batch", [(6, 6), (4, 6), (10, 4), (7, 3)])
+@pytest.mark.parametrize("batches", [[6] * 7, [9, 4, 3, 9, 2, 8, 5], [2] * 7, [4] * 7])
 @pytest.mark.parametrize("restart_every", [0, 3])
-def test_prototypes_follow_algorithm_1(m, batch, restart_every):
-    tau, eps = torch.tensor(0.2).double(), 1e-6
+@pytest.mark.parametrize("wd, accumulator", [(0.0, 0.0), (0.1, 0.5)])
+def test_prototypes_follow_algorithm_1(batches, restart_every, wd, accumulator):
+    """m = 6 with batches larger, equal and smaller, and of changing size."""
+    tau, eps, m = torch.tensor(0.2).double(), 1e-6, 6
     options = dict(npn_prototypes=m, npn_restart_every=restart_every, npn_updates=2, npn_lr=0.1, loss_eps=eps)
-    loss = create_loss("neuclip", **options)
-    reference = Reference(m, restart_every, 2, 0.1, eps, tau)
+    loss = create_loss("neuclip", **options, npn_wd=wd, npn_initial_accumulator=accumulator)
+    reference = Reference(m, restart_every, 2, 0.1, eps, tau, wd, accumulator)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(7):
+    for batch in batches:
         e1, e2 = unit(generator, batch, 8), unit(generator, batch, 8)
-        loss(e1.float(), e2.float(), 1 / tau.float())
-        if batch >= m:  # the reset then takes the last m pairs of the batch itself
-            reference.ring, reference.t_pairs = [], 0
-        reference.step(e1.float().double(), e2.float().double())
-        state = loss.state_dict()
-        active = int(state["normalizer.active"])
+        loss(e1, e2, 1 / tau)
+        reference.step(e1, e2)
+        state = loss.full_state()
+        active = int(state["state.active"])
         assert active == reference.w.shape[1]
-        actual = state["normalizer.weight"][:, :active].double()
-        if batch > m:
-            assert actual.shape == reference.w.shape
-            continue
-        torch.testing.assert_close(actual, reference.w, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(state["state.weight"][:, :active], reference.w, rtol=1e-6, atol=1e-8)
+
+
+def test_the_network_follows_its_embeddings_to_another_type():
+    """Half-way through its life, state and all."""
+    generator = torch.Generator().manual_seed(0)
+    batches = [(unit(generator, 4, 8), unit(generator, 4, 8)) for _ in range(4)]
+    single, mixed = (create_loss("neuclip", npn_prototypes=6, npn_lr=0.1) for _ in range(2))
+    for number, (e1, e2) in enumerate(batches):
+        expected = single(e1.float(), e2.float(), torch.tensor(5.0))
+        dtype = torch.float32 if number < 2 else torch.float64
+        actual = mixed(e1.to(dtype), e2.to(dtype), torch.tensor(5.0))
+        torch.testing.assert_close(actual.float(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_reset_takes_texts_for_image_anchors_and_images_for_text_anchors():
@@ -70,11 +74,11 @@ def test_a_reset_takes_texts_for_image_anchors_and_images_for_text_anchors():
     generator = torch.Generator().manual_seed(0)
     e1, e2 = unit(generator, 5, 8).float(), unit(generator, 5, 8).float()
     loss(e1, e2, torch.tensor(10.0))
-    w1, w2 = loss.state_dict()["normalizer.weight"]
+    w1, w2 = loss.full_state()["state.weight"]
     assert torch.equal(w1, e2[-3:]) and torch.equal(w2, e1[-3:])
 
 
-def test_the_updates_lower_the_networks_objective():
+def test_small_updates_lower_the_networks_objective():
     loss = create_loss("neuclip", npn_prototypes=16, npn_lr=0.01)
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
@@ -89,7 +93,7 @@ def test_the_optimisers_state_at_a_restart_is_a_choice(reset, expected):
     generator = torch.Generator().manual_seed(0)
     for _ in range(4):
         loss(unit(generator, 4, 8).float(), unit(generator, 4, 8).float(), torch.tensor(10.0))
-    assert loss.state_dict()["normalizer.optimizer.step"] == expected
+    assert loss.full_state()["state.adagrad.step"] == expected
 
 
 @pytest.mark.parametrize(
