@@ -16,15 +16,18 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: 0, or 2 after one line on stderr that says what to change.
     """
     try:
-        from training_ext.versions import check_version
+        from training_ext import versions
 
-        check_version()
-        from training_ext import hooks, params, preflight
-        from training_ext.session import Session
-
+        versions.check_version()
+        try:
+            from training_ext import hooks, params, preflight
+            from training_ext.session import Session
+        except ImportError as error:
+            raise InputError(versions.cannot_import(error)) from None
         hooks.check_seams()
         args = params.parse_args(sys.argv[1:] if argv is None else argv)
-        return hooks.run(Session(args, preflight.check(args)))
+        hooks.run(Session(args, preflight.check(args)))
+        return 0
     except (InputError, NonFiniteError) as error:
         # An error of a loader's worker comes with the worker's traceback; its last line is the message.
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")

@@ -5,7 +5,10 @@ stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(...,
 """
 
 import os
-from typing import Any, Callable
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -14,6 +17,7 @@ from training_ext.data import DataRows
 
 KEY = "open_clip_ext"
 FORMAT = 1
+STATE_SETTINGS = ("npn_prototypes", "npn_opt")  # the form of the state depends on them
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -21,11 +25,16 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
     partial = f"{os.fspath(path)}.partial"  # not *.pt, which `--resume latest` would pick
-    with open(partial, "wb") as file:
-        save(content, file, *args, **kwargs)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with open(partial, "wb") as file:
+            save(content, file, *args, **kwargs)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):  # a full disk must not stay full
+            os.remove(partial)
+        raise
 
 
 def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +45,7 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
         "normalizer": args.normalizer,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
-        "npn_prototypes": args.npn_prototypes,
+        **{name: getattr(args, name) for name in STATE_SETTINGS},
         "state": loss_state,
     }
 
@@ -61,7 +70,8 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
         InputError: the file is missing or not a complete checkpoint.
     """
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        # Files of before torch 1.6, which OpenCLIP loads as well, are no zip archives and cannot be mapped.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except FileNotFoundError:
         raise InputError(f"--resume: {path!r} does not exist") from None
     except Exception as error:
@@ -72,20 +82,23 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
 
 def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | None) -> None:
     """Raise InputError unless training with `args` can go on from a checkpoint with this entry."""
+    given = f"--loss {args.loss}" if args.loss else "OpenCLIP's own loss"
     instead = "give --pretrained PATH to start from its weights only"
     if entry is None:
         if args.uses_ext_loss:
-            raise InputError(f"--resume: {path!r} was not trained with --loss {args.loss}; {instead}")
+            raise InputError(f"--resume: {path!r} was not trained with {given}; {instead}")
         return
     if entry["format"] > FORMAT:
         raise InputError(f"--resume: {path!r} was written by a newer open_clip_ext (format {entry['format']})")
     if entry["loss"] != args.loss or entry["normalizer"] != args.normalizer:
+        if args.normalizer:
+            given += f" --normalizer {args.normalizer}"
         saved = f"--loss {entry['loss']} --normalizer {entry['normalizer']}"
-        raise InputError(f"--resume: {path!r} was trained with {saved}, not --loss {args.loss}; {instead}")
-    if entry["npn_prototypes"] != args.npn_prototypes:
-        raise InputError(
-            f"--npn-prototypes: {args.npn_prototypes} where {path!r} has {entry['npn_prototypes']}; give that number"
-        )
+        raise InputError(f"--resume: {path!r} was trained with {saved}, not with {given}; {instead}")
+    for name in STATE_SETTINGS:
+        value, saved = getattr(args, name), entry[name]
+        if value != saved:
+            raise InputError(f"--{name.replace('_', '-')}: {value} where {path!r} has {saved}; give {saved}")
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
         raise InputError(
             f"--resume: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "

@@ -6,17 +6,18 @@ collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees t
 
 import hashlib
 from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import pandas as pd
 import torch
+from open_clip_train import data as open_clip_data
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from open_clip_train import data as open_clip_data
 from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
 from training_ext.shards import Shards, find_shards, split_row
 
@@ -40,13 +41,18 @@ class DataRows:
     shards: Shards | None = None
 
 
+def trains(args) -> bool:
+    """Whether OpenCLIP trains, told as OpenCLIP tells it; otherwise it only evaluates."""
+    return bool(args.train_data) or args.dataset_type == "synthetic"
+
+
 def find_rows(args) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
     Raises:
         InputError: the data cannot be read, or their rows cannot be told; the message says what to provide.
     """
-    kind = kind_of(args)
+    kind = kind_of(args, args.train_data)
     if kind == "webdataset":
         shards = find_shards(args.train_data, args.shard_sizes)
         return DataRows(kind, shards.num_rows, shards.digest, shards)
@@ -66,16 +72,16 @@ def find_rows(args) -> DataRows:
     return DataRows(kind, args.train_num_samples, digest)
 
 
-def kind_of(args) -> str:
-    """The kind of the train data, told as OpenCLIP tells it."""
+def kind_of(args, path: str, flag: str = "--train-data") -> str:
+    """The kind of the data at `path`, told as OpenCLIP tells it."""
     if args.dataset_type != "auto":
         return args.dataset_type
     builders = {open_clip_data.get_wds_dataset: "webdataset", open_clip_data.get_csv_dataset: "csv"}
     try:
-        return builders[open_clip_data.get_dataset_fn(args.train_data, "auto")]
+        return builders[open_clip_data.get_dataset_fn(path, "auto")]
     except ValueError:
         raise InputError(
-            f"--train-data: {args.train_data!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type"
+            f"{flag}: {path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type"
         ) from None
 
 
@@ -84,7 +90,10 @@ def read_csv(args, path: str, flag: str = "--train-data") -> pd.DataFrame:
     try:
         table = pd.read_csv(path, sep=args.csv_separator)
     except (OSError, ValueError) as error:
-        raise InputError(f"{flag}: {path!r} cannot be read as csv: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{flag}: {path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}"
+        ) from None
     for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
         if column not in table.columns:
             columns = ", ".join(repr(name) for name in table.columns)

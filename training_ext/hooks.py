@@ -4,21 +4,22 @@
 in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is changed or copied.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any
 
 import open_clip
+from open_clip_train.main import main as open_clip_main
 
 import open_clip_ext
 from open_clip_ext.errors import InputError
-from open_clip_train.main import main as open_clip_main
 from training_ext.checkpoint import atomic_save
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
-from training_ext.versions import open_clip_version
+from training_ext.versions import SUPPORTED, open_clip_version
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 
@@ -94,7 +95,7 @@ SEAMS = (
     Seam(
         DATA, "tarfile_to_samples_nothrow",
         why="a sample's position in its shard is known only where the tar is read",
-        contract="get_wds_dataset uses it for train data as a stage from shard urls to raw samples, each a dict with txt",
+        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt",
         replacement=lambda original, session: session.shard_rows(original),
         scopes=(TRAIN_DATA,),
     ),
@@ -186,12 +187,17 @@ def check_seams() -> None:
         except (AttributeError, ImportError) as error:
             raise InputError(
                 f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
-                f"replaces: {error}"
+                f"replaces: {error}; open_clip_torch {'.'.join(map(str, SUPPORTED[0]))} has it"
             ) from None
 
 
-def run(session: Session) -> int:
-    """OpenCLIP's main with the seams in place; its return value as an exit code."""
+def run(session: Session) -> None:
+    """OpenCLIP's main with the seams in place.
+
+    Raises:
+        InputError: OpenCLIP ended early.
+    """
     open_clip.add_model_config(MODEL_CONFIGS)
     with scoped(session, RUN):
-        return 2 if open_clip_main(None) else 0
+        if open_clip_main(None):
+            raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")

@@ -1,12 +1,36 @@
 """The loss as OpenCLIP's loop calls it."""
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from open_clip_ext import GlobalContrastiveLoss
+from open_clip_ext import GlobalContrastiveLoss, create_loss, factory
 from training_ext.data import RowLoader
+
+
+def build_loss(args, num_rows: int, device: torch.device | str) -> GlobalContrastiveLoss:
+    """The loss that the command line asks for.
+
+    Args:
+        args: as `params.parse_args` gives them.
+        num_rows: of the train data.
+        device: where the loss computes.
+
+    Raises:
+        InputError: the parts do not go together, or a setting is out of range.
+    """
+    return create_loss(
+        args.loss,
+        num_samples=num_rows,
+        epochs=args.epochs,
+        accum_freq=args.accum_freq,
+        device=device,
+        normalizer=args.normalizer,
+        encoder_objective=args.encoder_objective,
+        **{option.name: getattr(args, option.name) for option in factory.loss_options_of(args.normalizer)},
+    )
 
 
 class LogItems(dict):

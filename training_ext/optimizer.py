@@ -1,7 +1,7 @@
 """The temperature's own optimizer group."""
 
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
@@ -26,7 +26,9 @@ class TemperatureGroup:
         model_lr: `--lr`, the peak of the model's schedule.
     """
 
-    def __init__(self, optimizer: Optimizer, logit_scale: torch.nn.Parameter, lr: float, schedule: str, model_lr: float):
+    def __init__(
+        self, optimizer: Optimizer, logit_scale: torch.nn.Parameter, lr: float, schedule: str, model_lr: float
+    ):
         self.logit_scale = logit_scale
         self.lr = lr
         self.schedule = schedule

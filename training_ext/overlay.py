@@ -1,8 +1,9 @@
 """Replacing names that OpenCLIP's modules look up, for the duration of a `with` block."""
 
 import importlib
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Iterator
+from typing import Any
 
 
 class Overlay:

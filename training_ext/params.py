@@ -1,12 +1,14 @@
 """The command line: every flag of OpenCLIP, and ours in a group of their own, from one parser."""
 
 import argparse
+import difflib
+
+from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import OBJECTIVES
 from open_clip_ext.normalizers import NORMALIZERS
-from open_clip_train import params
 from training_ext.overlay import replaced
 
 LR_TAU_RATIO = 1 / 8  # neuclip.txt Table 3: on all five data sets
@@ -29,7 +31,12 @@ class Parser(argparse.ArgumentParser):
             if action.dest == "dataset_type":
                 action.choices = [*action.choices, "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
-        return super().parse_args(args, namespace)
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
+            self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        return namespace
 
     def _add_ours(self, group) -> None:
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.PRESETS)}")
@@ -58,7 +65,11 @@ class Parser(argparse.ArgumentParser):
             help="JSON file of samples per shard, by file name or url, where no sizes.json lies beside the shards",
         )
         group.add_argument(
-            "--shapes-seed", type=int, default=0, metavar="INT", help="which scenes --dataset-type shapes draws"
+            "--shapes-seed",
+            type=int,
+            default=None,
+            metavar="INT",
+            help="which scenes --dataset-type shapes draws (default: 0)",
         )
 
 
@@ -90,6 +101,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         args.uses_ext_loss = False
         return args
     preset = factory.find_preset(args.loss)
+    args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
     for name, value in factory.resolve_options(args.loss, given, args.epochs).items():
         setattr(args, name, value)

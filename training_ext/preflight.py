@@ -1,15 +1,22 @@
 """What is wrong with a command line, found on process 0 before anything is written."""
 
 import os
+from math import ceil
 
 import torch
-
-from open_clip_ext.errors import InputError
+from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import positive
 from training_ext import checkpoint
-from training_ext.data import DataRows, find_rows, read_csv
+from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
+from training_ext.loss import build_loss
 from training_ext.session import needs_index
+from training_ext.shards import check_local_shards
+
+AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
 def check(args) -> DataRows | None:
@@ -24,50 +31,51 @@ def check(args) -> DataRows | None:
     prepare_shapes(args)
     if rank != 0:
         return None
+    # What is quick comes before the scan of shards.
     check_experiment(args)
+    resumed = find_resumed(args)
     rows = None
     if args.uses_ext_loss:
-        check_combination(args, world_size)
-        if args.train_data or args.dataset_type == "synthetic":
+        check_numbers(args, world_size)
+        check_combination(args)
+        if args.val_data and args.dataset_type != "shapes":
+            check_val_data(args)
+        if trains(args):
+            check_upsampling(args)
             rows = find_rows(args)
             check_shards(args, rows, world_size)
+            check_steps(args, rows, world_size)
             if needs_index(args):
                 check_memory(args, rows.num_rows, world_size)
-    check_val_csv(args)
-    check_resume(args, rows)
+    if resumed is not None and trains(args):
+        path, entry = resumed
+        checkpoint.check_entry(entry, path, args, rows)
     return rows
 
 
 def prepare_shapes(args) -> None:
     """Generated scenes have no path, but OpenCLIP trains and evaluates only where it is given one."""
     if args.dataset_type != "shapes":
+        if args.shapes_seed is not None:
+            raise InputError(
+                f"--shapes-seed: {args.shapes_seed} with --dataset-type {args.dataset_type}; only shapes uses it"
+            )
         return
-    for name in ("train_num_samples", "val_num_samples"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InputError(f"--{name.replace('_', '-')}: {value} scenes; give at least 1")
-    if not args.train_num_samples and not args.val_num_samples:
+    args.shapes_seed = args.shapes_seed or 0
+    if not 0 <= args.shapes_seed < 2**63:
+        raise InputError(f"--shapes-seed: {args.shapes_seed} is out of range; it must be at least 0 and below 2**63")
+    if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--train-num-samples: --dataset-type shapes needs a number of scenes")
-    if args.shapes_seed < 0:
-        raise InputError(f"--shapes-seed: {args.shapes_seed} is out of range; it must be at least 0")
-    args.train_data = "shapes" if args.train_num_samples else None
-    args.val_data = "shapes" if args.val_num_samples else None
-
-
-def check_combination(args, world_size: int) -> None:
-    given = f"--loss {args.loss}"
-    if args.horovod:
-        raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
-    if args.distill_model is not None or args.distill_pretrained is not None:
-        raise InputError(f"--distill-model: {given} does not distill; use OpenCLIP's own loss for that")
-    if "coca" in args.model.lower():
-        raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
-    if args.batch_size * world_size * args.accum_freq < 2:
-        raise InputError(f"--batch-size: {given} needs at least 2 pairs per step, other pairs are the negatives")
-    if args.lr is None:
-        raise InputError(f"--lr: {given} needs a learning rate with --opt {args.opt}")
-    if args.seed < 0:
-        raise InputError(f"--seed: {args.seed} is out of range; it must be at least 0")
+    for split in ("train", "val"):
+        path, scenes = getattr(args, f"{split}_data"), getattr(args, f"{split}_num_samples")
+        if path is not None:
+            raise InputError(
+                f"--{split}-data: {path!r} with --dataset-type shapes, which draws its scenes; "
+                f"leave it out and give --{split}-num-samples"
+            )
+        if scenes is not None and not 1 <= scenes <= HELD_OUT_SCENES:
+            raise InputError(f"--{split}-num-samples: {scenes} scenes; give from 1 to {HELD_OUT_SCENES}")
+        setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
 def check_experiment(args) -> None:
@@ -77,24 +85,96 @@ def check_experiment(args) -> None:
     name = "out-0" if args.log_local else "out.log"
     path = os.path.join(args.logs, args.name, name)
     if os.path.exists(path):
-        raise InputError(f"--name: the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest")
+        raise InputError(
+            f"--name: the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest"
+        )
+
+
+def check_numbers(args, world_size: int) -> None:
+    for name, least in AT_LEAST.items():
+        value = getattr(args, name)
+        if value < least:
+            raise InputError(f"--{name.replace('_', '-')}: {value} is out of range; it must be at least {least}")
+    if not 0 <= args.seed <= 2**32 - world_size:
+        raise InputError(f"--seed: {args.seed} is out of range; it must be from 0 to {2**32 - world_size}")
+    if args.lr is None:
+        raise InputError(f"--lr: --loss {args.loss} needs a learning rate with --opt {args.opt}")
+    if not positive(args.lr):
+        raise InputError(f"--lr: {args.lr} is out of range; it must be a number > 0")
+    if args.batch_size * world_size * args.accum_freq < 2:
+        raise InputError(
+            f"--batch-size: {args.batch_size} in {world_size} process; --loss {args.loss} needs at least 2 pairs per "
+            "step, since the other pairs are the negatives"
+        )
+
+
+def check_combination(args) -> None:
+    given = f"--loss {args.loss}"
+    if args.horovod:
+        raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
+    for flag, value in (("--distill-model", args.distill_model), ("--distill-pretrained", args.distill_pretrained)):
+        if value is not None:
+            raise InputError(f"{flag}: {value!r} with {given}, which does not distill; use --loss clip for that")
+    if "coca" in args.model.lower():
+        raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
+    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2):
+        raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
+    build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+
+
+def check_upsampling(args) -> None:
+    factors = args.train_data_upsampling_factors
+    if factors is None:
+        return
+    given = f"--train-data-upsampling-factors: {factors!r}"
+    if not args.dataset_resampled:
+        raise InputError(f"{given} without --dataset-resampled, which it needs")
+    try:
+        expand_urls(args.train_data, factors)
+    except (AssertionError, ValueError) as error:
+        raise InputError(f"{given}: {error}; give one number per source of --train-data, such as 1::2") from None
 
 
 def check_shards(args, rows: DataRows, world_size: int) -> None:
+    """Every loader worker needs a shard, and in its shards a whole batch: else OpenCLIP asserts, or waits forever."""
     if rows.kind != "webdataset" or args.dataset_resampled:
         return
-    loaders = max(1, args.workers) * world_size
-    if len(rows.shards.urls) < loaders:
+    sizes = sorted(rows.shards.size_of(url) for url in expand_urls(args.train_data)[0])
+    loaders = max(1, args.workers)
+    instead = "lower --workers, write smaller shards or use --dataset-resampled"
+    given = f"--workers: {args.workers} in each of {world_size} process(es)"
+    if len(sizes) < loaders * world_size:
+        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(sizes)}; {instead}")
+    fewest = len(sizes) // world_size // loaders
+    if sum(sizes[:fewest]) < args.batch_size:
         raise InputError(
-            f"--workers: {args.workers} in each of {world_size} process(es) need {loaders} shards and there are "
-            f"{len(rows.shards.urls)}; lower --workers, write smaller shards or use --dataset-resampled"
+            f"{given} get {fewest} of the {len(sizes)} shards each, which may hold only {sum(sizes[:fewest])} samples "
+            f"where --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
+        )
+
+
+def check_steps(args, rows: DataRows, world_size: int) -> None:
+    """OpenCLIP would go through epochs without a step and save the untrained model."""
+    if rows.kind == "webdataset":
+        num_samples = args.train_num_samples
+        if num_samples is None:
+            num_samples = rows.shards.num_listed(args.train_data)
+        loaders = max(1, args.workers)
+        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
+    else:
+        num_samples = rows.num_rows
+        batches = ceil(num_samples / world_size) // args.batch_size
+    if batches < args.accum_freq:
+        raise InputError(
+            f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
+            f"the {num_samples} samples of an epoch; lower it"
         )
 
 
 def check_memory(args, num_rows: int, world_size: int) -> None:
     """A table must fit where it is kept, and once more on process 0's host while a checkpoint is written."""
     row_bytes = 8
-    per_process = -(-num_rows // world_size) * row_bytes
+    per_process = ceil(num_rows / world_size) * row_bytes
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
@@ -104,18 +184,22 @@ def check_memory(args, num_rows: int, world_size: int) -> None:
     for place, needed, there in needs:
         if needed > there:
             raise InputError(
-                f"--normalizer: a table of {num_rows} rows needs {needed / 2**30:.1f} GiB on {place}, which has "
-                f"{there / 2**30:.1f} GiB; use more processes or a normalizer without rows"
+                f"--normalizer: {args.normalizer!r} with {num_rows} rows needs {needed / 2**30:.1f} GiB on {place}, "
+                f"which has {there / 2**30:.1f} GiB; use more processes or a normalizer without rows"
             )
 
 
-def check_val_csv(args) -> None:
-    if args.uses_ext_loss and args.val_data and args.dataset_type in ("csv", "auto"):
-        if args.dataset_type == "csv" or args.val_data.rsplit(".", 1)[-1] in ("csv", "tsv"):
-            read_csv(args, args.val_data, flag="--val-data")
+def check_val_data(args) -> None:
+    """OpenCLIP meets missing validation data only after it has trained."""
+    kind = kind_of(args, args.val_data, "--val-data")
+    if kind == "csv":
+        read_csv(args, args.val_data, flag="--val-data")
+    elif kind == "webdataset":
+        check_local_shards(args.val_data, "--val-data")
 
 
-def check_resume(args, rows: DataRows | None) -> None:
+def find_resumed(args) -> tuple[str, dict | None] | None:
+    """The local checkpoint with a training state that OpenCLIP will resume, and our entry in it; None if none."""
     path = args.resume
     if path == "latest" and args.remote_sync is None and args.name is not None:
         folder = os.path.join(args.logs, args.name, "checkpoints")
@@ -125,7 +209,6 @@ def check_resume(args, rows: DataRows | None) -> None:
         else:
             path = get_latest_checkpoint(folder, remote=False)
     if path in (None, "latest") or "://" in path:
-        return
+        return None
     has_training_state, entry = checkpoint.read_entry(path)
-    if has_training_state:
-        checkpoint.check_entry(entry, path, args, rows)
+    return (path, entry) if has_training_state else None

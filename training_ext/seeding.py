@@ -16,7 +16,9 @@ AT_EPOCH, AFTER_FIRST_BATCH, IN_WORKER, SHARDS = 1, 2, 3, 4
 
 def seed_of(seed: int, *place: int) -> int:
     """A 63-bit seed that differs for every (seed, *place), all non-negative."""
-    return int(np.random.SeedSequence([seed, *place]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    # SeedSequence takes (1,) and (1, 0) for the same, so the length comes first.
+    sequence = np.random.SeedSequence([len(place), seed, *place])
+    return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def seed_all(seed: int, *place: int) -> None:

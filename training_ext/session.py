@@ -1,17 +1,18 @@
 """One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Callable
+from typing import Any
 
 import torch
-
-from open_clip_ext import create_loss, factory
-from open_clip_ext.normalizers import NORMALIZERS
 from open_clip_train.distributed import broadcast_object
+
+from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.normalizers import NORMALIZERS
 from training_ext import checkpoint
-from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset
-from training_ext.loss import TrainingLoss
+from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
+from training_ext.loss import TrainingLoss, build_loss
 from training_ext.optimizer import TemperatureGroup
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
@@ -78,7 +79,7 @@ class Session:
     def load_checkpoint(self, original: Callable, path: str, *args: Any, **kwargs: Any) -> Any:
         loaded = original(path, *args, **kwargs)
         entry = checkpoint.take_entry(loaded)
-        if isinstance(loaded, dict) and "epoch" in loaded:
+        if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
             self._restored = entry["state"]
@@ -143,19 +144,9 @@ class Session:
         seed_all(self.args.seed, use, self._epoch, self.args.rank)
 
     def create_loss(self, args: Any) -> TrainingLoss:
-        options = [*factory.options_of(args.normalizer)]
-        loss = create_loss(
-            args.loss,
-            num_samples=self.rows.num_rows,
-            epochs=args.epochs,
-            accum_freq=args.accum_freq,
-            device=args.device,
-            normalizer=args.normalizer,
-            encoder_objective=args.encoder_objective,
-            **{option.name: getattr(args, option.name) for option in options},
-        )
+        loss = build_loss(args, self.rows.num_rows, args.device)
         if self._restored is not None:
-            loss.load_state_dict(self._restored)
+            loss.load_full_state(self._restored)
             self._restored = None
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
@@ -166,11 +157,21 @@ class Session:
         self.loss.loss.set_epoch(epoch)
         self._entry_to_save = None
         result = original(model, data, loss, epoch, optimizer, *rest, **kwargs)
+        self._raise_if_not_finite(model)
         if checkpoint.saves_after(args, epoch + 1):
-            state = self.loss.loss.state_dict()
+            state = self.loss.loss.full_state()
             if args.rank == 0:
                 self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
         return result
+
+    def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
+        """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
+        loss = self.loss.loss
+        loss.raise_if_not_finite()
+        for name, parameter in model.named_parameters():
+            if not parameter.isfinite().all():
+                name = name.removeprefix("module.")
+                raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 
 
 def needs_index(args) -> bool:

@@ -129,13 +129,21 @@ def find_shards(train_data: str, shard_sizes: str | None = None, progress: bool 
     return shards
 
 
-def _expand(train_data: str) -> list[str]:
+def check_local_shards(data: str, flag: str) -> None:
+    """Raise InputError, naming `flag`, for the first local shard of `data` that does not exist."""
+    for url in _expand(data, flag):
+        path = _local_path(url)
+        if path is not None and not os.path.exists(path):
+            raise InputError(f"{flag}: shard {url!r} cannot be found; give tar files that exist")
+
+
+def _expand(data: str, flag: str = "--train-data") -> list[str]:
     try:
-        urls = expand_urls(train_data or "")[0]
+        urls = expand_urls(data or "")[0]
     except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME
-        raise InputError(f"--train-data {train_data!r}: cannot be expanded: {_one_line(err)}") from err
+        raise InputError(f"{flag} {data!r}: cannot be expanded: {_one_line(err)}") from err
     if not urls or "" in urls:
-        raise InputError(f"--train-data {train_data!r}: names no shard or an empty one; give tar files")
+        raise InputError(f"{flag} {data!r}: names no shard or an empty one; give tar files")
     return list(dict.fromkeys(urls))
 
 

@@ -8,7 +8,20 @@ SUPPORTED = ((3, 3), (4, 0))  # from, below
 
 
 def open_clip_version() -> str:
-    return importlib.metadata.version("open_clip_torch")
+    """The installed version; InputError if there is none."""
+    try:
+        return importlib.metadata.version("open_clip_torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
+
+
+def cannot_import(error: ImportError) -> str:
+    """One line for an OpenCLIP whose training code is not there, or lacks a name or a package."""
+    reason = " ".join(str(error).split())
+    return (
+        f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "
+        "pip install 'open_clip_torch[training]'"
+    )
 
 
 def check_version() -> None:

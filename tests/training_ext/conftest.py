@@ -33,9 +33,10 @@ def run_main(main, arguments: str, folder: Path) -> int:
             handler.close()
         logging.root.handlers.clear()
         # Loader workers persist until their loader goes; the next run's workers must not inherit their pipes.
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        gc.collect()
+        if workers := multiprocessing.active_children():
+            for worker in workers:
+                worker.terminate()
+            gc.collect()
 
 
 class Experiment:
@@ -57,6 +58,13 @@ class Experiment:
         return torch.load(self.path / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_shard_sizes(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture
 def run(tmp_path):
     """run(name, arguments, main) -> Experiment; the run must succeed."""
@@ -74,7 +82,7 @@ def refused(tmp_path, capsys):
 
     def refused(arguments: str) -> str:
         def snapshot():
-            return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+            return {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob("*")}
 
         before = snapshot()
         capsys.readouterr()

@@ -1,0 +1,354 @@
+"""What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
+
+import importlib.metadata
+import os
+import shlex
+import subprocess
+import sys
+
+import open_clip
+import open_clip_train.main
+import pytest
+from conftest import LOSSES, TINY, ext_main, run_main
+
+import training_ext
+from training_ext.hooks import SEAMS
+
+SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
+NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        (f"{SHAPES} --loss neuclipp", ["--loss", "'neuclipp'", "clip, siglip, fastclip-v3, neuclip"]),
+        (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "--npn-prototypes?"]),
+        (f"{NEUCLIP} --zzzz", ["--zzzz", "--help"]),
+        (f"{NEUCLIP} --npn-lr fast", ["--npn-lr", "float", "'fast'"]),
+        (f"{NEUCLIP} --batch-size many", ["--batch-size", "int", "'many'"]),
+        (f"{NEUCLIP} --npn-updates -1", ["--npn-updates", "-1", "at least 0"]),
+        (f"{NEUCLIP} --npn-opt lion", ["--npn-opt", "'lion'", "adagrad, adamw, sgd"]),
+        (f"{NEUCLIP} --rho nan", ["--rho", "nan", "number >= 0"]),
+        (f"{NEUCLIP} --gamma 0.5", ["--gamma", "--loss neuclip", "does not use"]),
+        (f"{FASTCLIP} --npn-lr 0.1", ["--npn-lr", "--loss fastclip-v3", "does not use"]),
+        (f"{SHAPES} --loss clip --rho 5", ["--rho", "--loss clip", "does not use"]),
+        (f"{SHAPES} --loss siglip --shard-sizes x.json", ["--shard-sizes", "--loss siglip", "does not use"]),
+        (f"{FASTCLIP} --shard-sizes x.json", ["--shard-sizes", "shapes", "does not use"]),
+        (f"{SHAPES} --npn-lr 0.1", ["--npn-lr", "needs --loss"]),
+        (f"{SHAPES} --normalizer table", ["--normalizer", "needs --loss"]),
+        (f"{SHAPES} --shard-sizes x.json", ["--shard-sizes", "needs --loss"]),
+        (f"{NEUCLIP} --siglip", ["--siglip", "--loss neuclip"]),
+        (f"{SHAPES} --loss clip --siglip", ["--siglip", "--loss clip"]),
+        (f"{NEUCLIP} --normalizer nope", ["--normalizer", "'nope'", "table"]),
+        (f"{NEUCLIP} --encoder-objective nope", ["--encoder-objective", "'nope'", "compositional, unified"]),
+        (f"{FASTCLIP} --encoder-objective unified", ["--encoder-objective", "'unified'", "table", "'compositional'"]),
+        (f"{NEUCLIP} --model coca_ViT-B-32", ["--model", "'coca_ViT-B-32'", "--loss clip"]),
+        (f"{NEUCLIP} --distill-model RN50", ["--distill-model", "'RN50'", "--loss clip"]),
+        (f"{NEUCLIP} --distill-pretrained openai", ["--distill-pretrained", "'openai'", "--loss clip"]),
+        (f"{NEUCLIP} --horovod", ["--horovod", "torchrun"]),
+        (f"{NEUCLIP} --batch-size 1", ["--batch-size", "1", "at least 2 pairs"]),
+        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "at least 1"]),
+        (f"{NEUCLIP} --batch-size 32", ["--batch-size", "32", "16 samples"]),
+        (f"{NEUCLIP} --accum-freq 3", ["--batch-size", "8", "--accum-freq 3", "16 samples"]),
+        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "at least 1"]),
+        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "at least 0"]),
+        (f"{NEUCLIP} --epochs 0", ["--epochs", "0", "at least 1"]),
+        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "at least 1"]),
+        (f"{NEUCLIP} --lr 0", ["--lr", "0.0", "number > 0"]),
+        (f"{NEUCLIP} --lr-tau 0", ["--lr-tau", "0.0", "number > 0"]),
+        (f"{NEUCLIP} --opt timm/adamw", ["--lr", "timm/adamw"]),
+        (f"{NEUCLIP} --seed -1", ["--seed", "-1", "from 0"]),
+        (f"{NEUCLIP} --seed 4294967296", ["--seed", "4294967296", "to 4294967295"]),
+        ("--loss neuclip", ["--train-data", "--val-data"]),
+        (f"{NEUCLIP} --train-data x.csv", ["--train-data", "'x.csv'", "--train-num-samples"]),
+        (f"{NEUCLIP} --val-data x.csv", ["--val-data", "'x.csv'", "--val-num-samples"]),
+        (f"{NEUCLIP} --train-num-samples 0", ["--train-num-samples", "0", "from 1"]),
+        (f"{NEUCLIP} --val-num-samples -3", ["--val-num-samples", "-3", "from 1"]),
+        (f"{NEUCLIP} --shapes-seed -1", ["--shapes-seed", "-1", "at least 0"]),
+        ("--dataset-type shapes --loss neuclip", ["--train-num-samples", "shapes"]),
+        ("--dataset-type shapes", ["--train-num-samples", "shapes"]),
+        ("--dataset-type synthetic --loss neuclip", ["--train-num-samples", "synthetic", "at least 1"]),
+        (
+            "--dataset-type synthetic --train-num-samples 16 --shapes-seed 1 --loss neuclip",
+            ["--shapes-seed", "1", "synthetic", "shapes"],
+        ),
+        ("--train-data x.parquet --loss neuclip", ["--train-data", "'x.parquet'", "--dataset-type"]),
+        (
+            "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
+            ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
+        ),
+    ],
+)
+def test_command_line(refused, arguments, parts):
+    line = refused(arguments)
+    assert all(part in line for part in parts), line
+
+
+def test_a_table_larger_than_memory(refused, run, monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 255, "SC_PAGE_SIZE": 1}[name])
+    line = refused(f"{FASTCLIP}")  # 16 rows: 128 bytes here and 128 while a checkpoint is written
+    assert "--normalizer" in line and "16 rows" in line
+    run("prototypes", f"{NEUCLIP} --npn-prototypes 8")
+
+
+# Data
+
+
+@pytest.fixture
+def shard_folder(datasets):
+    return shlex.split(datasets["shards"])[1].rpartition("/")[0]
+
+
+def test_a_shard_that_is_damaged_or_missing(refused, shard_folder, tmp_path):
+    whole = open(f"{shard_folder}/train-000000.tar", "rb").read()
+    (tmp_path / "0.tar").write_bytes(whole[:700])  # within an image
+    common = "--loss fastclip-v3 --workers 1 --dataset-type webdataset"
+    line = refused(f"{common} --train-data {tmp_path}/0.tar")
+    assert "--train-data" in line and f"{tmp_path}/0.tar" in line
+    line = refused(f"{common} --train-data {tmp_path}/{{0,1}}.tar")
+    assert "--train-data" in line and f"{tmp_path}/1.tar" in line
+    line = refused(f"{common} --train-data {shard_folder}/train-000000.tar --val-data {tmp_path}/1.tar")
+    assert "--val-data" in line and f"{tmp_path}/1.tar" in line
+
+
+def test_remote_shards_without_sizes(refused):
+    line = refused("--loss fastclip-v3 --dataset-type webdataset --train-data https://a.example/00.tar --workers 1")
+    assert all(part in line for part in ("--train-data", "'https://a.example/00.tar'", "--shard-sizes", '{"00.tar": '))
+
+
+def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
+    common = f"{datasets['shards']} --loss neuclip --npn-prototypes 8 --epochs 1"
+    line = refused(f"{common} --workers 7")
+    assert all(part in line for part in ("--workers", "7", "6", "--dataset-resampled"))
+    # 3 shards of 8 samples in each of two workers; OpenCLIP would wait forever for a batch of 25.
+    line = refused(f"{common} --workers 2 --batch-size 25")
+    assert all(part in line for part in ("--workers", "2", "24 samples", "--batch-size is 25"))
+    run("whole-batches", f"{common} --workers 2 --batch-size 24")
+    run("resampled", f"{common} --workers 2 --batch-size 25 --dataset-resampled")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    line = refused(f"{common} --workers 2")
+    assert "2 in each of 4 process(es) need 8 shards and there are 6" in line
+
+
+def test_upsampling_factors(refused, datasets):
+    common = f"{datasets['shards']} --loss neuclip --workers 1 --train-data-upsampling-factors"
+    assert "'2' without --dataset-resampled" in refused(f"{common} 2")
+    line = refused(f"{common} 1::2 --dataset-resampled")
+    assert "--train-data-upsampling-factors" in line and "'1::2'" in line
+    line = refused(f"{common} lots --dataset-resampled")
+    assert "--train-data-upsampling-factors" in line and "'lots'" in line
+
+
+def test_csv(refused, datasets, tmp_path):
+    (tmp_path / "comma.csv").write_text("filepath,title\na.png,a\n")
+    (tmp_path / "empty.csv").write_text("filepath\ttitle\n")
+    (tmp_path / "nothing.csv").write_text("")
+    common = "--loss neuclip --workers 0"
+    for flag, before in (("--train-data", common), ("--val-data", f"{common} {datasets['csv']}")):
+        line = refused(f"{before} {flag} {tmp_path}/comma.csv")
+        parts = ["--csv-img-key", f"{tmp_path}/comma.csv", "'filepath'", "'filepath,title'", "--csv-separator '\\t'"]
+        assert all(part in line for part in parts), line
+        for name in ("none.csv", "nothing.csv"):
+            line = refused(f"{before} {flag} {tmp_path}/{name}")
+            assert flag in line and f"{tmp_path}/{name}" in line
+    line = refused(f"{common} --train-data {tmp_path}/comma.csv --csv-separator , --csv-caption-key text")
+    assert all(part in line for part in ("--csv-caption-key", "'text'", "'filepath', 'title'")), line
+    line = refused(f"{common} {datasets['csv']} --csv-separator ,")
+    assert all(part in line for part in ("--train-data", "train.csv", "--csv-separator ','")), line
+    line = refused(f"{common} --train-data {tmp_path}/empty.csv")
+    assert "--train-data" in line and "no rows" in line
+
+
+# Experiments and checkpoints
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory, datasets):
+    """Path of a checkpoint by the loss that it was trained with."""
+    folder = tmp_path_factory.mktemp("trained")
+    paths = {}
+    for name in ("neuclip", "fastclip-v3", "clip"):
+        assert not run_main(ext_main, f"{datasets['csv']} {LOSSES[name]} --workers 0 --epochs 1 --name {name}", folder)
+        paths[name] = f"{folder}/{name}/checkpoints/epoch_1.pt"
+    return paths
+
+
+def test_an_experiment_that_exists(refused, run, checkpoints):
+    run("old", f"{NEUCLIP} --npn-prototypes 8")
+    for extra in ("", f"--resume {checkpoints['neuclip']}"):
+        for loss in ("", "--loss neuclip"):
+            line = refused(f"{SHAPES} {loss} --name old {extra}")
+            assert all(part in line for part in ("--name", "'old'", "--resume latest"))
+
+
+@pytest.mark.parametrize(
+    "saved, arguments, parts",
+    [
+        ("fastclip-v3", LOSSES["neuclip"], ["--loss fastclip-v3 --normalizer table", "--loss neuclip"]),
+        ("neuclip", "--loss neuclip --normalizer table --encoder-objective compositional", ["--normalizer table"]),
+        ("clip", LOSSES["neuclip"], ["not trained with --loss neuclip"]),
+        ("neuclip", "--loss clip", ["--loss neuclip", "not with --loss clip"]),
+        ("neuclip", "", ["--loss neuclip", "not with OpenCLIP's own loss"]),
+    ],
+)
+def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arguments, parts):
+    line = refused(f"{datasets['csv']} --workers 0 {arguments} --resume {checkpoints[saved]}")
+    assert all(part in line for part in ["--resume", checkpoints[saved], "--pretrained PATH", *parts]), line
+
+
+def test_a_checkpoint_of_other_settings(refused, datasets, checkpoints):
+    common = f"{datasets['csv']} --workers 0 --loss neuclip --resume {checkpoints['neuclip']}"
+    line = refused(f"{common} --npn-prototypes 30")
+    assert all(part in line for part in ("--npn-prototypes: 30", checkpoints["neuclip"], "give 20")), line
+    line = refused(f"{common} --npn-prototypes 20 --npn-opt sgd")
+    assert all(part in line for part in ("--npn-opt: sgd", checkpoints["neuclip"], "give adagrad")), line
+
+
+@pytest.mark.parametrize("loss", ["fastclip-v3", "neuclip"])
+def test_a_checkpoint_of_other_data(refused, datasets, checkpoints, loss, tmp_path):
+    header, *lines = open(shlex.split(datasets["csv"])[1]).read().splitlines()
+    for name, changed in (("fewer", lines[:-1]), ("other", [*lines[:-1], f"{lines[-1]}!"])):
+        (tmp_path / f"{name}.csv").write_text("\n".join([header, *changed]))
+        line = refused(
+            f"--train-data {tmp_path}/{name}.csv --workers 0 {LOSSES[loss]} --resume {checkpoints[loss]}"
+        )
+        parts = ["--resume", checkpoints[loss], "48 rows", f"--train-data has {len(changed)}"]
+        assert all(part in line for part in parts), line
+
+
+def test_a_checkpoint_that_cannot_be_read(refused, run, datasets, checkpoints, tmp_path):
+    common = f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1"
+    whole = open(checkpoints["neuclip"], "rb").read()
+    (tmp_path / "torn.pt").write_bytes(whole[: len(whole) // 2])
+    for name, part in (("torn.pt", "not a complete checkpoint"), ("none.pt", "does not exist")):
+        for loss in (common, SHAPES):
+            line = refused(f"{loss} --resume {tmp_path}/{name}")
+            assert all(text in line for text in ("--resume", f"{tmp_path}/{name}", part)), line
+    experiment = run("killed", common)
+    latest = experiment.path / "checkpoints" / "epoch_1.pt"
+    latest.write_bytes(whole[: len(whole) // 2])
+    line = refused(f"{common} --name killed --resume latest")
+    assert str(latest) in line and "not a complete checkpoint" in line
+
+
+# OpenCLIP
+
+
+def not_installed(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(
+    "version, parts",
+    [
+        (lambda name: "3.2.9", ["3.2.9", ">=3.3,<4.0"]),
+        (lambda name: "4.0.0", ["4.0.0", ">=3.3,<4.0"]),
+        (not_installed, ["not installed", "pip install"]),
+    ],
+)
+def test_an_unsupported_open_clip(refused, monkeypatch, version, parts):
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    line = refused(NEUCLIP)
+    assert all(part in line for part in ["open_clip_torch", *parts]), line
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+def test_a_missing_seam(refused, monkeypatch, seam):
+    monkeypatch.delattr(f"{seam.module}.{seam.path}")
+    line = refused(NEUCLIP)
+    assert f"open_clip_torch {open_clip.__version__} has no {seam.module}.{seam.path}" in line
+
+
+def test_training_code_that_cannot_be_imported(refused, monkeypatch):
+    monkeypatch.delitem(sys.modules, "training_ext.hooks")
+    monkeypatch.delattr(training_ext, "hooks")
+    monkeypatch.delattr(open_clip_train.main, "main")
+    line = refused(NEUCLIP)
+    assert all(part in line for part in (open_clip.__version__, "'main'", "open_clip_train.main", "pip install")), line
+
+
+# What is found while training: logs are there already
+
+
+@pytest.fixture
+def stopped(tmp_path, capsys):
+    """stopped(arguments) -> the one line after which a run ends, and the folder of its checkpoints."""
+
+    def stopped(arguments: str):
+        capsys.readouterr()
+        assert run_main(ext_main, f"{arguments} --name stopped", tmp_path / "logs") == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
+        line = error.strip().splitlines()[-1]
+        assert line.startswith("open_clip_ext: error: ")
+        return line, tmp_path / "logs" / "stopped" / "checkpoints"
+
+    return stopped
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("loss", ["neuclip", "fastclip-v3"])
+def test_a_sample_beyond_the_recorded_size(stopped, datasets, shard_folder, tmp_path, workers, loss):
+    (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
+    line, folder = stopped(
+        f"{datasets['shards']} {LOSSES[loss]} --workers {workers} --epochs 1 --shard-sizes {tmp_path}/sizes.json"
+    )
+    parts = ["--train-data", f"{shard_folder}/train-000003.tar", "recorded size of 7", "--shard-sizes"]
+    assert all(part in line for part in parts), line
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("log_every, accumulated", [(1, 1), (100, 1), (100, 2)])
+def test_a_batch_that_is_not_finite(stopped, datasets, monkeypatch, log_every, accumulated):
+    """The text of the second step of the second of three epochs."""
+    encode, calls = open_clip.CLIP.encode_text, []
+    steps = 6 // accumulated
+    bad = (steps + 1) * accumulated * (1 if accumulated == 1 else 2) + 1
+
+    def broken(self, *args, **kwargs):
+        calls.append(None)
+        return encode(self, *args, **kwargs) * (float("nan") if len(calls) == bad else 1)
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
+    line, folder = stopped(
+        f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 3 --log-every-n-steps {log_every} "
+        f"--accum-freq {accumulated}"
+    )
+    assert f"step {steps + 2}: text_features is not finite" in line
+    assert [path.name for path in folder.iterdir()] == ["epoch_1.pt"]
+    if log_every == 1:
+        assert len(calls) == bad
+
+
+def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
+    encode = open_clip.CLIP.encode_text
+
+    def broken(self, *args, **kwargs):
+        features = encode(self, *args, **kwargs)
+        features.register_hook(lambda gradient: gradient * float("inf"))
+        return features
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
+    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16")
+    assert "step 1: positional_embedding is not finite" in line
+    assert not list(folder.iterdir())
+
+
+def test_what_open_clip_refuses_itself(stopped, tmp_path):
+    line, _ = stopped(f"{NEUCLIP} --resume latest --save-most-recent --remote-sync {tmp_path}/remote")
+    assert "its own output above" in line
+
+
+def test_a_divergence_on_two_processes(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
+        + f"open_clip_ext.main {TINY} {NEUCLIP} --npn-prototypes 8 --lr 1e30 --batch-size 2 --epochs 100".split()
+        + ["--logs", str(tmp_path), "--name", "x"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=50,
+    )
+    assert result.returncode != 0
+    assert "open_clip_ext: error: step 2: image_features is not finite" in result.stderr
+    assert not list((tmp_path / "x" / "checkpoints").iterdir())

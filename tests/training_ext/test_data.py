@@ -1,0 +1,205 @@
+"""The rows that reach the loss are those of the samples that the model saw."""
+
+import io
+import shlex
+import tarfile
+
+import open_clip
+import open_clip_train.data
+import pandas as pd
+import pytest
+import torch
+from conftest import LOSSES
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.losses import GlobalContrastiveLoss
+from training_ext.data import RowLoader, append_row
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Per call of the loss: its `index`, and the tokens of the batches of that optimiser step, in one tensor."""
+    calls, batches = [], []
+    model, loss = open_clip.CLIP.forward, GlobalContrastiveLoss.forward
+
+    def forward(self, image=None, text=None):
+        # With gradient accumulation the first pass over a step's batches is the one without gradients.
+        if not torch.is_grad_enabled() or seen.accum_freq == 1:
+            batches.append(text.clone())
+        return model(self, image, text)
+
+    def call(self, *args, index=None, **kwargs):
+        calls.append((index.tolist(), torch.cat(batches[-seen.accum_freq :])))
+        return loss(self, *args, index=index, **kwargs)
+
+    monkeypatch.setattr(open_clip.CLIP, "forward", forward)
+    monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
+
+    class seen:
+        accum_freq = 1
+
+        @staticmethod
+        def rows(captions: list[str | None]) -> list[int]:
+            """Every row that the loss got, once each was compared with its caption."""
+            tokens = open_clip.get_tokenizer("ViT-shapes-tiny")([caption or "" for caption in captions])
+            assert tokens.unique(dim=0).shape[0] == len(captions)
+            rows = []
+            for index, texts in calls:
+                assert len(index) == len(texts) == 8 * seen.accum_freq
+                assert torch.equal(texts, tokens[index])
+                rows += index
+            return rows
+
+    return seen
+
+
+def read_captions(*shards: str) -> list[str | None]:
+    """The caption of every sample in order, None where there is none."""
+    samples = {}
+    for shard in shards:
+        with tarfile.open(shard) as tar:
+            for member in tar:
+                key, _, kind = member.name.partition(".")
+                samples.setdefault((shard, key), None)
+                if kind == "txt":
+                    samples[shard, key] = tar.extractfile(member).read().decode()
+    return list(samples.values())
+
+
+def shard_list(datasets: dict[str, str]) -> list[str]:
+    return open_clip_train.data.expand_urls(shlex.split(datasets["shards"])[1])[0]
+
+
+COMMON = f"{LOSSES['fastclip-v3']} --epochs 2"
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+
+
+@WORKERS
+def test_csv(run, datasets, seen, workers):
+    path = shlex.split(datasets["csv"])[1]
+    run("x", f"{datasets['csv']} {COMMON} --workers {workers}")
+    rows = seen.rows(pd.read_csv(path, sep="\t").title.tolist())
+    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
+    assert rows[:48] != rows[48:] and rows[:48] != sorted(rows[:48])
+
+
+@WORKERS
+def test_shapes(run, datasets, seen, workers):
+    run("x", f"{datasets['shapes']} {COMMON} --workers {workers} --shapes-seed 3")
+    rows = seen.rows([caption for _, caption in Scenes(48, seed=3)])
+    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
+
+
+@WORKERS
+def test_synthetic(run, datasets, seen, workers, monkeypatch):
+    """OpenCLIP's samples are all alike: here each says which it is."""
+    get = open_clip_train.data.SyntheticDataset.__getitem__
+
+    def numbered(self, row):
+        self.caption = f"number {row}"
+        return get(self, row)
+
+    monkeypatch.setattr(open_clip_train.data.SyntheticDataset, "__getitem__", numbered)
+    run("x", f"{datasets['synthetic']} {COMMON} --workers {workers}")
+    rows = seen.rows([f"number {row}" for row in range(48)])
+    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
+
+
+@WORKERS
+def test_shards(run, datasets, seen, workers):
+    run("x", f"{datasets['shards']} {COMMON} --workers {workers}")
+    rows = seen.rows(read_captions(*shard_list(datasets)))
+    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
+    assert rows[:48] != rows[48:]
+
+
+@pytest.mark.parametrize("workers, accum_freq", [(0, 1), (2, 1), (2, 3)])
+def test_resampled(run, datasets, seen, workers, accum_freq):
+    seen.accum_freq = accum_freq
+    run("x", f"{datasets['resampled']} {COMMON} --workers {workers} --accum-freq {accum_freq}")
+    rows = seen.rows(read_captions(*shard_list(datasets)))
+    assert len(rows) == 96 * accum_freq and len(set(rows)) > 16
+
+
+def test_accumulated(run, datasets, seen):
+    seen.accum_freq = 2
+    run("x", f"{datasets['csv']} {COMMON} --workers 2 --accum-freq 2")
+    rows = seen.rows(pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t").title.tolist())
+    assert sorted(rows) == sorted(2 * [*range(48), *range(48)])  # the loss is called twice on every 16 samples
+
+
+@pytest.fixture
+def sources(tmp_path, datasets) -> list[str]:
+    """Two folders whose shards have the same names and other samples; some samples lack their image or caption."""
+    scenes = Scenes(60, seed=9, image_size=48)
+    row, urls = 0, []
+    for source, count in (("a", 13), ("b", 17)):
+        (tmp_path / source).mkdir()
+        for shard in range(2):
+            urls.append(str(tmp_path / source / f"{shard}.tar"))
+            with tarfile.open(urls[-1], "w") as tar:
+                for position in range(count):
+                    image, caption = scenes[row]
+                    png = io.BytesIO()
+                    image.save(png, "png")
+                    for kind, content in (("png", png.getvalue()), ("txt", caption.encode())):
+                        if (position, kind) not in ((2, "png"), (5, "txt")):
+                            info = tarfile.TarInfo(f"{position:03}.{kind}")
+                            info.size = len(content)
+                            tar.addfile(info, io.BytesIO(content))
+                    row += 1
+    return urls
+
+
+@pytest.mark.parametrize("extra", ["", "--dataset-resampled"])
+@WORKERS
+def test_sources_of_equal_file_names(run, seen, sources, workers, extra):
+    a, b = (url.removesuffix("0.tar") for url in sources[::2])
+    shards = f"--train-data {a}{{0..1}}.tar::{b}{{0..1}}.tar --dataset-type webdataset"
+    run("x", f"{shards} {COMMON} --workers {workers} {extra}")
+    captions = read_captions(*sources)
+    assert len(captions) == 60
+    # Captions that are missing take the place of one that no sample has.
+    rows = seen.rows([caption or f"nothing {row}" for row, caption in enumerate(captions)])
+    incomplete = {row for start in (0, 13, 26, 43) for row in (start + 2, start + 5)}
+    assert len(rows) >= 120 and not incomplete & set(rows)
+    if not extra:
+        assert len(set(rows)) > 40 and {row // 30 for row in rows} == {0, 1}
+
+
+def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
+    from types import SimpleNamespace
+
+    from training_ext.data import find_rows
+
+    path = shlex.split(datasets["csv"])[1]
+    args = SimpleNamespace(
+        dataset_type="csv", train_data=path, shard_sizes=None, csv_separator="\t",
+        csv_img_key="filepath", csv_caption_key="title",
+    )
+    rows = find_rows(args)
+    assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 48, None)
+    assert find_rows(args).digest == rows.digest
+    header, first, second, *rest = open(path).read().splitlines()
+    moved = f"{path}.moved.csv"
+    for lines, same in (([first.replace("/images/", "/moved/"), second], True), ([second, first], False)):
+        with open(moved, "w") as file:
+            file.write("\n".join([header, *lines, *rest]))
+        args.train_data = moved
+        assert (find_rows(args).digest == rows.digest) == same
+
+
+def test_row_loader_keeps_the_rows_of_the_latest_batches():
+    def batch(*rows):
+        return torch.zeros(len(rows), 3), torch.stack([append_row(torch.arange(4, dtype=torch.int32), r) for r in rows])
+
+    uses = []
+    loader = RowLoader([batch(5, 1), batch(2**40, 0), batch(7, 7)], keep=2, seed_epoch=uses.append)
+    latest = []
+    for images, tokens in loader:
+        assert images.shape == (2, 3) and tokens.tolist() == [[0, 1, 2, 3]] * 2
+        latest.append(loader.latest_rows().tolist())
+    assert latest == [[5, 1], [5, 1, 2**40, 0], [2**40, 0, 7, 7]]
+    next(iter(loader))
+    assert loader.latest_rows().tolist() == [5, 1]  # none of the epoch before
+    assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's

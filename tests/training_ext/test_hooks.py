@@ -1,0 +1,111 @@
+"""The seams: each in place once, only where and while it should be."""
+
+import importlib
+import os
+import shlex
+import subprocess
+import sys
+from collections import Counter
+
+import open_clip_train.data
+import open_clip_train.main
+import pytest
+import torch
+from conftest import LOSSES, TINY, Experiment, ext_main, run_main
+
+from training_ext.checkpoint import KEY
+from training_ext.data import DataRows
+from training_ext.hooks import SEAMS, scoped
+from training_ext.overlay import look_up
+from training_ext.params import parse_args
+from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.shards import Shards
+
+SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
+
+
+def names() -> dict:
+    """Every replaced name, and the module's own name that leads to it."""
+    firsts = {(seam.module, seam.path.split(".")[0]) for seam in SEAMS}
+    return {place: look_up(*place) for place in {(seam.module, seam.path) for seam in SEAMS} | firsts}
+
+
+def test_every_name_is_replaced_once_in_a_scope():
+    assert all(seam.scopes and set(seam.scopes) <= set(SCOPES) for seam in SEAMS)
+    count = Counter((seam.module, seam.path, scope) for seam in SEAMS for scope in seam.scopes)
+    assert max(count.values()) == 1
+    assert all(seam.why and seam.contract for seam in SEAMS)
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("loss", ["", "--loss neuclip"])
+def test_names_are_replaced_in_their_scope_only(scope, loss):
+    args = parse_args(f"--dataset-type shapes {loss}".split())
+    args.rank = 0
+    session = Session(args, DataRows("webdataset", 1, "", Shards(("a.tar",), (1,))))
+    before = names()
+    with scoped(session, scope):
+        changed = {(s.module, s.path) for s in SEAMS if look_up(s.module, s.path) is not before[s.module, s.path]}
+        assert torch.save is before["open_clip_train.main", "torch.save"]  # of others than OpenCLIP's main
+    expected = {(s.module, s.path) for s in SEAMS if scope in s.scopes and (loss or not s.for_ext_loss)}
+    assert changed == expected
+    assert names() == before
+
+
+class Broken(Exception):
+    pass
+
+
+def breaks(*args, **kwargs):
+    raise Broken
+
+
+@pytest.mark.parametrize(
+    "loss, broken",
+    [
+        ("clip", None),
+        ("neuclip", None),
+        ("neuclip", "open_clip_train.main.random_seed"),
+        ("neuclip", "open_clip_train.data.DataLoader"),  # while the train data are built
+        ("neuclip", "open_clip_train.train.unwrap_model"),  # within an epoch
+        ("neuclip", "torch.save"),
+    ],
+)
+def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
+    if broken:
+        monkeypatch.setattr(broken, breaks)
+    before = names()
+    command = f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1 --name x"
+    try:
+        code = run_main(ext_main, command, tmp_path)
+    except Broken:
+        code = None
+    assert code == (None if broken else 0)
+    after = names()
+    assert all(after[place] is before[place] for place in before)
+    assert isinstance(open_clip_train.main.torch, type(importlib)) and isinstance(
+        open_clip_train.data.wds, type(importlib)
+    )
+
+
+def test_two_processes(datasets, tmp_path):
+    states = {}
+    for loss in ("neuclip", "fastclip-v3"):
+        arguments = f"{TINY} {datasets['shards']} {LOSSES[loss]} --workers 1 --epochs 1 --logs {tmp_path} --name {loss}"
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
+            + ["open_clip_ext.main", *shlex.split(arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stderr
+        experiment = Experiment(tmp_path, loss)
+        # 48 samples, 8 in each of 2 processes.
+        assert len(experiment.logged()) == len(experiment.logged("Tau")) == 3
+        assert len({value for _, value in experiment.logged()}) == 3
+        states[loss] = experiment.checkpoint(1)["optimizer"][KEY]["state"]
+        assert states[loss]["steps"] == 3
+    (table,) = (value for name, value in states["fastclip-v3"].items() if name.endswith("log_u"))
+    assert table.shape == (48, 2) and table.isfinite().all()  # every row was met, and gathered from its process

@@ -1,0 +1,78 @@
+"""The temperature's own optimizer group and its schedules."""
+
+import math
+
+import pytest
+import torch
+from open_clip_train.scheduler import assign_learning_rate
+
+from training_ext.optimizer import TemperatureGroup
+
+
+class Setup:
+    def __init__(self, schedule: str, tau: float = 0.07):
+        self.weight, self.bias = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+        self.logit_scale = torch.nn.Parameter(torch.tensor(-math.log(tau)))
+        groups = [
+            {"params": [self.bias, self.logit_scale], "weight_decay": 0.0},
+            {"params": [self.weight], "weight_decay": 0.2},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+        self.temperature = TemperatureGroup(self.optimizer, self.logit_scale, 1e-4, schedule, model_lr=1e-3)
+
+    def set_tau(self, tau: float) -> None:
+        with torch.no_grad():
+            self.logit_scale.fill_(-math.log(tau))
+
+    def rates(self, steps: int = 1, new_lr: float = 1e-3) -> list[float]:
+        """The temperature's learning rate in each of the next steps, without gradients."""
+        rates = []
+        for _ in range(steps):
+            self.temperature.assign(assign_learning_rate, self.optimizer, new_lr)
+            rates.append(self.optimizer.param_groups[-1]["lr"])
+            self.optimizer.step()
+        return rates
+
+
+FULL, THIRD = pytest.approx(1e-4), pytest.approx(1e-4 / 3)
+
+
+def test_a_group_of_its_own_comes_last():
+    setup = Setup("model")
+    groups = setup.optimizer.param_groups
+    assert [[id(p) for p in group["params"]] for group in groups] == [
+        [id(setup.bias)], [id(setup.weight)], [id(setup.logit_scale)]
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.0, 0.2, 0.0]
+    assert groups[-1]["lr"] == 1e-4 and groups[-1]["betas"] == groups[0]["betas"]
+
+
+def test_model_schedule_keeps_the_ratio():
+    setup = Setup("model", tau=0.02)
+    for lr in (1e-5, 1e-3, 4e-4, 0.0):
+        assert setup.rates(new_lr=lr) == [pytest.approx(lr / 10)]
+        assert [group["lr"] for group in setup.optimizer.param_groups[:2]] == [lr, lr]
+
+
+def test_fastclip_schedule_follows_tau_every_100_steps_and_not_the_model():
+    setup = Setup("fastclip")
+    assert setup.rates(10, new_lr=1e-9) == [FULL] * 10
+    setup.set_tau(0.0299)
+    assert setup.rates(92) == [FULL] * 90 + [THIRD] * 2  # it looks after step 100
+    setup.set_tau(0.0301)
+    assert setup.rates(99) == [THIRD] * 98 + [FULL]
+
+
+@pytest.mark.parametrize("tau, rate", [(0.0301, FULL), (0.0299, THIRD)])
+def test_fastclip_schedule_looks_at_the_start(tau, rate):
+    assert Setup("fastclip", tau).rates(2) == [rate] * 2
+
+
+def test_a_resumed_group_decides_as_an_uninterrupted_one():
+    whole = Setup("fastclip", tau=0.02)
+    whole.rates(50)
+    whole.set_tau(0.07)  # what a resumed run would see at its start
+    state = {key: value for key, value in whole.optimizer.state_dict().items()}
+    resumed = Setup("fastclip", tau=0.07)
+    resumed.optimizer.load_state_dict(state)
+    assert resumed.rates(60) == whole.rates(60) == [THIRD] * 50 + [FULL] * 10
