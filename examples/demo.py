@@ -25,7 +25,7 @@ LOSSES = {
 }
 RECIPE = (
     "--model ViT-shapes-tiny --device cpu --precision fp32 --workers 1 --batch-size {batch} --epochs {epochs} "
-    "--lr 2e-3 --wd 0.1 --warmup 40 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
+    "--lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
 )
 PROGRESS = re.compile(r"Train Epoch: (\d+) \[ *(\d+)/(\d+) .*? Loss: (\S+)")
 
@@ -33,7 +33,7 @@ PROGRESS = re.compile(r"Train Epoch: (\d+) \[ *(\d+)/(\d+) .*? Loss: (\S+)")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
-    parser.add_argument("--samples", type=int, default=8000, help="training pairs (default: 8000)")
+    parser.add_argument("--samples", type=int, default=6000, help="training pairs (default: 6000)")
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64, help="pairs per process and step (default: 64)")
     parser.add_argument("--processes", type=int, default=2)

@@ -58,8 +58,8 @@ def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
                         holder._replaced[name] = child
                 holder = child
             if isinstance(holder, Overlay):
-                holder._replaced[last] = value
-                undo.callback(holder._replaced.pop, last)
+                undo.callback(object.__setattr__, holder, "_replaced", holder._replaced)
+                object.__setattr__(holder, "_replaced", {**holder._replaced, last: value})
             else:
                 undo.callback(setattr, holder, last, getattr(holder, last))
                 setattr(holder, last, value)

@@ -15,6 +15,7 @@ import training_ext
 from training_ext.hooks import SEAMS
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
+AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
 
 
@@ -128,6 +129,9 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = refused(f"{common} --workers 2")
     assert "2 in each of 4 process(es) need 8 shards and there are 6" in line
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    line = refused(f"{common} --workers 0")
+    assert "0 in each of 7 process(es) need 7 shards and there are 6" in line
 
 
 def test_upsampling_factors(refused, datasets):
@@ -185,7 +189,8 @@ def test_an_experiment_that_exists(refused, run, checkpoints):
     "saved, arguments, parts",
     [
         ("fastclip-v3", LOSSES["neuclip"], ["--loss fastclip-v3 --normalizer table", "--loss neuclip"]),
-        ("neuclip", "--loss neuclip --normalizer table --encoder-objective compositional", ["--normalizer table"]),
+        ("neuclip", f"--loss neuclip {AS_FASTCLIP}", ["--normalizer table"]),
+        ("fastclip-v3", f"--loss neuclip {AS_FASTCLIP}", ["--loss fastclip-v3", "--loss neuclip"]),
         ("clip", LOSSES["neuclip"], ["not trained with --loss neuclip"]),
         ("neuclip", "--loss clip", ["--loss neuclip", "not with --loss clip"]),
         ("neuclip", "", ["--loss neuclip", "not with OpenCLIP's own loss"]),
