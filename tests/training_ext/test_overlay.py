@@ -1,0 +1,72 @@
+"""Names of modules replaced for the duration of a block."""
+
+import copy
+import pickle
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from training_ext.overlay import Overlay, look_up, replaced
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """A module that sees `tools`, which others see as well."""
+    module = ModuleType("user_of_tools")
+    module.tools = SimpleNamespace(save="save", load="load", deep=SimpleNamespace(a="a", b="b"))
+    module.own = "own"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def put(**values: str):
+    return replaced({("user_of_tools", path.replace("__", ".")): value for path, value in values.items()})
+
+
+def seen(module) -> list[str]:
+    return [module.own, module.tools.save, module.tools.load, module.tools.deep.a, module.tools.deep.b]
+
+
+def test_only_the_module_sees_the_change_and_only_within_the_block(module):
+    tools = module.tools
+    with put(own="1", tools__save="2", tools__deep__a="3", tools__deep__b="4"):
+        assert seen(module) == ["1", "2", "load", "3", "4"]
+        assert (tools.save, tools.deep.a) == ("save", "a")
+    assert seen(module) == ["own", "save", "load", "a", "b"] and module.tools is tools
+
+
+def test_blocks_within_blocks(module):
+    with put(own="1", tools__save="2", tools__deep__a="3"):
+        with put(own="4", tools__save="5", tools__load="6", tools__deep__b="7"):
+            assert seen(module) == ["4", "5", "6", "3", "7"]
+        assert seen(module) == ["1", "2", "load", "3", "b"]
+    assert seen(module) == ["own", "save", "load", "a", "b"]
+
+
+def test_a_failure_restores_too(module):
+    tools = module.tools
+    with pytest.raises(KeyError), put(own="1", tools__save="2"):
+        raise KeyError
+    with pytest.raises(AttributeError), put(own="1", nothing__save="2"):
+        pass
+    assert seen(module) == ["own", "save", "load", "a", "b"] and module.tools is tools
+
+
+def test_what_is_set_on_an_overlay_is_set_on_the_original(module):
+    tools = module.tools
+    with put(tools__save="1"):
+        module.tools.new = "new"
+    assert tools.new == "new"
+
+
+def test_look_up():
+    assert look_up("os", "path.join") is __import__("os").path.join
+    for place in (("os", "path.nothing"), ("os", "nothing.join"), ("nothing_like_it", "path")):
+        with pytest.raises((AttributeError, ImportError)):
+            look_up(*place)
+
+
+def test_copies_of_an_overlay_do_not_recurse():
+    for make in (copy.copy, lambda overlay: pickle.loads(pickle.dumps(overlay))):
+        assert make(Overlay(SimpleNamespace(a=1))).a == 1
