@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-# The papers' settings are for a hundred thousand steps and millions of pairs. In a few hundred steps the temperature has
-# to move faster and the network to keep more of what it knew.
+# The papers' settings are for a hundred thousand steps and millions of pairs. In a few hundred steps the temperature
+# has to move faster and the network to keep more of what it knew.
 LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 512 --npn-restart-every 50 --npn-lr 0.05 --rho 5 --lr-tau 5e-3",
     "clip": "--loss clip",

@@ -18,8 +18,9 @@ from torch.utils.data import Dataset
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
+from open_clip_ext.normalizers import NORMALIZERS
 from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
-from training_ext.shards import Shards, find_shards, split_row
+from training_ext.shards import Shards, digest_of_list, find_shards, split_row
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
@@ -32,7 +33,7 @@ class DataRows:
         kind: webdataset, csv, synthetic or shapes.
         num_rows: n.
         digest: tells whether the rows of two runs are the same samples.
-        shards: offsets and sizes, for a webdataset.
+        shards: offsets and sizes, for a webdataset whose samples need a row.
     """
 
     kind: str
@@ -46,14 +47,25 @@ def trains(args) -> bool:
     return bool(args.train_data) or args.dataset_type == "synthetic"
 
 
+def needs_index(args) -> bool:
+    """Whether the chosen loss keeps state per sample."""
+    return args.uses_ext_loss and NORMALIZERS[args.normalizer].needs_index
+
+
 def find_rows(args) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
+
+    Shards whose number of samples is given, for a loss without state per sample, are not looked into.
 
     Raises:
         InputError: the data cannot be read, or their rows cannot be told; the message says what to provide.
     """
     kind = kind_of(args, args.train_data)
     if kind == "webdataset":
+        if args.train_num_samples is not None and not needs_index(args):
+            if args.shard_sizes:
+                raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
+            return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
         shards = find_shards(args.train_data, args.shard_sizes)
         return DataRows(kind, shards.num_rows, shards.digest, shards)
     if args.shard_sizes:
@@ -140,11 +152,13 @@ class RowLoader:
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
         keep: batches per optimiser step.
+        has_rows: whether the tokens end in a row.
         seed_epoch: seeds this process's generators for a use (of `seeding`) in this epoch.
     """
 
-    def __init__(self, loader: Any, keep: int, seed_epoch: Callable[[int], None]):
+    def __init__(self, loader: Any, keep: int, has_rows: bool, seed_epoch: Callable[[int], None]):
         self.loader = loader
+        self.has_rows = has_rows
         self.seed_epoch = seed_epoch
         self._latest: deque[Tensor] = deque(maxlen=keep)
 
@@ -155,8 +169,10 @@ class RowLoader:
             if number == 0:
                 # The first batch starts workers, which draws from our generators, unless they are there already.
                 self.seed_epoch(AFTER_FIRST_BATCH)
-            self._latest.append(tokens[:, -1].contiguous())
-            yield images, tokens[:, :-1].contiguous()
+            if self.has_rows:
+                self._latest.append(tokens[:, -1].contiguous())
+                tokens = tokens[:, :-1].contiguous()
+            yield images, tokens
 
     def __len__(self) -> int:
         return len(self.loader)

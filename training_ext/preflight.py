@@ -11,9 +11,8 @@ from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import positive
 from training_ext import checkpoint
-from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
+from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, needs_index, read_csv, trains
 from training_ext.loss import build_loss
-from training_ext.session import needs_index
 from training_ext.shards import check_local_shards
 
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
@@ -139,12 +138,15 @@ def check_shards(args, rows: DataRows, world_size: int) -> None:
     """Every loader worker needs a shard, and in its shards a whole batch: else OpenCLIP asserts, or waits forever."""
     if rows.kind != "webdataset" or args.dataset_resampled:
         return
-    sizes = sorted(rows.shards.size_of(url) for url in expand_urls(args.train_data)[0])
+    urls = expand_urls(args.train_data)[0]
     loaders = max(1, args.workers)
     instead = "lower --workers, write smaller shards or use --dataset-resampled"
     given = f"--workers: {args.workers} in each of {world_size} process(es)"
-    if len(sizes) < loaders * world_size:
-        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(sizes)}; {instead}")
+    if len(urls) < loaders * world_size:
+        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(urls)}; {instead}")
+    if rows.shards is None:
+        return
+    sizes = sorted(rows.shards.size_of(url) for url in urls)
     fewest = len(sizes) // world_size // loaders
     if sum(sizes[:fewest]) < args.batch_size:
         raise InputError(

@@ -9,7 +9,6 @@ import torch
 from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.losses import NonFiniteError
-from open_clip_ext.normalizers import NORMALIZERS
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loss import TrainingLoss, build_loss
@@ -100,7 +99,7 @@ class Session:
 
         def build_scoped(args, transform, is_train, tokenizer=None, **kwargs):
             self._building = TRAIN_DATA if is_train else VAL_DATA
-            if is_train and args.uses_ext_loss and self.rows.kind == "webdataset":
+            if is_train and args.uses_ext_loss and self.rows.shards is not None:
                 tokenizer = RowTokenizer(tokenizer)
             with scoped(self, self._building):
                 info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
@@ -108,7 +107,8 @@ class Session:
                 return info
             if self._seeded_epochs is not None:
                 self._seeded_epochs.shared_epoch = info.shared_epoch
-            self.loader = RowLoader(info.dataloader, args.accum_freq, self._seed_epoch)
+            has_rows = self.rows.kind != "webdataset" or self.rows.shards is not None
+            self.loader = RowLoader(info.dataloader, args.accum_freq, has_rows, self._seed_epoch)
             return replace(info, dataloader=self.loader)
 
         return build_scoped
@@ -172,8 +172,3 @@ class Session:
             if not parameter.isfinite().all():
                 name = name.removeprefix("module.")
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
-
-
-def needs_index(args) -> bool:
-    """Whether the chosen loss keeps state per sample."""
-    return args.uses_ext_loss and NORMALIZERS[args.normalizer].needs_index

@@ -73,11 +73,25 @@ class Shards:
 
         Urls count from the longest directory that all share: moving the whole data set keeps the digest.
         """
-        split = [url.split("/") for url in self.urls]
-        shared = len(os.path.commonprefix([parts[:-1] for parts in split]))
-        listing = ["/".join(parts[shared:]) for parts in split]
-        text = json.dumps([len(self.urls), list(zip(listing, self.sizes, strict=True))])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _digest(list(zip(_below_shared_folder(self.urls), self.sizes, strict=True)))
+
+
+def digest_of_list(train_data: str) -> str:
+    """The digest of shards whose sizes nobody needs: of their number and urls alone.
+
+    Raises InputError for a list without shards.
+    """
+    return _digest(_below_shared_folder(_expand(train_data)))
+
+
+def _below_shared_folder(urls: Iterable[str]) -> list[str]:
+    split = [url.split("/") for url in urls]
+    shared = len(os.path.commonprefix([parts[:-1] for parts in split]))
+    return ["/".join(parts[shared:]) for parts in split]
+
+
+def _digest(listing: list) -> str:
+    return hashlib.sha256(json.dumps([len(listing), listing]).encode()).hexdigest()
 
 
 def find_shards(train_data: str, shard_sizes: str | None = None, progress: bool = True) -> Shards:

@@ -12,8 +12,10 @@ import torch
 from conftest import LOSSES
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from training_ext.data import RowLoader, append_row
+from training_ext.data import RowLoader, append_row, find_rows
+from training_ext.params import parse_args
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_row_loader_keeps_the_rows_of_the_latest_batches():
         return torch.zeros(len(rows), 3), torch.stack([append_row(torch.arange(4, dtype=torch.int32), r) for r in rows])
 
     uses = []
-    loader = RowLoader([batch(5, 1), batch(2**40, 0), batch(7, 7)], keep=2, seed_epoch=uses.append)
+    loader = RowLoader([batch(5, 1), batch(2**40, 0), batch(7, 7)], keep=2, has_rows=True, seed_epoch=uses.append)
     latest = []
     for images, tokens in loader:
         assert images.shape == (2, 3) and tokens.tolist() == [[0, 1, 2, 3]] * 2
@@ -203,3 +205,20 @@ def test_row_loader_keeps_the_rows_of_the_latest_batches():
     next(iter(loader))
     assert loader.latest_rows().tolist() == [5, 1]  # none of the epoch before
     assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's
+
+
+def test_shards_without_a_table_are_not_looked_into(run, datasets):
+    """Remote shards of a recipe that gives --train-num-samples need no sizes for a loss without state per sample."""
+    remote = "--dataset-type webdataset --train-data https://a.example/{00..03}.tar --train-num-samples 1000"
+    rows = find_rows(parse_args(f"--loss neuclip {remote}".split()))
+    assert (rows.num_rows, rows.shards) == (1000, None)
+    other = find_rows(parse_args(f"--loss neuclip {remote.replace('03', '04')}".split()))
+    assert other.digest != rows.digest
+    with pytest.raises(InputError, match="--shard-sizes"):
+        find_rows(parse_args(f"--loss fastclip-v3 {remote}".split()))
+    # The tokens then have no row at their end to take off.
+    given, unknown = (
+        run(name, f"{datasets['shards']} {LOSSES['neuclip']} --workers 0 --epochs 1 {count}")
+        for name, count in (("given", "--train-num-samples 48"), ("unknown", ""))
+    )
+    assert given.logged() == unknown.logged()
