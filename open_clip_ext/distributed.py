@@ -93,3 +93,26 @@ class ShardedRows(nn.Module):
             raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
         self.rows.fill_(self.fill)
         self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
+
+
+def groups_of_equal_rows(index: Tensor) -> Tensor:
+    """A number below B for each entry of `index` (B,), equal where the entries are.
+
+    Static shapes and no device synchronisation, unlike torch.unique.
+    """
+    ordered, order = index.sort(stable=True)
+    is_new = torch.ones_like(ordered)
+    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
+    group = torch.empty_like(index)
+    group[order] = is_new.cumsum(0) - 1
+    return group
+
+
+def mean_over_equal_rows(index: Tensor, values: Tensor) -> Tensor:
+    """Replace each of `values` (B, c) by the mean over the entries whose `index` (B,) is equal."""
+    group = groups_of_equal_rows(index)
+    # index_put_ adds in a fixed order on CUDA, index_add_ does not.
+    total = torch.zeros_like(values).index_put_((group,), values, accumulate=True)
+    ones = torch.ones_like(values[:, 0])
+    count = torch.zeros_like(ones).index_put_((group,), ones, accumulate=True)
+    return total[group] / count[group][:, None]

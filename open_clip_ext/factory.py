@@ -13,7 +13,16 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import OBJECTIVES, GlobalContrastiveLoss
 from open_clip_ext.normalizers import NORMALIZERS
 from open_clip_ext.options import Option
-from open_clip_ext.temperature import LearnableTemperature
+from open_clip_ext.surrogates import SURROGATES
+from open_clip_ext.temperature import TEMPERATURES
+
+# The replaceable parts: flag, the valid names, and the option's name in a preset.
+PARTS = {
+    "normalizer": NORMALIZERS,
+    "temperature": TEMPERATURES,
+    "surrogate": SURROGATES,
+    "encoder_objective": OBJECTIVES,
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,8 @@ class LossPreset:
         name: as given to `--loss`.
         summary: one line for `--list-losses`.
         paper: where the method is from.
-        normalizer, objective: names of its parts; None for OpenCLIP's own losses, which are left untouched.
+        normalizer, temperature, surrogate, encoder_objective: names of its parts; a normalizer of None stands for
+            OpenCLIP's own losses, which are left untouched.
         defaults: options that this method sets otherwise than the parts do.
     """
 
@@ -32,7 +42,9 @@ class LossPreset:
     summary: str
     paper: str
     normalizer: str | None = None
-    objective: str | None = None
+    temperature: str = "learnable"
+    surrogate: str = "identity"
+    encoder_objective: str = "compositional"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,11 +66,48 @@ PRESETS = {
             "Zhai et al. 2023, arXiv 2303.15343",
         ),
         LossPreset(
-            "fastclip-v3",
-            "moving average of each sample's normalizer, cosine gamma, learnable temperature with rho",
+            "sogclr",
+            "moving average of each sample's normalizer, constant gamma, fixed temperature",
+            "Yuan et al. 2022, PMLR 162",
+            normalizer="table",
+            temperature="fixed",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
+        ),
+        LossPreset(
+            "isogclr",
+            "as sogclr, with a temperature of its own for each image and each text",
+            "Qiu et al. 2023, PMLR 202",
+            normalizer="table",
+            temperature="individual",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant", "rho": 6.0},
+        ),
+        LossPreset(
+            "fastclip-v0",
+            "moving average, cosine gamma, learnable temperature; the loss without its factor tau",
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
-            objective="compositional",
+            temperature="unscaled",
+        ),
+        LossPreset(
+            "fastclip-v1",
+            "moving average, cosine gamma, fixed temperature",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            temperature="fixed",
+        ),
+        LossPreset(
+            "fastclip-v2",
+            "moving average, cosine gamma, a temperature for each image and each text by Adam",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            temperature="individual",
+            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam"},
+        ),
+        LossPreset(
+            "fastclip-v3",
+            "moving average, cosine gamma, learnable temperature with rho",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
             defaults={"lr_tau_scheduler": "fastclip"},
         ),
         LossPreset(
@@ -66,7 +115,7 @@ PRESETS = {
             "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
             "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",
             normalizer="prototypes",
-            objective="unified",
+            encoder_objective="unified",
         ),
     )
 }
@@ -90,18 +139,15 @@ def find_preset(name: str) -> LossPreset:
 
 def all_options() -> list[Option]:
     """Every option of every part, once, for a command line."""
-    parts = [GlobalContrastiveLoss, LearnableTemperature, *NORMALIZERS.values()]
-    return [option for part in parts for option in part.options] + list(LearnableTemperature.optimizer_options)
+    parts = [GlobalContrastiveLoss, *NORMALIZERS.values(), *TEMPERATURES.values(), *SURROGATES.values()]
+    options = [option for part in parts for option in (*part.options, *getattr(part, "optimizer_options", ()))]
+    return list({option.name: option for option in options}.values())
 
 
-def loss_options_of(normalizer: str) -> list[Option]:
-    """The options of a loss with this normalizer."""
-    return [*GlobalContrastiveLoss.options, *LearnableTemperature.options, *NORMALIZERS[normalizer].options]
-
-
-def options_of(normalizer: str) -> list[Option]:
-    """The same, and those of the optimizer group that trains its temperature."""
-    return [*loss_options_of(normalizer), *LearnableTemperature.optimizer_options]
+def parts_of(settings: Mapping[str, Any]) -> tuple[type, ...]:
+    """The classes that have options, for settings that name the parts."""
+    names = ("normalizer", "temperature", "surrogate")
+    return (GlobalContrastiveLoss, *(PARTS[name][settings[name]] for name in names))
 
 
 def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
@@ -117,8 +163,7 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
     known = {option.name: option for option in all_options()}
-    flags = {key: option.flag for key, option in known.items()}
-    flags |= {"normalizer": "--normalizer", "encoder_objective": "--encoder-objective"}
+    flags = {name: "--" + name.replace("_", "-") for name in (*PARTS, *known)}
     for key in given:
         if key not in flags:
             raise InputError(f"{key}: no loss has this setting; known are {', '.join(flags)}")
@@ -127,16 +172,19 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
             raise InputError(f"{flags[next(iter(given))]}: --loss {name} is OpenCLIP's own and does not use it")
         return {}
 
-    settings = {"normalizer": preset.normalizer, "encoder_objective": preset.objective}
-    for part, valid in (("normalizer", NORMALIZERS), ("encoder_objective", OBJECTIVES)):
-        settings[part] = given.get(part, settings[part])
+    settings = {}
+    for part, valid in PARTS.items():
+        settings[part] = given.get(part, getattr(preset, part))
         if settings[part] not in valid:
             raise InputError(f"{flags[part]}: {settings[part]!r} is not one of {', '.join(valid)}")
-    used = {option.name: option for option in options_of(settings["normalizer"])}
+    parts = parts_of(settings)
+    used = {
+        option.name: option for part in parts for option in (*part.options, *getattr(part, "optimizer_options", ()))
+    }
     for key in given:
         if key in known and key not in used:
-            chosen = f"--loss {name} with --normalizer {settings['normalizer']}"
-            raise InputError(f"{flags[key]}: {chosen} does not use it")
+            chosen = " ".join(f"{flags[part]} {settings[part]}" for part in PARTS)
+            raise InputError(f"{flags[key]}: --loss {name}, which is {chosen}, does not use it")
     for key, option in used.items():
         settings[key] = given.get(key, preset.defaults.get(key, option.default))
         if settings[key] is not None:
@@ -167,29 +215,34 @@ def create_loss(
         accum_freq: calls per optimiser step, see `GlobalContrastiveLoss`.
         device: where state per sample is kept, the embeddings' device.
         validate: check also what needs a wait for the device.
-        options: settings by the flags' names with underscores, and `normalizer`, `encoder_objective`.
+        options: settings and parts by the flags' names with underscores.
 
     Raises:
         InputError: an unknown name, a setting out of range or unused by this loss, or a missing `num_samples`.
     """
     if find_preset(name).is_open_clip:
         raise InputError(f"--loss: {name!r} is OpenCLIP's own; create it with open_clip.create_loss")
-    for option in LearnableTemperature.optimizer_options:
-        if option.name in options:
-            raise InputError(f"{option.name}: belongs to the optimizer of your logit_scale, not to the loss")
+    for scheme in TEMPERATURES.values():
+        for option in scheme.optimizer_options:
+            if option.name in options:
+                raise InputError(f"{option.name}: belongs to your model and its optimizer, not to the loss")
     settings = resolve_options(name, options, epochs)
-    normalizer_class = NORMALIZERS[settings["normalizer"]]
-    arguments = {option.name: settings[option.name] for option in normalizer_class.options}
-    if normalizer_class.needs_index:
-        if num_samples is None:
-            raise InputError(f"num_samples: the {normalizer_class.name} normalizer needs the number of rows")
-        arguments.update(num_samples=num_samples, device=device)
-    if normalizer_class.differentiable:
-        arguments.update(eps=settings["loss_eps"])
+
+    def build(part: type, **more: Any) -> Any:
+        if getattr(part, "needs_index", False):
+            if num_samples is None:
+                raise InputError(f"num_samples: {part.name!r} keeps state per sample and needs their number")
+            more |= {"num_samples": num_samples, "device": device}
+        return part(**{option.name: settings[option.name] for option in part.options}, **more)
+
+    _, normalizer, temperature, surrogate_class = parts_of(settings)
+    surrogate = build(surrogate_class)
+    more = {"eps": settings["loss_eps"], "surrogate": surrogate} if normalizer.differentiable else {}
     return GlobalContrastiveLoss(
-        normalizer=normalizer_class(**arguments),
-        temperature=LearnableTemperature(rho=settings["rho"]),
+        normalizer=build(normalizer, **more),
+        temperature=build(temperature),
         objective=OBJECTIVES[settings["encoder_objective"]],
+        surrogate=surrogate,
         eps=settings["loss_eps"],
         accum_freq=accum_freq,
         validate=validate,

@@ -3,8 +3,10 @@
 Shapes: b = pairs of this process, B = pairs of all processes, d = embedding dimension. Side 0 has images as
 anchors, side 1 has texts as anchors; what exists per side is stacked in front: (2, b) or (2, B).
 
-For anchor i of a side, l_ij = s_ij - s_ii over the B - 1 other pairs j. Everything is float32 in the log domain:
-at a temperature of 0.01 the exponents reach 200, far beyond exp in float32.
+For anchor i of a side, x_ij = s_ij - s_ii over the B - 1 other pairs j, and l(x_ij) its surrogate. Everything is
+float32 in the log domain: at a temperature of 0.01 the exponents reach 200, far beyond exp in float32.
+
+A temperature is 0-d, or one per anchor and side, (2, b) for this process's and (2, B) for all.
 """
 
 import math
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.distributed import all_gather, rank
+from open_clip_ext.surrogates import Identity, PowerHinge
 
 # No exact normalizer lets L_i - alpha_i exceed log(n / B), 12.4 for 10^9 samples and a batch of 4,096. A larger weight
 # means that alpha is wrong; it is bounded, so that one anchor cannot fill the optimizers' accumulators for good. A
@@ -57,27 +60,29 @@ class SimilarityBlocks:
     """The two blocks of similarities that a process needs, both (b, B): its images against all texts, its texts
     against all images. OpenCLIP's `local_loss` computes the same two."""
 
-    def __init__(self, pairs: Pairs):
+    def __init__(self, pairs: Pairs, surrogate: Identity | PowerHinge):
         self.pairs = pairs
+        self.surrogate = surrogate
         self.blocks = (pairs.image.detach() @ pairs.all_text.T, pairs.text.detach() @ pairs.all_image.T)
         self.all_positives = pairs.all_positives
         self.positives = self.all_positives[pairs.local]
 
-    def log_batch_normalizers(self, tau: Tensor) -> Tensor:
+    def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
         """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1."""
-        return torch.stack([self._log_mean_exp(block, tau) for block in self.blocks])
+        tau = local_part(all_tau, self.pairs)
+        return torch.stack([self._log_mean_exp(block, of_side(tau, side)) for side, block in enumerate(self.blocks)])
 
     def _log_mean_exp(self, block: Tensor, tau: Tensor) -> Tensor:
-        exponents = (block - self.positives[:, None]) / tau
+        exponents = self.surrogate.value(block - self.positives[:, None]) / (tau[:, None] if tau.dim() else tau)
         exponents.diagonal(self.pairs.offset).fill_(-math.inf)
         return exponents.logsumexp(dim=1) - math.log(block.shape[1] - 1)
 
-    def gradients(self, tau: Tensor, alpha: Tensor, all_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradient of the global batch's sum over sides of tau * mean_i exp(-alpha_i) (eps + g_i), alpha constant
-        (neuclip.txt Eq. 4).
+    def gradients(self, all_tau: Tensor, alpha: Tensor, all_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradient of the global batch's sum over sides of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha constant
+        (neuclip.txt Eq. 4; isogclr.txt Eq. 21).
 
         Args:
-            tau: temperature, 0-d.
+            all_tau: temperatures.
             alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT.
             all_alpha: of all anchors, (2, B).
 
@@ -89,24 +94,39 @@ class SimilarityBlocks:
         from the same block, so no gradient travels between processes.
         """
         pairs, batch = self.pairs, self.all_positives.shape[0]
+        tau = local_part(all_tau, pairs)
         features, positive_weight, tau_terms = [], 0.0, []
         for side, (block, others) in enumerate(zip(self.blocks, (pairs.all_text, pairs.all_image), strict=True)):
-            row_difference = block - self.positives[:, None]
-            row_weight = self._weights(row_difference, tau, alpha[side][:, None])
-            column_difference = block - self.all_positives[None, :]
-            column_weight = self._weights(column_difference, tau, all_alpha[1 - side][None, :])
+            row_tau, column_tau = of_side(tau, side), of_side(all_tau, 1 - side)
+            row_tau = row_tau[:, None] if row_tau.dim() else row_tau
+            row_gap = block - self.positives[:, None]
+            row_weight = self._weights(row_gap, row_tau, alpha[side][:, None])
+            tau_terms.append(-(row_weight * self.surrogate.value(row_gap)).sum(dim=1, keepdim=True) / row_tau)
+            row_weight = row_weight * self.surrogate.slope(row_gap)
+            column_gap = block - self.all_positives[None, :]
+            column_weight = self._weights(column_gap, column_tau, all_alpha[1 - side][None, :])
+            column_weight = column_weight * self.surrogate.slope(column_gap)
             features.append((row_weight + column_weight) @ others / batch)
             positive_weight = positive_weight + row_weight.sum(dim=1)
-            tau_terms.append(-(row_weight * row_difference).sum(dim=1) / tau)
         positive_weight = positive_weight[:, None] / batch
         image = features[0] - positive_weight * pairs.text.detach()
         text = features[1] - positive_weight * pairs.image.detach()
-        return image, text, torch.stack(tau_terms)
+        return image, text, torch.cat(tau_terms, dim=1).T
 
-    def _weights(self, difference: Tensor, tau: Tensor, alpha: Tensor) -> Tensor:
-        weights = (difference / tau - alpha).exp_()
+    def _weights(self, gap: Tensor, tau: Tensor, alpha: Tensor) -> Tensor:
+        weights = (self.surrogate.value(gap) / tau - alpha).exp_()
         weights.diagonal(self.pairs.offset).zero_()
         return weights.div_(weights.shape[1] - 1)
+
+
+def of_side(tau: Tensor, side: int) -> Tensor:
+    """The temperatures of one side, 0-d or one per anchor."""
+    return tau[side] if tau.dim() else tau
+
+
+def local_part(tau: Tensor, pairs: Pairs) -> Tensor:
+    """This process's part of the temperatures, 0-d or (2, b)."""
+    return tau[:, pairs.local] if tau.dim() else tau
 
 
 def add_eps(log_values: Tensor, eps: float) -> Tensor:

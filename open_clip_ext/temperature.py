@@ -1,31 +1,111 @@
 """How the temperature moves.
 
-The parameter is always OpenCLIP's `logit_scale` = log(1 / tau); the models pass its exponential, 1 / tau, to the loss.
+OpenCLIP's parameter is `logit_scale` = log(1 / tau); its models pass the exponential, 1 / tau, to the loss. A scheme
+turns that into the temperatures of the step's anchors, 0-d or (2, B), images as anchors first, and gives the
+objective's value and its derivative in tau. Per anchor the objective is
+
+    scale(tau_i) * (log_value_i + rho),    scale(tau) = tau in all methods but FastCLIP-v0,
+
+where log_value_i estimates log(eps + g_i). Both sides are summed, so that both together add 2 * tau * rho.
 """
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from open_clip_ext.distributed import ShardedRows, mean_over_equal_rows
 from open_clip_ext.options import Option, not_negative, positive
 
+RHO = Option(
+    "rho", float, 8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
+    valid=not_negative, wanted="a number >= 0",
+)
+INIT = Option(
+    "tau_init", float, None, "temperature at the start; where it is fixed, throughout (default: the model's own)",
+    valid=lambda value: 0 < value <= 10, wanted="in (0, 10]",
+)
 
-class LearnableTemperature:
-    """One tau for both sides, learned with the encoders (neuclip.txt Eq. 1 and 13; FastCLIP's RGCL-g).
 
-    Each side adds tau * rho, so that both together add the 2 * tau * rho of Eq. 1: a larger rho pulls tau down.
+class Temperature(nn.Module):
+    """Base of the schemes.
+
+    `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
+    `optimizer_options`: settings of the optimizer group of logit_scale, which is not the loss's business.
+    """
+
+    name: str
+    options: tuple[Option, ...] = ()
+    optimizer_options: tuple[Option, ...] = (INIT,)
+    trains_logit_scale = False
+    needs_index = False
+    rho = 0.0
+
+    def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
+        """Temperatures of all anchors, 0-d or (2, B), without graph.
+
+        Args:
+            tau: 1 / logit_scale, 0-d.
+            index: rows of the global batch, (B,).
+        """
+        return tau.detach()
+
+    def scale(self, taus: Tensor) -> Tensor:
+        return taus
+
+    def value(self, taus: Tensor, log_values: Tensor) -> Tensor:
+        """The global objective's estimate, 0-d, from the anchors' log-values (2, B)."""
+        return (self.scale(taus) * (log_values + self.rho)).mean(dim=1).sum()
+
+    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor | None:
+        """This process's part of the derivative of `value` in the one tau, 0-d; None if it does not learn.
+
+        Args:
+            log_values: of this process's anchors, (2, b).
+            tau_terms: tau * exp(-alpha_i) * dg_i/dtau of the same anchors, (2, b).
+            batch: B.
+        """
+        return None
+
+    def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
+        """Move temperatures that are kept per sample, once per step.
+
+        Args:
+            index: rows of the global batch, (B,).
+            taus: the temperatures the gradients were taken at, (2, B).
+            gradients: log_value_i + rho + tau_i * exp(-alpha_i) * dg_i/dtau_i of all anchors, (2, B).
+            finite: 0-d bool; nothing moves if it is False.
+        """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch, 0-based."""
+
+    def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
+        return {"tau": taus} if taus.dim() == 0 else {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
+
+    def full_state(self) -> dict[str, Tensor]:
+        """As `Normalizer.full_state`."""
+        return {}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        """Take over what `full_state` gave."""
+
+
+class FixedTemperature(Temperature):
+    """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it."""
+
+    name = "fixed"
+
+
+class LearnableTemperature(Temperature):
+    """One tau for both sides, learned with the encoders (neuclip.txt Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
     Args:
-        rho: the papers use 6.5 on CC3M, 8.5 on CC12M and 11 on DFN (neuclip.txt Table 3); larger data, larger rho.
+        rho: a larger one pulls tau down; larger data, larger rho (neuclip.txt Table 3).
     """
 
     name = "learnable"
-    options = (
-        Option(
-            "rho", float, 8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
-            valid=not_negative, wanted="a number >= 0",
-        ),
-    )
-    # Settings of the optimizer group that the training side makes for logit_scale, not of the loss.
+    options = (RHO,)
     optimizer_options = (
+        INIT,
         Option(
             "lr_tau", float, None, "learning rate of logit_scale (default: --lr / 8, neuclip.txt Table 3)",
             valid=positive, wanted="a number > 0",
@@ -36,20 +116,150 @@ class LearnableTemperature:
             choices=("model", "fastclip"),
         ),
     )
+    trains_logit_scale = True
 
     def __init__(self, rho: float = 8.5):
-        self.rho = rho
+        super().__init__()
+        self.rho = RHO.check(rho)
 
-    def value(self, tau: Tensor, log_values: Tensor) -> Tensor:
-        """The global objective's estimate, 0-d, from the anchors' losses over tau (2, B)."""
-        return tau * (log_values + self.rho).mean(dim=1).sum()
-
-    def gradient(self, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
-        """This process's part of the derivative of `value` in tau (neuclip.txt Eq. 13), 0-d.
-
-        Args:
-            log_values: of this process's anchors, (2, b).
-            tau_terms: tau * exp(-alpha_i) * dg_i/dtau of the same anchors, (2, b).
-            batch: B.
-        """
+    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
+        """neuclip.txt Eq. 13."""
         return (log_values + self.rho + tau_terms).sum() / batch
+
+
+class UnscaledTemperature(LearnableTemperature):
+    """FastCLIP-v0's: the objective without the factor tau and without rho, log(eps + g_i) alone, tau learned."""
+
+    name = "unscaled"
+    options = ()
+
+    def __init__(self):
+        super().__init__(rho=0.0)
+
+    def scale(self, taus: Tensor) -> Tensor:
+        return torch.ones_like(taus)
+
+    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
+        return tau_terms.sum() / (tau * batch)
+
+
+class IndividualTemperature(Temperature):
+    """One tau per sample and side, moved by the loss itself (iSogCLR, isogclr.txt Eq. 19-20 and Algorithm 2).
+
+        G_i = tau_i / s_i * dg_i/dtau_i + log(s_i) + rho,    u_i <- (1 - beta_1) u_i + beta_1 G_i,
+        tau_i <- clip(tau_i - eta * u_i, tau_0, tau_max)
+
+    Readings fixed here: the factor 1/n of Eq. 19 goes into eta; s_i is updated first and tau_i last, so that both
+    gradients see the new s_i and the old tau_i; G_i is clipped to [-5, 5]; the first visit sets u_i as if u_i had been
+    0. A row that occurs several times in a global batch moves once, by the mean of its G_i.
+
+    `tau_optimizer` adam is FastCLIP-v2's: Adam per row, whose bias is corrected by the epoch and whose betas are 0 in
+    epoch 0, so that a row's first step is one of size eta.
+
+    Args:
+        num_samples: n.
+        rho: pulls every tau_i up against its own loss (isogclr.txt: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
+        tau_start: tau_i before its first visit (0.01; FastCLIP-v2: 0.03).
+        tau_min, tau_max: tau_0 and the upper bound (0.005 and 1; FastCLIP-v2: 0.01 and 1).
+        tau_lr: eta.
+        tau_optimizer: momentum or adam.
+        tau_beta: beta_1 as the weight of the new G_i, for momentum.
+        device: where the rows are kept.
+    """
+
+    name = "individual"
+    needs_index = True
+    optimizer_options = ()
+    options = (
+        RHO,
+        Option(
+            "tau_start", float, 0.01, "a sample's temperature before its first visit",
+            valid=positive, wanted="a number > 0",
+        ),
+        Option("tau_min", float, 0.005, "lower bound of a sample's temperature", valid=positive, wanted="a number > 0"),
+        Option("tau_max", float, 1.0, "upper bound of a sample's temperature", valid=positive, wanted="a number > 0"),
+        Option("tau_lr", float, 1e-4, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
+        Option("tau_optimizer", str, "momentum", "how it moves", choices=("momentum", "adam")),
+        Option(
+            "tau_beta", float, 0.1, "weight of the new gradient in its momentum",
+            valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
+        ),
+    )
+    CLIP = 5.0
+    BETAS = (0.9, 0.999)
+    ADAM_EPS = 1e-8
+
+    def __init__(
+        self,
+        num_samples: int,
+        rho: float = 6.0,
+        tau_start: float = 0.01,
+        tau_min: float = 0.005,
+        tau_max: float = 1.0,
+        tau_lr: float = 1e-4,
+        tau_optimizer: str = "momentum",
+        tau_beta: float = 0.1,
+        device: torch.device | str = "cpu",
+    ):
+        super().__init__()
+        given = locals()
+        for option in self.options:
+            option.check(given[option.name])
+        self.num_samples = num_samples
+        self.rho = rho
+        self.bounds = (tau_min, tau_max)
+        self.lr = tau_lr
+        self.optimizer = tau_optimizer
+        self.beta = tau_beta
+        self.epoch = 0
+        self.tau = ShardedRows(num_samples, 2, fill=tau_start, device=device)
+        self.first_moment = ShardedRows(num_samples, 2, fill=0.0, device=device)
+        if tau_optimizer == "adam":
+            self.second_moment = ShardedRows(num_samples, 2, fill=0.0, device=device)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def taus(self, tau: Tensor, index: Tensor) -> Tensor:
+        return self.tau.lookup(index).T.to(tau.dtype)
+
+    def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
+        taus = taus.T
+        gradient = mean_over_equal_rows(index, gradients.T).clamp(-self.CLIP, self.CLIP)
+        moments = [self.first_moment.lookup(index)]
+        if self.optimizer == "momentum":
+            new = [(1 - self.beta) * moments[0] + self.beta * gradient]
+            step = new[0]
+        else:
+            moments.append(self.second_moment.lookup(index))
+            betas = self.BETAS if self.epoch > 0 else (0.0, 0.0)
+            new = [
+                beta * moment + (1 - beta) * gradient**power
+                for power, (beta, moment) in enumerate(zip(betas, moments, strict=True), start=1)
+            ]
+            first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
+            step = first / (second.sqrt() + self.ADAM_EPS)
+        moved = (taus - self.lr * step).clamp(*self.bounds)
+        self.tau.assign(index, torch.where(finite, moved, taus))
+        tables = [self.first_moment, *([self.second_moment] if self.optimizer == "adam" else [])]
+        for table, old, value in zip(tables, moments, new, strict=True):
+            table.assign(index, torch.where(finite, value, old))
+
+    def _tables(self) -> dict[str, ShardedRows]:
+        return dict(self.named_children())
+
+    def full_state(self) -> dict[str, Tensor]:
+        tables = {name: table.gather() for name, table in self._tables().items()}
+        return {name: table for name, table in tables.items() if table is not None}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        for name, table in self._tables().items():
+            if name not in state:
+                raise ValueError(f"tau_optimizer: {self.optimizer!r} where the state has no {name}")
+            table.load(state[name])
+
+
+TEMPERATURES = {
+    scheme.name: scheme
+    for scheme in (FixedTemperature, LearnableTemperature, UnscaledTemperature, IndividualTemperature)
+}

@@ -7,7 +7,7 @@ import zipfile
 from pathlib import Path
 
 from open_clip_ext import list_losses
-from open_clip_ext.factory import all_options
+from open_clip_ext.factory import PARTS, all_options
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,8 +48,8 @@ def test_the_readme_names_every_loss_and_no_flag_that_is_not_there():
     text = (ROOT / "README.md").read_text()
     for preset in list_losses():
         assert f"`{preset.name}`" in text
-    ours = {option.flag for option in all_options()} | {"--loss", "--normalizer", "--encoder-objective"}
-    prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder")
+    ours = {"--loss", *(option.flag for option in all_options()), *("--" + part.replace("_", "-") for part in PARTS)}
+    prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder", "--tau", "--temp", "--surr")
     mentioned = {flag for flag in re.findall(r"--[a-z][a-z-]+", text) if flag.startswith(prefixes)}
     assert mentioned and mentioned <= ours
     for option in all_options():

@@ -17,7 +17,8 @@ from training_ext.data import DataRows
 
 KEY = "open_clip_ext"
 FORMAT = 1
-STATE_SETTINGS = ("npn_prototypes", "npn_opt")  # the form of the state depends on them
+STATE_PARTS = ("normalizer", "temperature")
+STATE_SETTINGS = ("npn_prototypes", "npn_opt", "tau_optimizer")  # the form of the state depends on them
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -42,10 +43,9 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
     return {
         "format": FORMAT,
         "loss": args.loss,
-        "normalizer": args.normalizer,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
-        **{name: getattr(args, name) for name in STATE_SETTINGS},
+        **{name: getattr(args, name) for name in (*STATE_PARTS, *STATE_SETTINGS)},
         "state": loss_state,
     }
 
@@ -90,10 +90,10 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
         return
     if entry["format"] > FORMAT:
         raise InputError(f"--resume: {path!r} was written by a newer open_clip_ext (format {entry['format']})")
-    if entry["loss"] != args.loss or entry["normalizer"] != args.normalizer:
-        if args.normalizer:
-            given += f" --normalizer {args.normalizer}"
-        saved = f"--loss {entry['loss']} --normalizer {entry['normalizer']}"
+    if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
+        if args.uses_ext_loss:
+            given += "".join(f" --{part} {getattr(args, part)}" for part in STATE_PARTS)
+        saved = f"--loss {entry['loss']}" + "".join(f" --{part} {entry[part]}" for part in STATE_PARTS)
         raise InputError(f"--resume: {path!r} was trained with {saved}, not with {given}; {instead}")
     for name in STATE_SETTINGS:
         value, saved = getattr(args, name), entry[name]

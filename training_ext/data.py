@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers import NORMALIZERS
+from open_clip_ext.temperature import TEMPERATURES
 from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
 from training_ext.shards import Shards, digest_of_list, find_shards, split_row
 
@@ -49,7 +50,8 @@ def trains(args) -> bool:
 
 def needs_index(args) -> bool:
     """Whether the chosen loss keeps state per sample."""
-    return args.uses_ext_loss and NORMALIZERS[args.normalizer].needs_index
+    parts = (NORMALIZERS[args.normalizer], TEMPERATURES[args.temperature]) if args.uses_ext_loss else ()
+    return any(part.needs_index for part in parts)
 
 
 def find_rows(args) -> DataRows:

@@ -145,6 +145,12 @@ SEAMS = (
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
     ),
     Seam(
+        "open_clip_train.train", "unwrap_model",
+        why="OpenCLIP clamps the temperature after each step, which must not move a fixed one",
+        contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
+        replacement=lambda original, session: session.clamped(original),
+    ),
+    Seam(
         MAIN, "pt_load",
         why="takes our state out of the checkpoint before OpenCLIP loads the optimizer",
         contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",

@@ -21,15 +21,14 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> GlobalContras
     Raises:
         InputError: the parts do not go together, or a setting is out of range.
     """
+    options = [option for part in factory.parts_of(vars(args)) for option in part.options]
     return create_loss(
         args.loss,
         num_samples=num_rows,
         epochs=args.epochs,
         accum_freq=args.accum_freq,
         device=device,
-        normalizer=args.normalizer,
-        encoder_objective=args.encoder_objective,
-        **{option.name: getattr(args, option.name) for option in factory.loss_options_of(args.normalizer)},
+        **{name: getattr(args, name) for name in (*factory.PARTS, *(option.name for option in options))},
     )
 
 
@@ -63,7 +62,7 @@ class TrainingLoss:
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
         index = None
-        if self.loss.normalizer.needs_index:
+        if self.loss.needs_index:
             index = self.loader.latest_rows()
         losses = self.loss(**model_out, index=index, output_dict=True)
         if not output_dict:

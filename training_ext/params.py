@@ -7,11 +7,17 @@ from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import OBJECTIVES
-from open_clip_ext.normalizers import NORMALIZERS
+from open_clip_ext.temperature import TEMPERATURES
 from training_ext.overlay import replaced
 
 LR_TAU_RATIO = 1 / 8  # neuclip.txt Table 3: on all five data sets
+
+PART_HELP = {
+    "normalizer": "estimator of the normalizers",
+    "temperature": "how the temperature moves",
+    "surrogate": "what a negative's similarity gap counts as",
+    "encoder_objective": "what the encoders minimise",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,16 +47,9 @@ class Parser(argparse.ArgumentParser):
     def _add_ours(self, group) -> None:
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.PRESETS)}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
-        group.add_argument(
-            "--normalizer",
-            metavar="PART",
-            help=f"estimator of the normalizers instead of the loss's own: {', '.join(NORMALIZERS)}",
-        )
-        group.add_argument(
-            "--encoder-objective",
-            metavar="PART",
-            help=f"what the encoders minimise instead of the loss's own: {', '.join(OBJECTIVES)}",
-        )
+        for part, valid in factory.PARTS.items():
+            flag, names = "--" + part.replace("_", "-"), ", ".join(valid)
+            group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         for option in factory.all_options():
             default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
             text = (option.help + default).replace("%", "%%")
@@ -83,6 +82,11 @@ class ListLosses(argparse.Action):
         parser.exit(0)
 
 
+def trains_logit_scale(args) -> bool:
+    """Whether the temperature is the model's parameter and learned; OpenCLIP's own losses see to that themselves."""
+    return args.uses_ext_loss and TEMPERATURES[args.temperature].trains_logit_scale
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """OpenCLIP's namespace with ours added, every setting of the chosen loss filled in.
 
@@ -93,7 +97,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """
     with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
         args = params.parse_args(argv)
-    names = ["normalizer", "encoder_objective", *(option.name for option in factory.all_options())]
+    names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:
         for name in [*given, *(["shard_sizes"] if args.shard_sizes else [])]:
@@ -111,6 +115,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
     if args.shard_sizes and not args.uses_ext_loss:
         raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
-    if args.uses_ext_loss and args.lr_tau is None:
-        args.lr_tau = args.lr * LR_TAU_RATIO if args.lr is not None else None
+    if trains_logit_scale(args) and args.lr_tau is None and args.lr is not None:
+        args.lr_tau = args.lr * LR_TAU_RATIO
     return args

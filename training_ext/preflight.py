@@ -8,6 +8,7 @@ from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
+from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import positive
 from training_ext import checkpoint
@@ -175,7 +176,8 @@ def check_steps(args, rows: DataRows, world_size: int) -> None:
 
 def check_memory(args, num_rows: int, world_size: int) -> None:
     """A table must fit where it is kept, and once more on process 0's host while a checkpoint is written."""
-    row_bytes = 8
+    tables = [part for part in build_loss(args, 1, "cpu").modules() if isinstance(part, ShardedRows)]
+    row_bytes = 4 * sum(table.columns for table in tables)
     per_process = ceil(num_rows / world_size) * row_bytes
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -1,8 +1,10 @@
 """One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.optimizer import TemperatureGroup
+from training_ext.params import trains_logit_scale
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 
@@ -52,6 +55,11 @@ class Session:
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
         self._logit_scale = model.logit_scale
+        if self.args.tau_init is not None:
+            with torch.no_grad():
+                model.logit_scale.fill_(-math.log(self.args.tau_init))
+        if not trains_logit_scale(self.args):
+            model.logit_scale.requires_grad_(False)
         if getattr(model, "logit_bias", None) is not None:
             model.logit_bias.requires_grad_(False)
         return model, *transforms
@@ -60,14 +68,29 @@ class Session:
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
-        self.temperature = TemperatureGroup(
-            optimizer, self._logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
-        )
+        if trains_logit_scale(self.args):
+            self.temperature = TemperatureGroup(
+                optimizer, self._logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
+            )
         optimizer.register_state_dict_post_hook(self._add_entry)
         return optimizer
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
-        self.temperature.assign(original, optimizer, new_lr)
+        if self.temperature is None:
+            original(optimizer, new_lr)
+        else:
+            self.temperature.assign(original, optimizer, new_lr)
+
+    def clamped(self, original: Callable) -> Callable:
+        """What OpenCLIP clamps after each step: the model's temperature if it is learned, else a copy."""
+
+        def unwrap(model: torch.nn.Module) -> Any:
+            unwrapped = original(model)
+            if trains_logit_scale(self.args):
+                return unwrapped
+            return SimpleNamespace(logit_scale=unwrapped.logit_scale.detach().clone())
+
+        return unwrap
 
     # Checkpoints
 

@@ -17,7 +17,7 @@ class Batch:
         image, text: (B, d) unit vectors.
         positives: s_ii, (B,).
         log_batch: L = log(eps + g) over the batch, (2, B), images as anchors first.
-        tau: temperature, 0-d.
+        tau: temperatures, 0-d or (2, B).
         index: rows of the samples in the data set, (B,) int64, or None.
         finite: 0-d bool on the device, False if any of it is not finite or a row is out of range: then nothing of it
             may enter the state.
@@ -56,7 +56,7 @@ class Normalizer(nn.Module):
         Args:
             pairs: this process's embeddings.
             positives: s_ii of this process, (b,), with the graph of `pairs`.
-            tau: 0-d, with its graph.
+            tau: temperatures of this process's anchors, 0-d with its graph or (2, b).
             batch: the global batch, the one of the last `update` unless the loss is in evaluation mode.
         """
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 neuclip.txt Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), in the log domain:
 
-    alpha_1i = logaddexp(log eps, logsumexp_j'((cos(e_1i, W_1j') - s_ii) / tau) - log m)
+    alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
 Algorithm 1, each step: every T_r steps reset W_1 from text and W_2 from image embeddings of the same pairs; T_u
 optimiser steps on mean_i exp(L_i - alpha_i) + alpha_i, the part of Eq. 12 that depends on W, with embeddings, L and
@@ -38,6 +38,7 @@ from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option, not_negative, positive
 from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, add_eps
+from open_clip_ext.surrogates import Identity, PowerHinge
 
 OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -48,7 +49,7 @@ class Prototypes(Normalizer):
     Memory is allocated at the first batch, on its device: weights, gradients and ring of 2 * m * d numbers each, and
     the optimiser's state.
 
-    Args: see `options`; `eps` is the loss's.
+    Args: see `options`; `eps` and `surrogate` are the loss's.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -95,6 +96,7 @@ class Prototypes(Normalizer):
         npn_initial_accumulator: float = 0.0,
         npn_reset_optimizer: bool = False,
         eps: float = 1e-14,
+        surrogate: Identity | PowerHinge | None = None,
     ):
         super().__init__()
         given = locals()
@@ -106,6 +108,7 @@ class Prototypes(Normalizer):
         self.optimizer_name = npn_opt
         self.reset_optimizer = npn_reset_optimizer
         self.eps = eps
+        self.surrogate = surrogate or Identity()
         self._optimizer_settings = dict(lr=npn_lr, weight_decay=npn_wd)
         if npn_opt == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
@@ -175,14 +178,17 @@ class Prototypes(Normalizer):
     def _gradient(self, anchors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Gradient (2, k, d) and value (0-d) of the sum over sides of mean_i exp(L_i - alpha_i) + alpha_i."""
         norm, prototypes = self._normalised()
-        exponents = torch.bmm(anchors, prototypes.mT).sub_(batch.positives[:, None]).div_(batch.tau)
+        gaps = torch.bmm(anchors, prototypes.mT).sub_(batch.positives[:, None])
+        slope = self.surrogate.slope(gaps)
+        tau = batch.tau[:, :, None] if batch.tau.dim() else batch.tau
+        exponents = self.surrogate.value(gaps) / tau
         log_sum = exponents.logsumexp(dim=2)
         log_mean = log_sum - math.log(self.active)
         alpha = add_eps(log_mean, self.eps)
         ratio = (batch.log_batch - alpha).clamp_(max=MAX_LOG_WEIGHT).exp_()
         objective = (ratio + alpha).mean(dim=1).sum()
         share = exponents.sub_(log_sum[:, :, None]).exp_()
-        share.mul_(((1 - ratio) * (log_mean - alpha).exp() / (batch.tau * anchors.shape[1]))[:, :, None])
+        share.mul_(((1 - ratio) * (log_mean - alpha).exp())[:, :, None] / (tau * anchors.shape[1])).mul_(slope)
         gradient = torch.bmm(share.mT, anchors)
         radial = (gradient * prototypes).sum(dim=2, keepdim=True)
         return gradient.sub_(radial * prototypes).div_(norm), objective
@@ -199,7 +205,9 @@ class Prototypes(Normalizer):
         self._follow(pairs.all_image)
         _, prototypes = self._normalised()
         cosines = torch.stack([pairs.image @ prototypes[0].T, pairs.text @ prototypes[1].T])
-        log_mean = ((cosines - positives[:, None]) / tau).logsumexp(dim=2) - math.log(self.active)
+        tau = tau[:, :, None] if tau.dim() else tau
+        exponents = self.surrogate.value(cosines - positives[:, None]) / tau
+        log_mean = exponents.logsumexp(dim=2) - math.log(self.active)
         return add_eps(log_mean, self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.distributed import ShardedRows, groups_of_equal_rows, mean_over_equal_rows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option
@@ -109,20 +109,8 @@ class MovingAverageTable(Normalizer):
 
 
 def _mean_over_equal_rows(index: Tensor, log_values: Tensor) -> Tensor:
-    """Replace each of `log_values` (B, c) by the log of the mean of exp over the entries whose `index` (B,) is equal.
-
-    Static shapes and no device synchronisation, unlike torch.unique.
-    """
-    ordered, order = index.sort(stable=True)
-    is_new = torch.ones_like(ordered)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
-    group = torch.empty_like(index)
-    group[order] = is_new.cumsum(0) - 1
+    """Replace each of `log_values` (B, c) by the log of the mean of exp over the entries of equal `index` (B,)."""
+    group = groups_of_equal_rows(index)
     groups = group[:, None].expand_as(log_values)
-    peak = torch.full_like(log_values, -math.inf).scatter_reduce_(0, groups, log_values, "amax")
-    # index_put_ adds in a fixed order on CUDA, index_add_ does not.
-    total = torch.zeros_like(log_values).index_put_(
-        (group,), (log_values - peak[group]).exp(), accumulate=True
-    )
-    count = torch.zeros_like(log_values[:, 0]).index_put_((group,), torch.ones_like(log_values[:, 0]), accumulate=True)
-    return peak[group] + total[group].log() - count[group][:, None].log()
+    peak = torch.full_like(log_values, -math.inf).scatter_reduce_(0, groups, log_values, "amax")[group]
+    return peak + mean_over_equal_rows(index, (log_values - peak).exp()).log()

@@ -14,6 +14,10 @@ from open_clip_ext.distributed import ShardedRows
 
 LOSSES = {
     "table": ("fastclip-v3", dict(num_samples=31, gamma=0.4, gamma_schedule="constant")),
+    "individual": (
+        "fastclip-v2",
+        dict(num_samples=31, gamma=0.4, gamma_schedule="constant", tau_lr=0.01, surrogate="hinge", margin=1.0),
+    ),
     "growing": ("neuclip", dict(npn_prototypes=20, npn_restart_every=2)),
     "complete": ("neuclip", dict(npn_prototypes=9, npn_restart_every=2)),
 }
@@ -43,10 +47,12 @@ class Model(torch.nn.Module):
 
 def train(name, rank, world):
     """Three SGD steps; gradients of the first step, parameters and state after the last."""
-    model = Model().double()
-    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
+    model = Model().double()
+    model.logit_scale.requires_grad_(loss.temperature.trains_logit_scale)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
+    trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
     first, values = None, []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -59,7 +65,7 @@ def train(name, rank, world):
         value = loss(*wrapped(image[local], text[local]), index=index[local])
         value.backward()
         values.append(value.detach())
-        first = first or {key: p.grad.clone() for key, p in model.named_parameters()}
+        first = first or {key: parameter.grad.clone() for key, parameter in trained.items()}
         optimizer.step()
     return {
         "gradients": first,

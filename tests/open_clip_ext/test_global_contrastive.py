@@ -291,7 +291,7 @@ def test_a_cosine_gamma_without_epochs_is_an_error_not_the_minibatch_estimator()
         loss(image, text, logit_scale, index=torch.arange(4))
     with pytest.raises(InputError, match="gamma_decay_epochs"):
         create_loss("fastclip-v3", num_samples=4)
-    with pytest.raises(InputError, match="lr_tau: belongs to the optimizer"):
+    with pytest.raises(InputError, match="lr_tau: belongs to your model"):
         create_loss("neuclip", lr_tau=1e-4)
 
 

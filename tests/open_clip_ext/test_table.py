@@ -54,7 +54,7 @@ def test_the_order_of_the_batch_does_not_matter_to_rows_that_repeat():
         (dict(gamma_decay_epochs=0), "--gamma-decay-epochs: 0"),
         (dict(npn_lr=1.0), "--npn-lr: --loss fastclip-v3"),
         (dict(rho=-1.0), "--rho: -1.0"),
-        (dict(num_samples=None), "num_samples: the table normalizer needs"),
+        (dict(num_samples=None), "num_samples: 'table' keeps state per sample"),
         (dict(num_samples=0), "num_samples: 0"),
         (dict(nonsense=1), "nonsense: no loss has this setting"),
     ],

@@ -19,6 +19,9 @@ TINY = "--model ViT-shapes-tiny --precision fp32 --device cpu --batch-size 8 --w
 LOSSES = {
     "clip": "--loss clip",
     "fastclip-v3": "--loss fastclip-v3 --gamma-decay-epochs 2 --rho 5",
+    "sogclr": "--loss sogclr --tau-init 0.005",
+    "isogclr": "--loss isogclr --tau-lr 1e-3",
+    "fastclip-v2": "--loss fastclip-v2 --gamma-decay-epochs 2 --tau-lr 1e-3",
     "neuclip": "--loss neuclip --npn-prototypes 20 --npn-updates 2 --npn-restart-every 5 --rho 5",
 }
 

@@ -50,6 +50,9 @@ RESUMED = [
     ("fastclip-v3", "resampled", 0, ""),
     ("neuclip", "shapes", 2, ""),
     ("fastclip-v3", "shapes", 0, "--accum-freq 3 --lr-tau-scheduler model"),
+    ("sogclr", "shapes", 0, ""),
+    ("isogclr", "csv", 0, "--accum-freq 2"),
+    ("fastclip-v2", "shards", 2, ""),
     ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1"),
 ]
 
@@ -133,3 +136,11 @@ def test_the_temperature_has_its_own_learning_rate(run, datasets):
     assert len(groups[-1]["params"]) == 1 and groups[-1]["weight_decay"] == 0
     groups = run("b", f"{common} {LOSSES['fastclip-v3']} --lr-tau 3e-4").checkpoint(1)["optimizer"]["param_groups"]
     assert groups[-1]["lr"] == pytest.approx(3e-4)
+
+
+def test_a_fixed_temperature_stays_even_beyond_open_clips_clamp(run, datasets):
+    """1 / 0.005 is above the 100 that OpenCLIP clamps to; individual temperatures leave the model's alone too."""
+    for name, loss, expected in (("fixed", "sogclr", 1 / 0.005), ("individual", "isogclr", 1 / 0.07)):
+        checkpoint = run(name, f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1").checkpoint(1)
+        assert checkpoint["state_dict"]["logit_scale"].exp().item() == pytest.approx(expected, rel=1e-6)
+        assert len(checkpoint["optimizer"]["param_groups"]) == 2

@@ -1,0 +1,59 @@
+"""The pairwise surrogate l: what a negative's similarity gap x = s_ij - s_ii counts as.
+
+g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
+"""
+
+from torch import Tensor
+
+from open_clip_ext.options import Option, not_negative
+
+
+class Identity:
+    """l(x) = x: the global contrastive loss itself (neuclip.txt Eq. 1)."""
+
+    name = "identity"
+    options: tuple[Option, ...] = ()
+
+    def value(self, gap: Tensor) -> Tensor:
+        return gap
+
+    def slope(self, gap: Tensor) -> Tensor | float:
+        """dl/dx, of the shape of `gap` or a number."""
+        return 1.0
+
+
+class PowerHinge:
+    """l(x) = max(x + margin, 0)^power: a negative that is `margin` below the positive has no gradient any more
+    (tuneclip.txt Section 4.2, Eq. 8-9, the hinged global contrastive loss).
+
+    Args:
+        margin: m, in units of similarity.
+        power: 2 in the equations; "margin smoothing" in Table 6.
+    """
+
+    name = "hinge"
+    options = (
+        Option(
+            "margin", float, 0.1, "how far below the positive a negative stops counting",
+            valid=not_negative, wanted="at least 0",
+        ),
+        Option(
+            "margin_power", float, 2.0, "power of the hinge", valid=lambda value: 1 <= value < 100, wanted="at least 1"
+        ),
+    )
+
+    def __init__(self, margin: float = 0.1, margin_power: float = 2.0):
+        for option, value in zip(self.options, (margin, margin_power), strict=True):
+            option.check(value)
+        self.margin = margin
+        self.power = margin_power
+
+    def value(self, gap: Tensor) -> Tensor:
+        return (gap + self.margin).clamp(min=0) ** self.power
+
+    def slope(self, gap: Tensor) -> Tensor:
+        base = (gap + self.margin).clamp(min=0)
+        return self.power * base ** (self.power - 1) * (base > 0)
+
+
+SURROGATES = {surrogate.name: surrogate for surrogate in (Identity, PowerHinge)}

@@ -1,0 +1,194 @@
+"""The temperature schemes and the hinge against the papers' equations in float64 loops."""
+
+import pytest
+import torch
+from reference import eq3, unit
+
+from open_clip_ext import InputError, create_loss
+
+BATCH, DIMENSION, ROWS, EPS = 6, 16, 9, 1e-14
+
+
+def embeddings(seed):
+    generator = torch.Generator().manual_seed(seed)
+    e1 = unit(generator, BATCH, DIMENSION)
+    e2 = torch.nn.functional.normalize(e1 + 0.8 * unit(generator, BATCH, DIMENSION), dim=1)
+    single = [tensor.float().requires_grad_() for tensor in (e1, e2)]
+    index = torch.randperm(ROWS, generator=generator)[:BATCH]
+    if seed == 2:
+        index[1] = index[0]
+    return single, [tensor.detach().double().requires_grad_() for tensor in single], index
+
+
+def hinge(margin, power):
+    """tuneclip.txt Section 4.2: l(x) = max(x + m, 0)^2."""
+    return lambda x: torch.clamp(x + margin, min=0) ** power
+
+
+def g(e1, e2, tau, surrogate):
+    """isogclr.txt Eq. 15-16 with one temperature per anchor and side, tau (2, B), and a surrogate."""
+    rows = []
+    for side in range(2):
+        values = []
+        for i in range(BATCH):
+            positive = torch.dot(e1[i], e2[i])
+            gaps = [
+                (torch.dot(e1[i], e2[j]) if side == 0 else torch.dot(e1[j], e2[i])) - positive
+                for j in range(BATCH)
+                if j != i
+            ]
+            values.append(sum(torch.exp(surrogate(gap) / tau[side, i]) for gap in gaps) / (BATCH - 1))
+        rows.append(torch.stack(values))
+    return torch.stack(rows)
+
+
+def close(actual, expected, rtol=2e-3):
+    scale = expected.abs().max().item()
+    assert scale > 1e-3, "nothing to compare"
+    torch.testing.assert_close(actual.double() / scale, expected / scale, rtol=rtol, atol=2e-6)
+
+
+def moving_average(u, visited, values, index, gamma):
+    """neuclip.txt Eq. 3 for every distinct row of the batch, by the mean over its occurrences."""
+    for side in range(2):
+        for row in set(index.tolist()):
+            estimate = sum(values[side, i] for i in range(BATCH) if index[i] == row) / index.tolist().count(row)
+            u[side, row] = eq3(u[side, row], estimate, gamma, EPS, row not in visited)
+
+
+@pytest.mark.parametrize(
+    "name, options, surrogate",
+    [
+        ("sogclr", {}, lambda x: x),
+        ("fastclip-v0", {}, lambda x: x),
+        ("fastclip-v1", {}, lambda x: x),
+        ("sogclr", dict(surrogate="hinge", margin=0.9), hinge(0.9, 2)),
+        ("fastclip-v3", dict(surrogate="hinge", margin=0.7, margin_power=3.0, rho=4.0), hinge(0.7, 3)),
+    ],
+)
+@pytest.mark.parametrize("tau", [0.5, 0.07])
+def test_one_temperature_and_any_surrogate(name, options, surrogate, tau):
+    loss = create_loss(name, num_samples=ROWS, **{"gamma": 0.3, "gamma_schedule": "constant", **options})
+    rho = options.get("rho", 0.0)
+    u, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    for seed in range(3):
+        single, (e1, e2), index = embeddings(seed)
+        logit_scale = torch.tensor(1 / tau, requires_grad=True)
+        exact = (1 / logit_scale.detach().double()).requires_grad_()
+        values = g(e1, e2, exact.expand(2, BATCH), surrogate)
+        moving_average(u, visited, values.detach(), index, 0.3)
+        visited |= set(index.tolist())
+        current = u[:, index]
+        factor = torch.ones(()) if name == "fastclip-v0" else exact.detach()
+        objective = factor * (values / current).mean(dim=1).sum()
+        d_image, d_text, d_tau = torch.autograd.grad(objective, [e1, e2, exact])
+        if name != "fastclip-v0":
+            d_tau = d_tau + current.log().mean(dim=1).sum() + 2 * rho
+
+        value = loss(*single, logit_scale, index=index)
+        actual = torch.autograd.grad(value, [*single, logit_scale], allow_unused=True)
+        close(actual[0], d_image)
+        close(actual[1], d_text)
+        if name in ("sogclr", "fastclip-v1"):
+            assert actual[2] is None
+        else:
+            close(actual[2], -(exact.detach() ** 2) * d_tau)
+        close(value.detach(), factor * (current.log().mean(dim=1).sum() + 2 * rho))
+
+
+@pytest.mark.parametrize("name", ["isogclr", "fastclip-v2"])
+def test_individual_temperatures_follow_their_algorithms(name):
+    """isogclr.txt Algorithm 2; FastCLIP-v2: Adam per row, bias by the epoch, betas 0 in epoch 0."""
+    options = dict(gamma=0.3, gamma_schedule="constant", rho=5.0, tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=0.02)
+    loss = create_loss(name, num_samples=ROWS, **options)
+    u, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    tau = torch.full((2, ROWS), 0.3, dtype=torch.float64)
+    first, second = torch.zeros_like(tau), torch.zeros_like(tau)
+    for seed in range(6):
+        epoch = seed // 2
+        loss.set_epoch(epoch)
+        single, (e1, e2), index = embeddings(seed)
+        old = tau[:, index].clone().requires_grad_()
+        values = g(e1, e2, old, lambda x: x)
+        moving_average(u, visited, values.detach(), index, 0.3)
+        visited |= set(index.tolist())
+        current = u[:, index]
+        objective = (old.detach() / current * values).mean(dim=1).sum()
+        d_image, d_text = torch.autograd.grad(objective, [e1, e2], retain_graph=True)
+        (dg,) = torch.autograd.grad(values.sum(), old)
+        gradient = (old.detach() / current * dg + current.log() + 5.0).detach()
+
+        value = loss(*single, torch.tensor(10.0), index=index)
+        actual = torch.autograd.grad(value, single)
+        close(actual[0], d_image)
+        close(actual[1], d_text)
+        close(value.detach(), (old.detach() * (current.log() + 5.0)).mean(dim=1).sum())
+
+        for side in range(2):
+            for row in set(index.tolist()):
+                mean = sum(gradient[side, i] for i in range(BATCH) if index[i] == row) / index.tolist().count(row)
+                mean = mean.clamp(-5, 5)
+                if name == "isogclr":
+                    first[side, row] = 0.9 * first[side, row] + 0.1 * mean
+                    step = first[side, row]
+                else:
+                    b1, b2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
+                    first[side, row] = b1 * first[side, row] + (1 - b1) * mean
+                    second[side, row] = b2 * second[side, row] + (1 - b2) * mean**2
+                    m, v = first[side, row] / (1 - b1 ** (epoch + 1)), second[side, row] / (1 - b2 ** (epoch + 1))
+                    step = m / (v.sqrt() + 1e-8)
+                tau[side, row] = (tau[side, row] - 0.02 * step).clamp(0.02, 0.5)
+        close(loss.full_state()["temperature.tau"].T, tau)
+    assert tau.unique().numel() > ROWS, "the temperatures did not become individual"
+
+
+def test_individual_temperatures_survive_and_keep_out_what_is_not_finite():
+    def make():
+        return create_loss("isogclr", num_samples=ROWS, tau_lr=0.01)
+
+    first, second = make(), make()
+    for seed in range(2):
+        single, _, index = embeddings(seed)
+        first(*single, torch.tensor(10.0), index=index)
+    before = first.full_state()
+    single, _, index = embeddings(3)
+    first(single[0] * float("nan"), single[1], torch.tensor(10.0), index=index)
+    for key, value in before.items():
+        if key != "steps" and key != "normalizer":
+            assert torch.equal(value, first.full_state()[key]), key
+    second.load_full_state(before)
+    expected, actual = (loss(*single, torch.tensor(10.0), index=index) for loss in (first, second))
+    assert torch.equal(expected, actual)
+    with pytest.raises(ValueError, match="tau_optimizer"):
+        create_loss("fastclip-v2", num_samples=ROWS, epochs=2).load_full_state(before)
+
+
+def test_a_network_with_a_hinge_and_individual_temperatures():
+    """No paper's combination, one of the library's: the network's update lowers its objective."""
+    options = dict(temperature="individual", surrogate="hinge", margin=1.0, tau_start=0.1)
+    options |= dict(npn_prototypes=6, npn_lr=0.01)
+    loss = create_loss("neuclip", num_samples=ROWS, **options)
+    for seed in (0, 1, 3):
+        single, _, index = embeddings(seed)
+        value = loss(*single, torch.tensor(10.0), index=index)
+        grads = torch.autograd.grad(value, single)
+        assert value.isfinite() and all(gradient.isfinite().all() for gradient in grads)
+        shown = loss.diagnostics()
+        assert shown["npn_objective_after"] < shown["npn_objective_before"]
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("sogclr", dict(rho=5.0), "--rho: --loss sogclr"),
+        ("isogclr", dict(tau_min=0.0), "--tau-min: 0.0"),
+        ("isogclr", dict(tau_optimizer="sgd"), "--tau-optimizer: 'sgd' is not one of momentum, adam"),
+        ("sogclr", dict(surrogate="hinge", margin=-0.1), "--margin: -0.1"),
+        ("sogclr", dict(margin=0.1), "--margin: --loss sogclr"),
+        ("sogclr", dict(temperature="cold"), "--temperature: 'cold' is not one of fixed, learnable"),
+        ("sogclr", dict(tau_init=0.1), "tau_init: belongs to your model"),
+    ],
+)
+def test_wrong_settings_are_named(name, options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss(name, num_samples=ROWS, **options)
