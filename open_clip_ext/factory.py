@@ -117,6 +117,13 @@ PRESETS = {
             normalizer="prototypes",
             encoder_objective="unified",
         ),
+        LossPreset(
+            "queue",
+            "a queue of the latest embeddings, mixed with the batch's own estimate; nothing to train",
+            "of no paper: open_clip_ext",
+            normalizer="queue",
+            defaults={"mixing": 0.6},
+        ),
     )
 }
 
@@ -243,6 +250,7 @@ def create_loss(
         temperature=build(temperature),
         objective=OBJECTIVES[settings["encoder_objective"]],
         surrogate=surrogate,
+        mixing=settings["mixing"],
         eps=settings["loss_eps"],
         accum_freq=accum_freq,
         validate=validate,

@@ -48,8 +48,10 @@ def test_the_readme_names_every_loss_and_no_flag_that_is_not_there():
     text = (ROOT / "README.md").read_text()
     for preset in list_losses():
         assert f"`{preset.name}`" in text
-    ours = {"--loss", *(option.flag for option in all_options()), *("--" + part.replace("_", "-") for part in PARTS)}
-    prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder", "--tau", "--temp", "--surr")
+    parts = ("--" + part.replace("_", "-") for part in PARTS)
+    ours = {"--loss", *parts, *(option.flag for option in all_options())}
+    prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder", "--tau", "--queue")
+    prefixes += ("--temperature", "--surrogate", "--mixing", "--margin")
     mentioned = {flag for flag in re.findall(r"--[a-z][a-z-]+", text) if flag.startswith(prefixes)}
     assert mentioned and mentioned <= ours
     for option in all_options():

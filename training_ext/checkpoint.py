@@ -18,7 +18,7 @@ from training_ext.data import DataRows
 KEY = "open_clip_ext"
 FORMAT = 1
 STATE_PARTS = ("normalizer", "temperature")
-STATE_SETTINGS = ("npn_prototypes", "npn_opt", "tau_optimizer")  # the form of the state depends on them
+STATE_SETTINGS = ("npn_prototypes", "npn_opt", "queue_size", "tau_optimizer")  # the form of the state depends on them
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:

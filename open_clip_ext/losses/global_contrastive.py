@@ -9,6 +9,8 @@ neuclip.txt Eq. 1, estimated from one global batch:
 Both sides are summed and rho is on that scale, as in the papers; FastCLIP's released code halves the sum.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,8 @@ class GlobalContrastiveLoss(nn.Module):
         temperature: scheme that the temperature follows; may hold state too.
         objective: `Compositional` or `Unified`.
         surrogate: l, what a negative's similarity gap counts as.
+        mixing: share of the batch's own estimate, as a constant, in every exp(alpha), in [0, 1); 0 leaves the estimator
+            alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Of no paper, ours.
         eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
         accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
             state moves on the first call, and the temperature's gradient is that of one call.
@@ -58,6 +62,10 @@ class GlobalContrastiveLoss(nn.Module):
 
     options = (
         Option("loss_eps", float, 1e-14, "eps inside the logarithm of the loss", valid=positive, wanted="a number > 0"),
+        Option(
+            "mixing", float, 0.0, "share of the batch's own estimate mixed into every normalizer; bounds the weights",
+            valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
+        ),
     )
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
 
@@ -67,12 +75,14 @@ class GlobalContrastiveLoss(nn.Module):
         temperature: Temperature,
         objective: type[Compositional] | type[Unified],
         surrogate: Identity | PowerHinge | None = None,
+        mixing: float = 0.0,
         eps: float = 1e-14,
         accum_freq: int = 1,
         validate: bool = False,
     ):
         super().__init__()
-        self.options[0].check(eps)
+        for option, value in zip(self.options, (eps, mixing), strict=True):
+            option.check(value)
         if objective.needs_differentiable_normalizer and not normalizer.differentiable:
             raise InputError(
                 f"--encoder-objective: {objective.name!r} needs a normalizer that is a function of the embeddings; "
@@ -82,6 +92,7 @@ class GlobalContrastiveLoss(nn.Module):
         self.temperature = temperature
         self.objective = objective
         self.surrogate = surrogate or Identity()
+        self.mixing = mixing
         self.eps = eps
         self.accum_freq = accum_freq
         self.validate = validate
@@ -153,6 +164,8 @@ class GlobalContrastiveLoss(nn.Module):
         positives = (pairs.image * pairs.text).sum(dim=1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer):
             alpha = self.normalizer(pairs, positives, tau if taus.dim() == 0 else local_part(taus, pairs), batch)
+            if self.mixing > 0:
+                alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
             alpha = alpha.maximum(log_batch - MAX_LOG_WEIGHT)
 
         with torch.no_grad():

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option, not_negative, positive
 from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, add_eps
 from open_clip_ext.surrogates import Identity, PowerHinge
@@ -113,18 +114,21 @@ class Prototypes(Normalizer):
         if npn_opt == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
-        self.ring: Tensor | None = None  # (2, m, d): latest texts and images, in the places of their prototypes
+        self.ring: EmbeddingRing | None = None  # in the places of their prototypes
         self.optimizer: torch.optim.Optimizer | None = None
-        self.active = 0
-        self.ring_head = 0
         self.steps = 0
         self.objective_before: Tensor | None = None
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
         self.weight = like.new_zeros(2, self.capacity, dimension)
         self.weight.grad = torch.zeros_like(self.weight)
-        self.ring = torch.zeros_like(self.weight)
+        self.ring = EmbeddingRing(self.capacity, dimension, like)
         self._new_optimizer()
+
+    @property
+    def active(self) -> int:
+        """k, the prototypes in use."""
+        return self.ring.active
 
     def _new_optimizer(self) -> None:
         self.optimizer = OPTIMIZERS[self.optimizer_name]([self.weight], **self._optimizer_settings)
@@ -151,23 +155,15 @@ class Prototypes(Normalizer):
 
     def _refresh(self, batch: Batch) -> None:
         """Take the batch into the ring, restart where the step asks for it, add prototypes while there are k < m."""
-        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
-        count, held = latest.shape[1], self.active
-        places = (torch.arange(count, device=latest.device) + self.ring_head) % self.capacity
-        # In place of a batch that is not finite the ring takes what it took before, or nothing but unit vectors.
-        earlier = self.ring[:, (places - count) % self.capacity]
-        if held < count:
-            earlier = torch.eye(count, latest.shape[2], dtype=latest.dtype, device=latest.device).expand_as(latest)
-        self.ring[:, places] = torch.where(batch.finite, latest, earlier)
-        self.ring_head = (self.ring_head + count) % self.capacity
-        self.active = min(held + count, self.capacity)
+        held = self.active
+        self.ring.push(batch)
         if self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0):
             self._restart()
         else:
-            self.weight[:, held : self.active] = self.ring[:, held : self.active]
+            self.weight[:, held : self.active] = self.ring.rows[:, held : self.active]
 
     def _restart(self) -> None:
-        self.weight.copy_(self.ring)
+        self.weight.copy_(self.ring.rows)
         if self.reset_optimizer:
             self._new_optimizer()
         if world_size() > 1:
@@ -233,9 +229,7 @@ class Prototypes(Normalizer):
     def _state(self) -> dict[str, Tensor]:
         if self.weight is None:
             return {}
-        counters = {"active": self.active, "ring_head": self.ring_head, "steps": self.steps}
-        state = {name: torch.tensor(value) for name, value in counters.items()}
-        state |= {"weight": self.weight, "ring": self.ring}
+        state = {"steps": torch.tensor(self.steps), "weight": self.weight, **self.ring.state()}
         for name, value in self.optimizer.state[self.weight].items():
             state[f"{self.optimizer_name}.{name}"] = value
         return {name: value.detach().clone() for name, value in state.items()}
@@ -244,9 +238,8 @@ class Prototypes(Normalizer):
         """Take over `state` with the device and type of `like`; the caller's tensors stay its own."""
         self._allocate(state["weight"].shape[2], like)
         self.weight.copy_(state["weight"])
-        self.ring.copy_(state["ring"])
-        for name in ("active", "ring_head", "steps"):
-            setattr(self, name, int(state[name]))
+        self.ring.restore(state)
+        self.steps = int(state["steps"])
         saved = {key.split(".")[1]: value.clone() for key, value in state.items() if "." in key}
         if saved:
             self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {0: saved}})

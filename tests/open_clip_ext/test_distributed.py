@@ -18,6 +18,7 @@ LOSSES = {
         "fastclip-v2",
         dict(num_samples=31, gamma=0.4, gamma_schedule="constant", tau_lr=0.01, surrogate="hinge", margin=1.0),
     ),
+    "queue": ("queue", dict(queue_size=20, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", dict(npn_prototypes=20, npn_restart_every=2)),
     "complete": ("neuclip", dict(npn_prototypes=9, npn_restart_every=2)),
 }

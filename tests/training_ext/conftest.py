@@ -22,6 +22,7 @@ LOSSES = {
     "sogclr": "--loss sogclr --tau-init 0.005",
     "isogclr": "--loss isogclr --tau-lr 1e-3",
     "fastclip-v2": "--loss fastclip-v2 --gamma-decay-epochs 2 --tau-lr 1e-3",
+    "queue": "--loss queue --queue-size 20 --rho 5",
     "neuclip": "--loss neuclip --npn-prototypes 20 --npn-updates 2 --npn-restart-every 5 --rho 5",
 }
 

@@ -51,6 +51,7 @@ RESUMED = [
     ("neuclip", "shapes", 2, ""),
     ("fastclip-v3", "shapes", 0, "--accum-freq 3 --lr-tau-scheduler model"),
     ("sogclr", "shapes", 0, ""),
+    ("queue", "shards", 0, ""),
     ("isogclr", "csv", 0, "--accum-freq 2"),
     ("fastclip-v2", "shards", 2, ""),
     ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1"),

@@ -1,0 +1,96 @@
+"""A queue of the latest m embeddings: no training, no state per sample; of no paper, ours.
+
+    alpha_1i = logaddexp(log eps, logsumexp_j(l(e_1i . q_j - s_ii) / tau) - log k)
+
+over the k queued texts q_j (for texts as anchors, images) that are not of the step's own batch: among those is the
+anchor's own positive, whose gap of 0 would hide every log-normalizer below -log k. While the queue holds nothing but
+the batch, alpha is the batch's own estimate.
+
+Shapes: m = length of the queue, d = embedding dimension, B = global batch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import rank
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.ring import EmbeddingRing
+from open_clip_ext.options import Option
+from open_clip_ext.pairs import Pairs, add_eps
+from open_clip_ext.surrogates import Identity, PowerHinge
+
+
+class Queue(Normalizer):
+    """Memory is allocated at the first batch, on its device: 2 * m * d numbers.
+
+    Args: see `options`; `eps` and `surrogate` are the loss's.
+
+    Raises:
+        InputError: an argument is out of range; the message names it.
+    """
+
+    name = "queue"
+    differentiable = True
+    options = (
+        Option(
+            "queue_size", int, 4096, "m, embeddings that the queue holds on each side",
+            valid=lambda value: value >= 1, wanted="at least 1",
+        ),
+    )
+
+    def __init__(
+        self, queue_size: int = 4096, eps: float = 1e-14, surrogate: Identity | PowerHinge | None = None
+    ):
+        super().__init__()
+        self.options[0].check(queue_size)
+        self.capacity = queue_size
+        self.eps = eps
+        self.surrogate = surrogate or Identity()
+        self.ring: EmbeddingRing | None = None
+        self.own: Tensor | None = None  # places of the step's own batch
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> None:
+        self._follow(batch.image)
+        self.own = self.ring.push(batch)
+
+    def _follow(self, image: Tensor) -> None:
+        if self.ring is None:
+            self.ring = EmbeddingRing(self.capacity, image.shape[1], image)
+        elif self.ring.rows.device != image.device or self.ring.rows.dtype != image.dtype:
+            self._restore(self.ring.state(), image)
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        own = 0 if self.own is None or not self.training else len(self.own)
+        others = 0 if self.ring is None else self.ring.active - own
+        if others == 0:
+            return batch.log_batch[:, pairs.local]
+        self._follow(pairs.all_image)
+        queued = self.ring.rows[:, : self.ring.active]
+        cosines = torch.stack([pairs.image @ queued[0].T, pairs.text @ queued[1].T])
+        tau = tau[:, :, None] if tau.dim() else tau
+        exponents = self.surrogate.value(cosines - positives[:, None]) / tau
+        if own:
+            exponents = exponents.index_fill(2, self.own, -math.inf)
+        return add_eps(exponents.logsumexp(dim=2) - math.log(others), self.eps)
+
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+        return {"queued": torch.tensor(float(0 if self.ring is None else self.ring.active))}
+
+    def full_state(self) -> dict[str, Tensor]:
+        if rank() != 0 or self.ring is None:
+            return {}
+        return {name: value.detach().cpu().clone() for name, value in self.ring.state().items()}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if "ring" not in state:
+            return
+        if state["ring"].shape[1] != self.capacity:
+            raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
+        self._restore(state, state["ring"])
+
+    def _restore(self, state: dict[str, Tensor], like: Tensor) -> None:
+        self.ring = EmbeddingRing(self.capacity, state["ring"].shape[2], like)
+        self.ring.restore(state)

@@ -1,0 +1,45 @@
+"""The latest embeddings of the training set, in a ring buffer."""
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.normalizers.base import Batch
+
+
+class EmbeddingRing:
+    """The latest m pairs of embeddings, (2, m, d): [0] texts, which image anchors meet, [1] images.
+
+    Args:
+        capacity: m.
+        dimension: d.
+        like: a tensor of the device and type to use.
+    """
+
+    def __init__(self, capacity: int, dimension: int, like: Tensor):
+        self.rows = like.new_zeros(2, capacity, dimension)
+        self.capacity = capacity
+        self.active = 0  # rows that were filled
+        self.head = 0  # the place of the next row
+
+    def push(self, batch: Batch) -> Tensor:
+        """Take the batch's last m pairs in place of the oldest; their places, (min(B, m),).
+
+        In place of a batch that is not finite it takes what it took before, or nothing but unit vectors.
+        """
+        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
+        count = latest.shape[1]
+        places = (torch.arange(count, device=latest.device) + self.head) % self.capacity
+        earlier = self.rows[:, (places - count) % self.capacity]
+        if self.active < count:
+            earlier = torch.eye(count, latest.shape[2], dtype=latest.dtype, device=latest.device).expand_as(latest)
+        self.rows[:, places] = torch.where(batch.finite, latest, earlier)
+        self.head = (self.head + count) % self.capacity
+        self.active = min(self.active + count, self.capacity)
+        return places
+
+    def state(self) -> dict[str, Tensor]:
+        return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        self.rows.copy_(state["ring"])
+        self.active, self.head = int(state["active"]), int(state["ring_head"])

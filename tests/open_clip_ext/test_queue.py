@@ -1,0 +1,91 @@
+"""The queue and the mixing against their formulas in float64 loops."""
+
+import math
+
+import pytest
+import torch
+from reference import batch_normalizers, eq4_surrogate, eq13, unit
+
+from open_clip_ext import InputError, create_loss
+
+
+def estimate(anchor, others, positive, tau, eps):
+    return torch.log(eps + sum(torch.exp((torch.dot(anchor, q) - positive) / tau) for q in others) / len(others))
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.4])
+@pytest.mark.parametrize("size, batches", [(100, [5, 5, 5]), (7, [4, 4, 4, 4]), (6, [4, 9, 3, 3])])
+def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batches):
+    tau, eps, rho = torch.tensor(0.1).double(), 1e-10, 5.0
+    options = dict(queue_size=size, mixing=mixing, loss_eps=eps, rho=rho)
+    loss = create_loss("queue", **options)
+    generator, queue = torch.Generator().manual_seed(0), []
+    for batch in batches:
+        e1, e2 = (unit(generator, batch, 8).requires_grad_() for _ in range(2))
+        queue = (queue + list(zip(e1.detach(), e2.detach(), strict=True)))[-size:]
+        others = queue[: max(0, len(queue) - batch)]
+        log_batch = (eps + batch_normalizers(e1, e2, tau)).log().detach()
+        alpha = log_batch
+        if others:
+            sides = (e1, [q for _, q in others]), (e2, [q for q, _ in others])
+            alpha = torch.stack(
+                [
+                    torch.stack([estimate(a[i], q, torch.dot(e1[i], e2[i]), tau, eps) for i in range(batch)])
+                    for a, q in sides
+                ]
+            ).detach()
+        u = mixing * log_batch.exp() + (1 - mixing) * alpha.exp()
+        logit_scale = (1 / tau).requires_grad_()
+        value = loss(e1, e2, logit_scale)
+        d_image, d_text, d_scale = torch.autograd.grad(value, [e1, e2, logit_scale])
+        expected = torch.autograd.grad(eq4_surrogate(e1, e2, tau, u), [e1, e2])
+        torch.testing.assert_close(d_image, expected[0], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(d_text, expected[1], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(d_scale, -(tau**2) * eq13(e1, e2, tau, u, rho), rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(value.detach(), tau * (u.log().mean(dim=1).sum() + 2 * rho), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["neuclip", "queue"])
+@pytest.mark.parametrize("mixing", [0.0, 0.25])
+def test_mixing_bounds_the_weights_and_unified_is_a_true_gradient_without_it(name, mixing):
+    options = {"npn_prototypes": 6} if name == "neuclip" else {"queue_size": 30, "encoder_objective": "unified"}
+    loss = create_loss(name, mixing=mixing, **options)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        e1, e2 = unit(generator, 6, 8), unit(generator, 6, 8)
+        loss(e1, e2, torch.tensor(100.0))
+        _, log_batch, alpha = loss._last
+        assert mixing == 0 or (log_batch - alpha).max() <= -math.log(mixing) + 1e-9
+    if mixing:
+        return  # the batch's estimate in alpha is held constant there
+    loss.eval()
+    e1.requires_grad_()
+
+    def value(x):
+        return loss(x, e2, torch.tensor(5.0).double())
+
+    assert torch.autograd.gradcheck(value, [e1], atol=1e-6)
+
+
+def test_the_queues_state_survives():
+    def step(loss, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return loss(unit(generator, 5, 8).float(), unit(generator, 5, 8).float(), torch.tensor(20.0))
+
+    first, second = (create_loss("queue", queue_size=12) for _ in range(2))
+    for seed in range(4):
+        step(first, seed)
+    second.load_full_state(first.full_state())
+    for seed in range(4, 7):
+        assert torch.equal(step(first, seed), step(second, seed))
+    with pytest.raises(ValueError, match="queue_size: 9"):
+        create_loss("queue", queue_size=9).load_full_state(first.full_state())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [(dict(queue_size=0), "--queue-size: 0"), (dict(mixing=1.0), "--mixing: 1.0"), (dict(gamma=0.5), "--gamma")],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss("queue", **options)
