@@ -3,12 +3,6 @@
 # tau 5e-5, wd 0.1, warm-up 10,000, rho 8.5) and Table 4 (the network, our defaults).
 set -euo pipefail
 source "$(dirname "$0")/recipe.sh"
-[ $# -ge 1 ] || usage
-loss=$1
-shift
-shards=""
-if [ "${LOCAL:-0}" != 1 ]; then [ $# -ge 1 ] || usage; shards=$1; shift; fi
-
-run_recipe "$loss" "$shards" \
+run_recipe \
     "--model ViT-B-32 --batch-size 256 --epochs 33 --lr 4e-4 --wd 0.1 --warmup 10000 --precision amp_bf16 --workers 6" \
     "--lr-tau 5e-5 --rho 8.5" "$@"

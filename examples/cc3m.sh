@@ -3,12 +3,6 @@
 # tau 1.25e-4, wd 0.1, warm-up 10,000, rho 6.5) and Table 4 (the network, our defaults).
 set -euo pipefail
 source "$(dirname "$0")/recipe.sh"
-[ $# -ge 1 ] || usage
-loss=$1
-shift
-shards=""
-if [ "${LOCAL:-0}" != 1 ]; then [ $# -ge 1 ] || usage; shards=$1; shift; fi
-
-run_recipe "$loss" "$shards" \
+run_recipe \
     "--model RN50 --batch-size 128 --epochs 37 --lr 1e-3 --wd 0.1 --warmup 10000 --precision amp_bf16 --workers 6" \
     "--lr-tau 1.25e-4 --rho 6.5" "$@"

@@ -1,14 +1,22 @@
-# Sourced by the recipes: run_recipe LOSS SHARDS FLAGS... sets up the paper's machine, or a minute on this one.
+# Sourced by the recipes: run_recipe trains on the paper's machine, or for a minute on this one.
 
 usage() {
     echo "usage: $0 {clip|fastclip-v3|neuclip} SHARDS [FLAG...]    or    LOCAL=1 $0 LOSS [FLAG...]" >&2
     exit 2
 }
 
-# run_recipe LOSS SHARDS "flags of every loss" "flags of ours" [FLAG...]
+# run_recipe "flags of every loss" "flags of ours" LOSS [SHARDS] [FLAG...]; no SHARDS with LOCAL=1
 run_recipe() {
-    local loss=$1 shards=$2 common=$3 ours=$4
-    shift 4
+    local common=$1 ours=$2 loss shards=""
+    shift 2
+    [ $# -ge 1 ] || usage
+    loss=$1
+    shift
+    if [ "${LOCAL:-0}" != 1 ]; then
+        [ $# -ge 1 ] || usage
+        shards=$1
+        shift
+    fi
     local flags="--loss $loss $common"
     [ "$loss" = clip ] || flags="$flags $ours"
     if [ "${LOCAL:-0}" = 1 ]; then
