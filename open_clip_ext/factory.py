@@ -5,24 +5,27 @@ A name is a preset over the replaceable parts; each part can also be chosen on i
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
+from open_clip_ext import plugins
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import OBJECTIVES, GlobalContrastiveLoss
-from open_clip_ext.normalizers import NORMALIZERS
+from open_clip_ext.losses import OBJECTIVES, CyCLIPLoss, GlobalContrastiveLoss, Loss
+from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.options import Option
-from open_clip_ext.surrogates import SURROGATES
-from open_clip_ext.temperature import TEMPERATURES
+from open_clip_ext.surrogates import SURROGATES, Surrogate
+from open_clip_ext.temperature import TEMPERATURES, Temperature
 
-# The replaceable parts: flag, the valid names, and the option's name in a preset.
+# The replaceable parts of GlobalContrastiveLoss: the option's name, and the valid names.
 PARTS = {
     "normalizer": NORMALIZERS,
     "temperature": TEMPERATURES,
     "surrogate": SURROGATES,
     "encoder_objective": OBJECTIVES,
 }
+PART_CLASSES = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
 
 
 @dataclass(frozen=True)
@@ -33,23 +36,30 @@ class LossPreset:
         name: as given to `--loss`.
         summary: one line for `--list-losses`.
         paper: where the method is from.
-        normalizer, temperature, surrogate, encoder_objective: names of its parts; a normalizer of None stands for
-            OpenCLIP's own losses, which are left untouched.
+        loss: its class; None stands for OpenCLIP's own losses, which are left untouched.
+        normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
         defaults: options that this method sets otherwise than the parts do.
+        lr_tau_ratio: the default of `--lr-tau` over `--lr`.
     """
 
     name: str
     summary: str
     paper: str
-    normalizer: str | None = None
+    loss: type[Loss] | None = GlobalContrastiveLoss
+    normalizer: str = "batch"
     temperature: str = "learnable"
     surrogate: str = "identity"
     encoder_objective: str = "compositional"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    lr_tau_ratio: float = 1 / 8  # neuclip.txt Table 3: on all five data sets
 
     @property
     def is_open_clip(self) -> bool:
-        return self.normalizer is None
+        return self.loss is None
+
+    @property
+    def has_parts(self) -> bool:
+        return self.loss is GlobalContrastiveLoss
 
 
 PRESETS = {
@@ -59,11 +69,20 @@ PRESETS = {
             "clip",
             "OpenCLIP's own softmax loss over the batch, untouched",
             "Radford et al. 2021, arXiv 2103.00020",
+            loss=None,
         ),
         LossPreset(
             "siglip",
             "OpenCLIP's own sigmoid loss, untouched (same as --siglip)",
             "Zhai et al. 2023, arXiv 2303.15343",
+            loss=None,
+        ),
+        LossPreset(
+            "cyclip",
+            "OpenCLIP's softmax loss and two terms that make the similarities consistent; no normalizer",
+            "Goel et al. 2022, arXiv 2205.14459",
+            loss=CyCLIPLoss,
+            lr_tau_ratio=1.0,
         ),
         LossPreset(
             "sogclr",
@@ -118,6 +137,15 @@ PRESETS = {
             encoder_objective="unified",
         ),
         LossPreset(
+            "tuneclip",
+            "moving average, cosine gamma to 0.9, hinged similarity gaps, fixed temperature; for fine-tuning",
+            "TuneCLIP: Breaking the Limits of Open-Weight CLIP, Eq. 8-9 (without its warm-up stage)",
+            normalizer="table",
+            temperature="fixed",
+            surrogate="hinge",
+            defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
+        ),
+        LossPreset(
             "queue",
             "a queue of the latest embeddings, mixed with the batch's own estimate; nothing to train",
             "of no paper: open_clip_ext",
@@ -128,33 +156,66 @@ PRESETS = {
 }
 
 
+ALIASES = {"fastclip": "fastclip-v3"}
+
+
+@cache
+def presets() -> dict[str, LossPreset]:
+    """Every loss by name, with those of other packages; loads their parts, too.
+
+    Raises:
+        InputError: another package's entry point is broken.
+    """
+    for part, base in PART_CLASSES.items():
+        plugins.load(
+            f"open_clip_ext.{part}s", PARTS[part], lambda loaded, base=base: _is_class(loaded, base),
+            f"a subclass of {base.__module__}.{base.__name__}",
+        )
+    plugins.load("open_clip_ext.losses", PRESETS, lambda loaded: isinstance(loaded, LossPreset), "a LossPreset")
+    return PRESETS
+
+
+def _is_class(loaded: Any, base: type) -> bool:
+    return isinstance(loaded, type) and issubclass(loaded, base)
+
+
 def list_losses() -> list[LossPreset]:
     """Every loss that `create_loss` or `--loss` knows, in the order to show them."""
-    return list(PRESETS.values())
-
-
-ALIASES = {"fastclip": "fastclip-v3"}
+    return list(presets().values())
 
 
 def find_preset(name: str) -> LossPreset:
     """The preset called `name`, or by an alias; raises InputError that lists the valid names."""
     name = ALIASES.get(name, name)
-    if name not in PRESETS:
-        raise InputError(f"--loss: {name!r} is unknown; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
+    if name not in presets():
+        raise InputError(f"--loss: {name!r} is unknown; choose one of {', '.join(presets())}")
+    return presets()[name]
+
+
+def options_of(parts: tuple[type, ...]) -> list[Option]:
+    """The options of some classes, each name once, those of logit_scale's optimizer group included."""
+    options: dict[str, Option] = {}
+    for part in parts:
+        for option in (*part.options, *getattr(part, "optimizer_options", ())):
+            options.setdefault(option.name, option)
+    return list(options.values())
 
 
 def all_options() -> list[Option]:
     """Every option of every part, once, for a command line."""
-    parts = [GlobalContrastiveLoss, *NORMALIZERS.values(), *TEMPERATURES.values(), *SURROGATES.values()]
-    options = [option for part in parts for option in (*part.options, *getattr(part, "optimizer_options", ()))]
-    return list({option.name: option for option in options}.values())
+    losses = dict.fromkeys(preset.loss for preset in list_losses() if not preset.is_open_clip)
+    parts = (part for name in PART_CLASSES for part in PARTS[name].values())
+    return options_of((*losses, *parts))
 
 
-def parts_of(settings: Mapping[str, Any]) -> tuple[type, ...]:
-    """The classes that have options, for settings that name the parts."""
-    names = ("normalizer", "temperature", "surrogate")
-    return (GlobalContrastiveLoss, *(PARTS[name][settings[name]] for name in names))
+def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type, ...]:
+    """The classes that have options, of the loss `name` with settings that name its parts; none for OpenCLIP's own."""
+    preset = find_preset(name)
+    if preset.is_open_clip:
+        return ()
+    if not preset.has_parts:
+        return (preset.loss,)
+    return (preset.loss, *(PARTS[part][settings[part]] for part in PART_CLASSES))
 
 
 def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
@@ -169,37 +230,30 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
     """
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
-    known = {option.name: option for option in all_options()}
-    flags = {name: "--" + name.replace("_", "-") for name in (*PARTS, *known)}
+    flags = {name: "--" + name.replace("_", "-") for name in (*PARTS, *(option.name for option in all_options()))}
     for key in given:
         if key not in flags:
             raise InputError(f"{key}: no loss has this setting; known are {', '.join(flags)}")
-    if preset.is_open_clip:
-        if given:
-            raise InputError(f"{flags[next(iter(given))]}: --loss {name} is OpenCLIP's own and does not use it")
-        return {}
+    if preset.is_open_clip and given:
+        raise InputError(f"{flags[next(iter(given))]}: --loss {name} is OpenCLIP's own and does not use it")
 
     settings = {}
-    for part, valid in PARTS.items():
+    for part, valid in PARTS.items() if preset.has_parts else ():
         settings[part] = given.get(part, getattr(preset, part))
         if settings[part] not in valid:
             raise InputError(f"{flags[part]}: {settings[part]!r} is not one of {', '.join(valid)}")
-    parts = parts_of(settings)
-    used = {
-        option.name: option for part in parts for option in (*part.options, *getattr(part, "optimizer_options", ()))
-    }
+    parts = parts_of(name, settings)
+    used = {option.name: option for option in options_of(parts)}
     for key in given:
-        if key in known and key not in used:
-            chosen = " ".join(f"{flags[part]} {settings[part]}" for part in PARTS)
-            raise InputError(f"{flags[key]}: --loss {name}, which is {chosen}, does not use it")
+        if key not in used and key not in settings:
+            chosen = ", which is " + " ".join(f"{flags[part]} {settings[part]}" for part in settings)
+            raise InputError(f"{flags[key]}: --loss {name}{chosen if settings else ''} does not use it")
     for key, option in used.items():
         settings[key] = given.get(key, preset.defaults.get(key, option.default))
         if settings[key] is not None:
             option.check(settings[key])
-    if "gamma_decay_epochs" in used and settings["gamma_decay_epochs"] is None:
-        if epochs is None and settings["gamma_schedule"] == "cosine":
-            raise InputError("gamma_decay_epochs: the cosine of gamma needs its length, or the number of epochs")
-        settings["gamma_decay_epochs"] = max(1, (epochs or 2) // 2)
+    for part in parts:
+        part.complete(settings, epochs)
     return settings
 
 
@@ -211,15 +265,15 @@ def create_loss(
     device: torch.device | str = "cpu",
     validate: bool = False,
     **options: Any,
-) -> GlobalContrastiveLoss:
+) -> Loss:
     """Build a loss by its name, for one's own training loop.
 
     Args:
         name: one of `list_losses()` that is not OpenCLIP's own.
         num_samples: n, rows of the data set; needed by normalizers with state per sample.
-        epochs: length of the training; schedules that are not given a length take half of it. A loss with a schedule
-            wants `set_epoch(epoch)` before each epoch.
-        accum_freq: calls per optimiser step, see `GlobalContrastiveLoss`.
+        epochs: length of the training; schedules that are not given a length take theirs from it. A loss with a
+            schedule wants `set_epoch(epoch)` before each epoch.
+        accum_freq: calls per optimiser step, see `Loss`.
         device: where state per sample is kept, the embeddings' device.
         validate: check also what needs a wait for the device.
         options: settings and parts by the flags' names with underscores.
@@ -227,22 +281,27 @@ def create_loss(
     Raises:
         InputError: an unknown name, a setting out of range or unused by this loss, or a missing `num_samples`.
     """
-    if find_preset(name).is_open_clip:
+    preset = find_preset(name)
+    if preset.is_open_clip:
         raise InputError(f"--loss: {name!r} is OpenCLIP's own; create it with open_clip.create_loss")
-    for scheme in TEMPERATURES.values():
-        for option in scheme.optimizer_options:
+    settings = resolve_options(name, options, epochs)
+    parts = parts_of(name, settings)
+    for part in parts:
+        for option in getattr(part, "optimizer_options", ()):
             if option.name in options:
                 raise InputError(f"{option.name}: belongs to your model and its optimizer, not to the loss")
-    settings = resolve_options(name, options, epochs)
 
     def build(part: type, **more: Any) -> Any:
-        if getattr(part, "needs_index", False):
+        if part.needs_index:
             if num_samples is None:
                 raise InputError(f"num_samples: {part.name!r} keeps state per sample and needs their number")
             more |= {"num_samples": num_samples, "device": device}
         return part(**{option.name: settings[option.name] for option in part.options}, **more)
 
-    _, normalizer, temperature, surrogate_class = parts_of(settings)
+    calls = {"accum_freq": accum_freq, "validate": validate}
+    if not preset.has_parts:
+        return build(preset.loss, **calls)
+    _, normalizer, temperature, surrogate_class = parts
     surrogate = build(surrogate_class)
     more = {"eps": settings["loss_eps"], "surrogate": surrogate} if normalizer.differentiable else {}
     return GlobalContrastiveLoss(
@@ -252,6 +311,6 @@ def create_loss(
         surrogate=surrogate,
         mixing=settings["mixing"],
         eps=settings["loss_eps"],
-        accum_freq=accum_freq,
-        validate=validate,
+        negatives=settings["negatives"],
+        **calls,
     )

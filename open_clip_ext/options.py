@@ -18,6 +18,7 @@ class Option:
         help: one line for `--help`, without the default.
         choices: the valid values of a str.
         valid: predicate on a value; `wanted` says in words what it accepts.
+        in_state: the form of the part's state depends on it, so that a checkpoint goes on with the same value only.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Option:
     choices: tuple[str, ...] = ()
     valid: Callable[[Any], bool] | None = None
     wanted: str = ""
+    in_state: bool = False
 
     @property
     def flag(self) -> str:
@@ -39,6 +41,11 @@ class Option:
         if self.valid is not None and not self.valid(value):
             raise InputError(f"{self.flag}: {value!r} is out of range; it must be {self.wanted}")
         return value
+
+    def check_given(self, given: dict[str, Any]) -> None:
+        """`check` the value of this option among keyword arguments, where it is not None."""
+        if given[self.name] is not None:
+            self.check(given[self.name])
 
 
 def positive(value: float) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.distributed import all_gather, rank
-from open_clip_ext.surrogates import Identity, PowerHinge
+from open_clip_ext.surrogates import Surrogate
 
 # No exact normalizer lets L_i - alpha_i exceed log(n / B), 12.4 for 10^9 samples and a batch of 4,096. A larger weight
 # means that alpha is wrong; it is bounded, so that one anchor cannot fill the optimizers' accumulators for good. A
@@ -56,30 +56,61 @@ class Pairs:
         return (self.all_image * self.all_text).sum(dim=1)
 
 
-class SimilarityBlocks:
-    """The two blocks of similarities that a process needs, both (b, B): its images against all texts, its texts
-    against all images. OpenCLIP's `local_loss` computes the same two."""
+@dataclass
+class Block:
+    """Similarities of this process's anchors of one side with all samples of a side.
 
-    def __init__(self, pairs: Pairs, surrogate: Identity | PowerHinge):
+    Args:
+        similarities: (b, B).
+        others: embeddings of the columns' samples, (B, d).
+        column_side: the side of which the columns' samples are anchors.
+    """
+
+    similarities: Tensor
+    others: Tensor
+    column_side: int
+
+
+class SimilarityBlocks:
+    """The blocks of similarities that a process needs, each (b, B): its images against all texts, its texts against all
+    images, as OpenCLIP's `local_loss` computes them.
+
+    Args:
+        pairs: the batch.
+        surrogate: l.
+        both_sides: whether samples of the anchor's own side are negatives too; that takes two more blocks.
+    """
+
+    def __init__(self, pairs: Pairs, surrogate: Surrogate, both_sides: bool = False):
         self.pairs = pairs
         self.surrogate = surrogate
-        self.blocks = (pairs.image.detach() @ pairs.all_text.T, pairs.text.detach() @ pairs.all_image.T)
         self.all_positives = pairs.all_positives
         self.positives = self.all_positives[pairs.local]
+        embeddings = ((pairs.image.detach(), pairs.all_image), (pairs.text.detach(), pairs.all_text))
+        self.blocks: list[list[Block]] = []
+        for side, (anchors, _) in enumerate(embeddings):
+            columns = (1 - side, side) if both_sides else (1 - side,)
+            self.blocks.append([Block(anchors @ embeddings[c][1].T, embeddings[c][1], c) for c in columns])
+        self.negatives = len(self.blocks[0]) * (len(self.all_positives) - 1)
 
     def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
-        """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1."""
+        """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1; with negatives of both
+        sides, isogclr.txt Eq. 11."""
         tau = local_part(all_tau, self.pairs)
-        return torch.stack([self._log_mean_exp(block, of_side(tau, side)) for side, block in enumerate(self.blocks)])
+        sums = [
+            torch.stack([self._log_sum_exp(block.similarities, of_side(tau, side)) for block in blocks]).logsumexp(0)
+            for side, blocks in enumerate(self.blocks)
+        ]
+        return torch.stack(sums) - math.log(self.negatives)
 
-    def _log_mean_exp(self, block: Tensor, tau: Tensor) -> Tensor:
-        exponents = self.surrogate.value(block - self.positives[:, None]) / (tau[:, None] if tau.dim() else tau)
+    def _log_sum_exp(self, similarities: Tensor, tau: Tensor) -> Tensor:
+        exponents = self.surrogate.value(similarities - self.positives[:, None]) / (tau[:, None] if tau.dim() else tau)
         exponents.diagonal(self.pairs.offset).fill_(-math.inf)
-        return exponents.logsumexp(dim=1) - math.log(block.shape[1] - 1)
+        return exponents.logsumexp(dim=1)
 
     def gradients(self, all_tau: Tensor, alpha: Tensor, all_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Gradient of the global batch's sum over sides of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha constant
-        (neuclip.txt Eq. 4; isogclr.txt Eq. 21).
+        (neuclip.txt Eq. 4; isogclr.txt Eq. 14 and 21).
 
         Args:
             all_tau: temperatures.
@@ -96,18 +127,23 @@ class SimilarityBlocks:
         pairs, batch = self.pairs, self.all_positives.shape[0]
         tau = local_part(all_tau, pairs)
         features, positive_weight, tau_terms = [], 0.0, []
-        for side, (block, others) in enumerate(zip(self.blocks, (pairs.all_text, pairs.all_image), strict=True)):
-            row_tau, column_tau = of_side(tau, side), of_side(all_tau, 1 - side)
+        for side, blocks in enumerate(self.blocks):
+            row_tau = of_side(tau, side)
             row_tau = row_tau[:, None] if row_tau.dim() else row_tau
-            row_gap = block - self.positives[:, None]
-            row_weight = self._weights(row_gap, row_tau, alpha[side][:, None])
-            tau_terms.append(-(row_weight * self.surrogate.value(row_gap)).sum(dim=1, keepdim=True) / row_tau)
-            row_weight = row_weight * self.surrogate.slope(row_gap)
-            column_gap = block - self.all_positives[None, :]
-            column_weight = self._weights(column_gap, column_tau, all_alpha[1 - side][None, :])
-            column_weight = column_weight * self.surrogate.slope(column_gap)
-            features.append((row_weight + column_weight) @ others / batch)
-            positive_weight = positive_weight + row_weight.sum(dim=1)
+            feature, tau_term = 0.0, 0.0
+            for block in blocks:
+                row_gap = block.similarities - self.positives[:, None]
+                row_weight = self._weights(row_gap, row_tau, alpha[side][:, None])
+                tau_term = tau_term - (row_weight * self.surrogate.value(row_gap)).sum(dim=1, keepdim=True) / row_tau
+                row_weight = row_weight * self.surrogate.slope(row_gap)
+                column_gap = block.similarities - self.all_positives[None, :]
+                column_alpha = all_alpha[block.column_side][None, :]
+                column_weight = self._weights(column_gap, of_side(all_tau, block.column_side), column_alpha)
+                column_weight = column_weight * self.surrogate.slope(column_gap)
+                feature = feature + (row_weight + column_weight) @ block.others / batch
+                positive_weight = positive_weight + row_weight.sum(dim=1)
+            features.append(feature)
+            tau_terms.append(tau_term)
         positive_weight = positive_weight[:, None] / batch
         image = features[0] - positive_weight * pairs.text.detach()
         text = features[1] - positive_weight * pairs.image.detach()
@@ -116,7 +152,7 @@ class SimilarityBlocks:
     def _weights(self, gap: Tensor, tau: Tensor, alpha: Tensor) -> Tensor:
         weights = (self.surrogate.value(gap) / tau - alpha).exp_()
         weights.diagonal(self.pairs.offset).zero_()
-        return weights.div_(weights.shape[1] - 1)
+        return weights.div_(self.negatives)
 
 
 def of_side(tau: Tensor, side: int) -> Tensor:

@@ -3,26 +3,46 @@
 g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 """
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from open_clip_ext.options import Option, not_negative
 
 
-class Identity:
+class Surrogate:
+    """Base of the surrogates."""
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[Option, ...]] = ()
+    needs_index: ClassVar[bool] = False
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        """As `Loss.complete`."""
+
+    def value(self, gap: Tensor) -> Tensor:
+        """l(x), of the shape of `gap`."""
+        raise NotImplementedError
+
+    def slope(self, gap: Tensor) -> Tensor | float:
+        """dl/dx, of the shape of `gap` or a number."""
+        raise NotImplementedError
+
+
+class Identity(Surrogate):
     """l(x) = x: the global contrastive loss itself (neuclip.txt Eq. 1)."""
 
     name = "identity"
-    options: tuple[Option, ...] = ()
 
     def value(self, gap: Tensor) -> Tensor:
         return gap
 
-    def slope(self, gap: Tensor) -> Tensor | float:
-        """dl/dx, of the shape of `gap` or a number."""
+    def slope(self, gap: Tensor) -> float:
         return 1.0
 
 
-class PowerHinge:
+class PowerHinge(Surrogate):
     """l(x) = max(x + margin, 0)^power: a negative that is `margin` below the positive has no gradient any more
     (tuneclip.txt Section 4.2, Eq. 8-9, the hinged global contrastive loss).
 

@@ -39,6 +39,10 @@ class Temperature(nn.Module):
     needs_index = False
     rho = 0.0
 
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        """As `Loss.complete`."""
+
     def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
         """Temperatures of all anchors, 0-d or (2, B), without graph.
 
@@ -71,7 +75,7 @@ class Temperature(nn.Module):
         Args:
             index: rows of the global batch, (B,).
             taus: the temperatures the gradients were taken at, (2, B).
-            gradients: log_value_i + rho + tau_i * exp(-alpha_i) * dg_i/dtau_i of all anchors, (2, B).
+            gradients: derivative of tau_i * (log_value_i + rho) of all anchors, (2, B).
             finite: 0-d bool; nothing moves if it is False.
         """
 
@@ -89,6 +93,20 @@ class Temperature(nn.Module):
         """Take over what `full_state` gave."""
 
 
+LOGIT_SCALE_OPTIONS = (
+    INIT,
+    Option(
+        "lr_tau", float, None, "learning rate of logit_scale (default: --lr / 8; amorlip: --lr / 4; cyclip: --lr)",
+        valid=positive, wanted="a number > 0",
+    ),
+    Option(
+        "lr_tau_scheduler", str, "model",
+        "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
+        choices=("model", "fastclip"),
+    ),
+)
+
+
 class FixedTemperature(Temperature):
     """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it."""
 
@@ -104,18 +122,7 @@ class LearnableTemperature(Temperature):
 
     name = "learnable"
     options = (RHO,)
-    optimizer_options = (
-        INIT,
-        Option(
-            "lr_tau", float, None, "learning rate of logit_scale (default: --lr / 8, neuclip.txt Table 3)",
-            valid=positive, wanted="a number > 0",
-        ),
-        Option(
-            "lr_tau_scheduler", str, "model",
-            "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
-            choices=("model", "fastclip"),
-        ),
-    )
+    optimizer_options = LOGIT_SCALE_OPTIONS
     trains_logit_scale = True
 
     def __init__(self, rho: float = 8.5):
@@ -179,7 +186,7 @@ class IndividualTemperature(Temperature):
         Option("tau_min", float, 0.005, "lower bound of a sample's temperature", valid=positive, wanted="a number > 0"),
         Option("tau_max", float, 1.0, "upper bound of a sample's temperature", valid=positive, wanted="a number > 0"),
         Option("tau_lr", float, 1e-4, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
-        Option("tau_optimizer", str, "momentum", "how it moves", choices=("momentum", "adam")),
+        Option("tau_optimizer", str, "momentum", "how it moves", choices=("momentum", "adam"), in_state=True),
         Option(
             "tau_beta", float, 0.1, "weight of the new gradient in its momentum",
             valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",

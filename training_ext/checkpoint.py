@@ -12,13 +12,18 @@ from typing import Any
 
 import torch
 
+from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from training_ext.data import DataRows
 
 KEY = "open_clip_ext"
 FORMAT = 1
 STATE_PARTS = ("normalizer", "temperature")
-STATE_SETTINGS = ("npn_prototypes", "npn_opt", "queue_size", "tau_optimizer")  # the form of the state depends on them
+
+
+def state_settings(args) -> list[str]:
+    """Settings of the chosen loss on which the form of its state depends."""
+    return [option.name for option in factory.options_of(factory.parts_of(args.loss, vars(args))) if option.in_state]
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,7 +50,7 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
         "loss": args.loss,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
-        **{name: getattr(args, name) for name in (*STATE_PARTS, *STATE_SETTINGS)},
+        **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
     }
 
@@ -92,11 +97,11 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
         raise InputError(f"--resume: {path!r} was written by a newer open_clip_ext (format {entry['format']})")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:
-            given += "".join(f" --{part} {getattr(args, part)}" for part in STATE_PARTS)
-        saved = f"--loss {entry['loss']}" + "".join(f" --{part} {entry[part]}" for part in STATE_PARTS)
+            given += _parts(vars(args))
+        saved = f"--loss {entry['loss']}{_parts(entry)}"
         raise InputError(f"--resume: {path!r} was trained with {saved}, not with {given}; {instead}")
-    for name in STATE_SETTINGS:
-        value, saved = getattr(args, name), entry[name]
+    for name in state_settings(args):
+        value, saved = getattr(args, name), entry.get(name)
         if value != saved:
             raise InputError(f"--{name.replace('_', '-')}: {value} where {path!r} has {saved}; give {saved}")
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
@@ -104,3 +109,7 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
             f"--resume: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
             f"{rows.num_rows}, or the same number of other samples); {instead}"
         )
+
+
+def _parts(settings: dict[str, Any]) -> str:
+    return "".join(f" --{part} {settings[part]}" for part in STATE_PARTS if settings[part] is not None)

@@ -16,10 +16,9 @@ from open_clip_train import data as open_clip_data
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from open_clip_ext.normalizers import NORMALIZERS
-from open_clip_ext.temperature import TEMPERATURES
 from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
 from training_ext.shards import Shards, digest_of_list, find_shards, split_row
 
@@ -50,8 +49,7 @@ def trains(args) -> bool:
 
 def needs_index(args) -> bool:
     """Whether the chosen loss keeps state per sample."""
-    parts = (NORMALIZERS[args.normalizer], TEMPERATURES[args.temperature]) if args.uses_ext_loss else ()
-    return any(part.needs_index for part in parts)
+    return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
 def find_rows(args) -> DataRows:

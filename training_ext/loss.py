@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext import GlobalContrastiveLoss, create_loss, factory
+from open_clip_ext import create_loss, factory
+from open_clip_ext.losses import Loss
 from training_ext.data import RowLoader
 
 
-def build_loss(args, num_rows: int, device: torch.device | str) -> GlobalContrastiveLoss:
+def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
     """The loss that the command line asks for.
 
     Args:
@@ -21,14 +22,14 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> GlobalContras
     Raises:
         InputError: the parts do not go together, or a setting is out of range.
     """
-    options = [option for part in factory.parts_of(vars(args)) for option in part.options]
+    options = {option.name for part in factory.parts_of(args.loss, vars(args)) for option in part.options}
     return create_loss(
         args.loss,
         num_samples=num_rows,
         epochs=args.epochs,
         accum_freq=args.accum_freq,
         device=device,
-        **{name: getattr(args, name) for name in (*factory.PARTS, *(option.name for option in options))},
+        **{name: getattr(args, name) for name in (*factory.PARTS, *options)},
     )
 
 
@@ -55,7 +56,7 @@ class TrainingLoss:
         device: where the loss computes.
     """
 
-    def __init__(self, loss: GlobalContrastiveLoss, loader: RowLoader, device: str | torch.device):
+    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):
         self.loss = loss
         self.loader = loader
         self.device = torch.device(device)

@@ -7,10 +7,7 @@ from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.temperature import TEMPERATURES
 from training_ext.overlay import replaced
-
-LR_TAU_RATIO = 1 / 8  # neuclip.txt Table 3: on all five data sets
 
 PART_HELP = {
     "normalizer": "estimator of the normalizers",
@@ -45,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         return namespace
 
     def _add_ours(self, group) -> None:
-        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.PRESETS)}")
+        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
             flag, names = "--" + part.replace("_", "-"), ", ".join(valid)
@@ -84,7 +81,9 @@ class ListLosses(argparse.Action):
 
 def trains_logit_scale(args) -> bool:
     """Whether the temperature is the model's parameter and learned; OpenCLIP's own losses see to that themselves."""
-    return args.uses_ext_loss and TEMPERATURES[args.temperature].trains_logit_scale
+    return args.uses_ext_loss and any(
+        getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
+    )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -116,5 +115,5 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if args.shard_sizes and not args.uses_ext_loss:
         raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
     if trains_logit_scale(args) and args.lr_tau is None and args.lr is not None:
-        args.lr_tau = args.lr * LR_TAU_RATIO
+        args.lr_tau = args.lr * preset.lr_tau_ratio
     return args

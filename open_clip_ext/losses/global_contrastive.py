@@ -12,10 +12,11 @@ Both sides are summed and rho is on that scale, as in the papers; FastCLIP's rel
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses.base import Loss
 from open_clip_ext.losses.compositional import Compositional
 from open_clip_ext.losses.unified import Unified
 from open_clip_ext.normalizers.base import Batch, Normalizer
@@ -27,18 +28,13 @@ from open_clip_ext.pairs import (
     add_eps,
     attach_gradients,
     local_part,
-    scale_gradient,
 )
-from open_clip_ext.surrogates import Identity, PowerHinge
+from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperature import Temperature
 
 
-class NonFiniteError(ArithmeticError):
-    """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
-
-
-class GlobalContrastiveLoss(nn.Module):
-    """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+class GlobalContrastiveLoss(Loss):
+    """Any of the methods that minimise the global contrastive objective.
 
     Under torch.distributed each process passes its own b pairs; the gradients are exact for the global batch of B
     pairs once averaged over processes, as DistributedDataParallel does. They do not depend on OpenCLIP's
@@ -52,9 +48,10 @@ class GlobalContrastiveLoss(nn.Module):
         mixing: share of the batch's own estimate, as a constant, in every exp(alpha), in [0, 1); 0 leaves the estimator
             alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Of no paper, ours.
         eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
-        accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
-            state moves on the first call, and the temperature's gradient is that of one call.
-        validate: also check what needs a wait for the device (range of `index`, unit norms), on every call.
+        negatives: `cross`: an anchor's negatives are of the other side. `both`: also of its own side, 2 (B - 1) in
+            all; for two views of images in place of image and text (isogclr.txt Eq. 2-4 and 11), where each view of an
+            image is an anchor with a row and a temperature of its own.
+        accum_freq, validate: as in `Loss`.
 
     Raises:
         InputError: the parts do not go together, or an argument is out of range.
@@ -66,7 +63,12 @@ class GlobalContrastiveLoss(nn.Module):
             "mixing", float, 0.0, "share of the batch's own estimate mixed into every normalizer; bounds the weights",
             valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
         ),
+        Option(
+            "negatives", str, "cross", "whether only the other side's samples are negatives, or both sides'",
+            choices=("cross", "both"),
+        ),
     )
+    trains_logit_scale = False  # the temperature decides
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
 
     def __init__(
@@ -74,15 +76,21 @@ class GlobalContrastiveLoss(nn.Module):
         normalizer: Normalizer,
         temperature: Temperature,
         objective: type[Compositional] | type[Unified],
-        surrogate: Identity | PowerHinge | None = None,
+        surrogate: Surrogate | None = None,
         mixing: float = 0.0,
         eps: float = 1e-14,
+        negatives: str = "cross",
         accum_freq: int = 1,
         validate: bool = False,
     ):
-        super().__init__()
-        for option, value in zip(self.options, (eps, mixing), strict=True):
+        super().__init__(accum_freq, validate)
+        for option, value in zip(self.options, (eps, mixing, negatives), strict=True):
             option.check(value)
+        if negatives == "both" and not normalizer.knows_both_sides:
+            raise InputError(
+                f"--negatives: 'both' with --normalizer {normalizer.name}, which estimates over the other side alone; "
+                "use 'cross'"
+            )
         if objective.needs_differentiable_normalizer and not normalizer.differentiable:
             raise InputError(
                 f"--encoder-objective: {objective.name!r} needs a normalizer that is a function of the embeddings; "
@@ -94,68 +102,31 @@ class GlobalContrastiveLoss(nn.Module):
         self.surrogate = surrogate or Identity()
         self.mixing = mixing
         self.eps = eps
-        self.accum_freq = accum_freq
-        self.validate = validate
-        self.steps = 0
-        self._calls = 0
-        self._first_problem: Tensor | None = None
+        self.both_sides = negatives == "both"
+        self.needs_index = normalizer.needs_index or temperature.needs_index
+        self.trains_logit_scale = temperature.trains_logit_scale
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell schedules that epoch `epoch` (0-based) begins."""
-        self._calls = 0
+        super().set_epoch(epoch)
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
-
-    def forward(
-        self,
-        image_features: Tensor,
-        text_features: Tensor,
-        logit_scale: Tensor,
-        logit_bias: Tensor | None = None,
-        index: Tensor | None = None,
-        output_dict: bool = False,
-    ) -> Tensor | dict[str, Tensor]:
-        """Estimate of the global objective, 0-d float32, equal on every process, with its gradient.
-
-        Args:
-            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process; computed in
-                float32 whatever autocast says (float64 stays float64). On CUDA the matrix products follow
-                `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
-            logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
-            logit_bias: has no effect, since it cancels in s_ij - s_ii.
-            index: rows of the samples, (b,) int64 in [0, n); needed if the normalizer has state per sample.
-
-        Raises:
-            ValueError: shapes, types or `index` do not fit; the message names the argument.
-        """
-        self._check(image_features, text_features, logit_scale, index)
-        with torch.autocast(image_features.device.type, enabled=False):
-            value = self._forward(image_features, text_features, logit_scale, index)
-        return {"contrastive_loss": value} if output_dict else value
-
-    @property
-    def needs_index(self) -> bool:
-        """Whether any part keeps state per sample."""
-        return self.normalizer.needs_index or self.temperature.needs_index
 
     @property
     def num_samples(self) -> int:
         """n, of the part that keeps state per sample."""
         return (self.normalizer if self.normalizer.needs_index else self.temperature).num_samples
 
-    def _forward(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None):
-        dtype = torch.promote_types(image_features.dtype, torch.float32)
-        pairs = Pairs.gather(image_features.to(dtype), text_features.to(dtype))
-        # Each of the accum_freq calls sees the whole batch, so each adds tau's whole gradient.
-        tau = scale_gradient(logit_scale.reshape(()).to(dtype).reciprocal(), 1 / self.accum_freq)
-        moves = self.training and self._calls % self.accum_freq == 0
-        self._calls += self.training
-        self.steps += moves
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool
+    ) -> Tensor:
+        """The value is equal on every process."""
+        pairs = Pairs.gather(image, text)
+        tau = logit_scale.reciprocal()
         with torch.no_grad():
-            index, index_problem = self._global_index(index, image_features.device)
+            index, index_problem = self._global_index(index, image.device)
             taus = self.temperature.taus(tau, index)
-            blocks = SimilarityBlocks(pairs, self.surrogate)
+            blocks = SimilarityBlocks(pairs, self.surrogate, self.both_sides)
             log_batch = add_eps(blocks.log_batch_normalizers(taus), self.eps)
             batch, problems = self._global_batch(pairs, blocks, log_batch, taus, index, index_problem)
             if moves:
@@ -163,18 +134,22 @@ class GlobalContrastiveLoss(nn.Module):
 
         positives = (pairs.image * pairs.text).sum(dim=1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer):
-            alpha = self.normalizer(pairs, positives, tau if taus.dim() == 0 else local_part(taus, pairs), batch)
+            own_tau = local_part(taus, pairs).clone().requires_grad_() if taus.dim() else tau
+            alpha = self.normalizer(pairs, positives, own_tau, batch)
             if self.mixing > 0:
                 alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
             alpha = alpha.maximum(log_batch - MAX_LOG_WEIGHT)
 
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
-            self._note(problems, all_alpha)
+            self.note(torch.cat([problems, ~all_alpha.isfinite().all()[None]]))
             self._last = (taus, batch.log_batch, all_alpha)
             log_values = self.objective.log_values(batch.log_batch, all_alpha)
             value = self.temperature.value(taus, log_values)
             gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, alpha, all_alpha)
+            if taus.dim() and alpha.requires_grad:
+                slope = self.objective.alpha_gradient(log_batch, alpha)
+                tau_terms = tau_terms + own_tau * torch.autograd.grad(alpha, own_tau, slope, retain_graph=True)[0]
             if moves and self.temperature.needs_index:
                 all_tau_terms = all_gather(tau_terms.T).T
                 per_anchor = log_values + self.temperature.rho + all_tau_terms
@@ -206,8 +181,8 @@ class GlobalContrastiveLoss(nn.Module):
         return batch, problems
 
     def _gradients(self, pairs, blocks, tau, taus, log_batch, alpha, all_alpha):
-        """This process's part of the gradient of the global value, by input; and tau_i * exp(-alpha_i) * dg_i/dtau_i
-        of its anchors."""
+        """This process's part of the gradient of the global value, by input; and of its anchors
+        tau_i * exp(-alpha_i) * dg_i/dtau_i, alpha constant."""
         batch = all_alpha.shape[1]
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         image, text, tau_terms = blocks.gradients(taus, alpha, all_alpha)
@@ -240,78 +215,20 @@ class GlobalContrastiveLoss(nn.Module):
             **self.normalizer.diagnostics(log_batch, alpha),
         }
 
-    def _note(self, problems: Tensor, alpha: Tensor) -> None:
-        """Remember, on the device, the first step at which something was wrong, and what."""
-        problems = torch.cat([problems, ~alpha.isfinite().all()[None]]).long()
-        now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
-        if self._first_problem is None:
-            self._first_problem = now
-        else:
-            self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
-
-    def raise_if_not_finite(self) -> None:
-        """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
-        device. Waits for the device."""
-        if self._first_problem is None:
-            return
-        step, which = self._first_problem.tolist()
-        if step < 0:
-            return
-        if self.CHECKED[which] == "index":
-            raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
-
-    def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
-        if image_features.dim() != 2 or image_features.shape != text_features.shape:
-            raise ValueError(
-                "image_features and text_features must both be (b, d); got "
-                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
-            )
-        if image_features.shape[0] * world_size() < 2:
-            raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
-        if logit_scale.numel() != 1:
-            raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        if index is None:
-            if self.needs_index:
-                part = f"{self.normalizer.name} normalizer"
-                if not self.normalizer.needs_index:
-                    part = f"{self.temperature.name} temperature"
-                raise ValueError(f"index: the {part} needs the samples' rows, (b,) int64")
-            return
-        if index.dtype != torch.int64 or tuple(index.shape) != (image_features.shape[0],):
-            raise ValueError(
-                f"index must be int64 of shape ({image_features.shape[0]},); got {index.dtype} of {tuple(index.shape)}"
-            )
-        if self.needs_index and (self.validate or index.device.type == "cpu"):
-            rows = self.num_samples
-            low, high = index.min().item(), index.max().item()
-            if low < 0 or high >= rows:
-                raise ValueError(f"index: rows must lie in [0, {rows}); got {low if low < 0 else high}")
-        if self.validate:
-            for name, features in (("image_features", image_features), ("text_features", text_features)):
-                if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
-                    raise ValueError(f"{name} must be unit vectors; normalise them first")
+    def index_reason(self) -> str:
+        if self.normalizer.needs_index:
+            return f"the {self.normalizer.name} normalizer"
+        return f"the {self.temperature.name} temperature"
 
     def full_state(self) -> dict[str, Tensor | int | str]:
-        """The estimator's state as CPU tensors, numbers and strings, which `torch.load(weights_only=True)` reads.
-
-        It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
-        call it. `state_dict()` contains it too, and then must be called by every process.
-        """
         state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
         state |= {f"temperature.{name}": value for name, value in self.temperature.full_state().items()}
-        return {"normalizer": self.normalizer.name, "steps": self.steps, **state}
+        return {"normalizer": self.normalizer.name, **super().full_state(), **state}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Take over what `full_state` gave on process 0; every process loads the whole.
-
-        Raises:
-            ValueError: it is the state of another normalizer or of other sizes.
-        """
-        if state["normalizer"] != self.normalizer.name:
-            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {state['normalizer']!r}")
+        if state.get("normalizer") != self.normalizer.name:
+            saved = state.get("normalizer", "another loss")
+            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {saved!r}")
         for prefix, part in (("state.", self.normalizer), ("temperature.", self.temperature)):
             part.load_full_state({key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)})
-        self.steps = int(state["steps"])
-
-    get_extra_state, set_extra_state = full_state, load_full_state
+        super().load_full_state(state)

@@ -2,12 +2,13 @@
 
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.normalizers.batch import BatchNormalizer
+from open_clip_ext.normalizers.mlp import MLP
 from open_clip_ext.normalizers.prototypes import Prototypes
 from open_clip_ext.normalizers.queue import Queue
 from open_clip_ext.normalizers.table import MovingAverageTable
 
 NORMALIZERS = {
-    normalizer.name: normalizer for normalizer in (BatchNormalizer, MovingAverageTable, Prototypes, Queue)
+    normalizer.name: normalizer for normalizer in (BatchNormalizer, MovingAverageTable, Prototypes, MLP, Queue)
 }
 
-__all__ = ["NORMALIZERS", "Batch", "BatchNormalizer", "MovingAverageTable", "Normalizer", "Prototypes", "Queue"]
+__all__ = ["MLP", "NORMALIZERS", "Batch", "BatchNormalizer", "MovingAverageTable", "Normalizer", "Prototypes", "Queue"]

@@ -37,12 +37,24 @@ class Normalizer(nn.Module):
 
     `update` moves the state, once per optimiser step; `forward` then gives alpha for this process's anchors. State is
     kept on the device, and only `full_state` and `load_full_state` may wait for the device.
+
+    Class attributes:
+        name: as given to `--normalizer`.
+        options: settings of the constructor, each a command-line flag.
+        needs_index: whether state is kept per sample; the constructor then takes `num_samples` and `device`.
+        differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.
+        knows_both_sides: whether alpha also stands for negatives of the anchor's own side (`--negatives both`).
     """
 
     name: ClassVar[str]
     options: ClassVar[tuple[Option, ...]] = ()
     needs_index: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
+    knows_both_sides: ClassVar[bool] = False
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        """As `Loss.complete`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""

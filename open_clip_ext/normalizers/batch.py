@@ -12,6 +12,7 @@ from open_clip_ext.pairs import Pairs
 
 class BatchNormalizer(Normalizer):
     name = "batch"
+    knows_both_sides = True
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         return batch.log_batch[:, pairs.local]

@@ -19,7 +19,7 @@ from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
-from open_clip_ext.surrogates import Identity, PowerHinge
+from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Queue(Normalizer):
@@ -36,12 +36,12 @@ class Queue(Normalizer):
     options = (
         Option(
             "queue_size", int, 4096, "m, embeddings that the queue holds on each side",
-            valid=lambda value: value >= 1, wanted="at least 1",
+            valid=lambda value: value >= 1, wanted="at least 1", in_state=True,
         ),
     )
 
     def __init__(
-        self, queue_size: int = 4096, eps: float = 1e-14, surrogate: Identity | PowerHinge | None = None
+        self, queue_size: int = 4096, eps: float = 1e-14, surrogate: Surrogate | None = None
     ):
         super().__init__()
         self.options[0].check(queue_size)

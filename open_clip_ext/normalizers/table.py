@@ -37,6 +37,7 @@ class MovingAverageTable(Normalizer):
     """
 
     name = "table"
+    knows_both_sides = True
     needs_index = True
     options = (
         Option(
@@ -81,6 +82,13 @@ class MovingAverageTable(Normalizer):
         else:
             cosine = 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_decay_epochs))
             self.gamma = cosine * (1 - self.final_gamma) + self.final_gamma
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        if settings["gamma_decay_epochs"] is None:
+            if epochs is None and settings["gamma_schedule"] == "cosine":
+                raise InputError("gamma_decay_epochs: the cosine of gamma needs its length, or the number of epochs")
+            settings["gamma_decay_epochs"] = max(1, (epochs or 2) // 2)
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:

@@ -93,6 +93,39 @@ def eq12(w1, w2, e1, e2, tau, eps, rho):
     return tau * (torch.exp(-alpha) * (eps + g) + alpha).mean(dim=1).sum() + 2 * tau * (rho - 1)
 
 
+def both_views(e1, e2, taus):
+    """isogclr.txt Eq. 11 for every anchor of both views, (2, B): its negatives are both views of the other images.
+
+    taus: (2, B).
+    """
+    sides = []
+    for side, (anchors, partners) in enumerate([(e1, e2), (e2, e1)]):
+        values = []
+        for i in range(len(e1)):
+            positive = torch.dot(anchors[i], partners[i])
+            negatives = [view[j] for view in (e1, e2) for j in range(len(e1)) if j != i]
+            total = sum(torch.exp((torch.dot(anchors[i], z) - positive) / taus[side, i]) for z in negatives)
+            values.append(total / len(negatives))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
+
+
+def cyclip(e1, e2, tau, inmodal, crossmodal):
+    """CLIP's loss by its definition, and Goel et al.'s two sums over all pairs of the batch divided by its size."""
+    size = len(e1)
+    total = 0.0
+    for i in range(size):
+        logits_1 = torch.stack([torch.dot(e1[i], e2[j]) / tau for j in range(size)])
+        logits_2 = torch.stack([torch.dot(e1[j], e2[i]) / tau for j in range(size)])
+        for logits in (logits_1, logits_2):
+            total = total - (logits[i] - logits.exp().sum().log()) / (2 * size)
+    for j in range(size):
+        for k in range(size):
+            total = total + inmodal / size * (torch.dot(e1[j], e1[k]) - torch.dot(e2[j], e2[k])) ** 2
+            total = total + crossmodal / size * (torch.dot(e1[j], e2[k]) - torch.dot(e2[j], e1[k])) ** 2
+    return total
+
+
 def unit(generator, rows, dimension):
     vectors = torch.randn(rows, dimension, generator=generator, dtype=torch.float64)
     return vectors / vectors.norm(dim=1, keepdim=True)

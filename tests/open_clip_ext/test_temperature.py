@@ -192,3 +192,26 @@ def test_a_network_with_a_hinge_and_individual_temperatures():
 def test_wrong_settings_are_named(name, options, message):
     with pytest.raises(InputError, match=message):
         create_loss(name, num_samples=ROWS, **options)
+
+
+def test_individual_temperatures_also_move_through_a_unified_normalizer():
+    """tau_i's derivative of Eq. 12 with one tau per anchor, through alpha too; beta_1 = 1 and no clipping."""
+    start, lr, rho = 0.3, 1e-2, 0.2
+    loss = create_loss(
+        "neuclip", temperature="individual", num_samples=ROWS, npn_prototypes=BATCH, npn_updates=2, npn_lr=0.1,
+        tau_start=start, tau_lr=lr, tau_beta=1.0, rho=rho, tau_max=10.0, loss_eps=EPS,
+    )
+    single, double, index = embeddings(0)
+    loss(*single, torch.tensor(1.0), index=index)
+    w = loss.full_state()["state.weight"].double()
+    taus = torch.full((2, BATCH), start, dtype=torch.float64, requires_grad=True)
+    e1, e2 = (e.detach() for e in double)
+    positives = (e1 * e2).sum(dim=1)
+    directions = w / w.norm(dim=2, keepdim=True)
+    gaps = torch.stack([e1 @ directions[0].T, e2 @ directions[1].T]) - positives[:, None]
+    alpha = (EPS + (gaps / taus[:, :, None]).exp().mean(dim=2)).log()
+    ratio = (EPS + g(e1, e2, taus, lambda x: x)) / alpha.exp()
+    (gradient,) = torch.autograd.grad((taus * (ratio + alpha - 1 + rho)).sum(), taus)
+    assert gradient.abs().max() < 5 and gradient.abs().min() > 1e-3
+    moved = loss.full_state()["temperature.tau"][index].T.double()
+    close((start - moved) / lr, gradient)

@@ -22,13 +22,13 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (f"{SHAPES} --loss neuclipp", ["--loss", "'neuclipp'", "clip, siglip, sogclr", "fastclip-v3, neuclip, queue"]),
+        (f"{SHAPES} --loss neuclipp", ["--loss", "'neuclipp'", "clip, siglip, cyclip, sogclr", "fastclip-v3, neuclip"]),
         (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "--npn-prototypes?"]),
         (f"{NEUCLIP} --zzzz", ["--zzzz", "--help"]),
         (f"{NEUCLIP} --npn-lr fast", ["--npn-lr", "float", "'fast'"]),
         (f"{NEUCLIP} --batch-size many", ["--batch-size", "int", "'many'"]),
         (f"{NEUCLIP} --npn-updates -1", ["--npn-updates", "-1", "at least 0"]),
-        (f"{NEUCLIP} --npn-opt lion", ["--npn-opt", "'lion'", "adagrad, adamw, sgd"]),
+        (f"{NEUCLIP} --npn-opt lion", ["--npn-opt", "'lion'", "adagrad, adam, adamw, sgd"]),
         (f"{NEUCLIP} --rho nan", ["--rho", "nan", "number >= 0"]),
         (f"{NEUCLIP} --gamma 0.5", ["--gamma", "--loss neuclip", "does not use"]),
         (f"{FASTCLIP} --npn-lr 0.1", ["--npn-lr", "--loss fastclip-v3", "does not use"]),

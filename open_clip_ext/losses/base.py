@@ -1,0 +1,189 @@
+"""What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_ext.distributed import world_size
+from open_clip_ext.options import Option
+from open_clip_ext.pairs import scale_gradient
+
+
+class NonFiniteError(ArithmeticError):
+    """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
+
+
+class Loss(nn.Module):
+    """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+
+    A loss of one's own overrides `compute`, and whatever else of this class it needs.
+
+    Args:
+        accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
+            state moves on the first call, and the temperature's gradient is that of one call.
+        validate: also check what needs a wait for the device (range of `index`, unit norms), on every call.
+
+    Class attributes:
+        options: settings of the constructor, each a command-line flag.
+        optimizer_options: settings of the optimizer group of `logit_scale`, which is not the loss's business.
+        needs_index: whether state is kept per sample; an instance may say otherwise.
+        trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
+        CHECKED: names of the tensors that `note` watches.
+    """
+
+    options: ClassVar[tuple[Option, ...]] = ()
+    optimizer_options: ClassVar[tuple[Option, ...]] = ()
+    needs_index = False
+    trains_logit_scale = True
+    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
+
+    def __init__(self, accum_freq: int = 1, validate: bool = False):
+        super().__init__()
+        self.accum_freq = accum_freq
+        self.validate = validate
+        self.steps = 0
+        self._calls = 0
+        self._first_problem: Tensor | None = None
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        """Fill in settings that are None and follow from others or from the length of the training, in epochs."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell schedules that epoch `epoch` (0-based) begins."""
+        self._calls = 0
+
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool
+    ) -> Tensor:
+        """The loss, 0-d, with its gradient.
+
+        Args:
+            image, text: (b, d) unit vectors of this process, float32 or float64, outside autocast.
+            logit_scale: 1 / tau, 0-d, of the same type.
+            index: rows of the samples, (b,) int64, or None.
+            moves: whether state moves: in training, on the first of `accum_freq` calls.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        logit_scale: Tensor,
+        logit_bias: Tensor | None = None,
+        index: Tensor | None = None,
+        output_dict: bool = False,
+    ) -> Tensor | dict[str, Tensor]:
+        """Estimate of the objective, 0-d float32, with its gradient.
+
+        Args:
+            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process; computed in
+                float32 whatever autocast says (float64 stays float64). On CUDA the matrix products follow
+                `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
+            logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
+            logit_bias: has no effect; in a softmax it cancels.
+            index: rows of the samples, (b,) int64 in [0, n); needed if the loss has state per sample.
+
+        Raises:
+            ValueError: shapes, types or `index` do not fit; the message names the argument.
+        """
+        self._check(image_features, text_features, logit_scale, index)
+        dtype = torch.promote_types(image_features.dtype, torch.float32)
+        with torch.autocast(image_features.device.type, enabled=False):
+            # Each of the accum_freq calls sees the whole batch, so each adds the temperature's whole gradient.
+            scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
+            moves = self.training and self._calls % self.accum_freq == 0
+            self._calls += self.training
+            self.steps += moves
+            value = self.compute(image_features.to(dtype), text_features.to(dtype), scale, index, moves)
+        return {"contrastive_loss": value} if output_dict else value
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
+        return {}
+
+    def note(self, problems: Tensor) -> None:
+        """Remember, on the device, the first step at which something was wrong, and what.
+
+        Args:
+            problems: a bool for each of `CHECKED`.
+        """
+        problems = problems.long()
+        now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
+        if self._first_problem is None:
+            self._first_problem = now
+        else:
+            self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
+
+    def raise_if_not_finite(self) -> None:
+        """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
+        device. Waits for the device."""
+        if self._first_problem is None:
+            return
+        step, which = self._first_problem.tolist()
+        if step < 0:
+            return
+        if self.CHECKED[which] == "index":
+            raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
+        raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
+
+    def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
+        for name, features in (("image_features", image_features), ("text_features", text_features)):
+            if not features.is_floating_point():
+                raise ValueError(f"{name} must be floating point; got {features.dtype}")
+        if image_features.dim() != 2 or image_features.shape != text_features.shape:
+            raise ValueError(
+                "image_features and text_features must both be (b, d); got "
+                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
+            )
+        if image_features.shape[0] * world_size() < 2:
+            raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
+        if logit_scale.numel() != 1:
+            raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
+        if (self.validate or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
+            raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
+        if index is not None:
+            self._check_index(index, image_features.shape[0])
+        elif self.needs_index:
+            raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+        if self.validate:
+            for name, features in (("image_features", image_features), ("text_features", text_features)):
+                if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
+                    raise ValueError(f"{name} must be unit vectors; normalise them first")
+
+    def index_reason(self) -> str:
+        """What needs the rows, for an error message."""
+        return type(self).__name__
+
+    def _check_index(self, index: Tensor, batch: int) -> None:
+        if index.dtype != torch.int64 or tuple(index.shape) != (batch,):
+            raise ValueError(f"index must be int64 of shape ({batch},); got {index.dtype} of {tuple(index.shape)}")
+        if self.needs_index and (self.validate or index.device.type == "cpu"):
+            rows = self.num_samples
+            low, high = index.min().item(), index.max().item()
+            if low < 0 or high >= rows:
+                raise ValueError(f"index: rows must lie in [0, {rows}); got {low if low < 0 else high}")
+
+    def full_state(self) -> dict[str, Tensor | int | str]:
+        """The loss's state as CPU tensors, numbers and strings, which `torch.load(weights_only=True)` reads.
+
+        It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
+        call it. `state_dict()` contains it too, and then must be called by every process.
+        """
+        return {"steps": self.steps}
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Take over what `full_state` gave on process 0; every process loads the whole.
+
+        Raises:
+            ValueError: it is the state of another loss or of other sizes.
+        """
+        self.steps = int(state["steps"])
+
+    def get_extra_state(self) -> dict[str, Tensor | int | str]:
+        return self.full_state()
+
+    def set_extra_state(self, state: dict[str, Tensor | int | str]) -> None:
+        self.load_full_state(state)

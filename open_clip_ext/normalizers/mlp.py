@@ -1,0 +1,96 @@
+"""A multi-layer perceptron in place of the prototypes (neuclip.txt Section 5.2, "MLP").
+
+    alpha_1i = logaddexp(log eps, MLP_1(e_1i) - s_ii / tau),    MLP_1(e_1i) ~ log mean_j exp(s_ij / tau)
+
+and the same with the sides swapped. What the MLP predicts depends on the anchor's own embedding alone, so that the
+positive's similarity must leave the exponent in one piece: the identity surrogate only.
+
+Readings fixed here: the network is AmorLIP's (`networks`). A restart draws new weights; since there are no embeddings
+to restart from, there is none after the first unless `npn_restart_every` asks for it. Adam at 1e-3, as AmorLIP's.
+"""
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.networks import WIDTH, PartitionNetwork
+from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.normalizers.network import COMMON, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.options import Option
+from open_clip_ext.pairs import Pairs, add_eps
+from open_clip_ext.surrogates import Identity, Surrogate
+
+
+class MLP(NetworkNormalizer):
+    """Args: see `options`; `eps` and `surrogate` are the loss's.
+
+    Raises:
+        InputError: an argument is out of range, or the surrogate is not the identity.
+    """
+
+    name = "mlp"
+    options = (WIDTH, Option(**{**vars(RESTART_EVERY), "default": 0}), *COMMON)
+
+    def __init__(
+        self,
+        mlp_width: float = 0.5,
+        npn_restart_every: int = 0,
+        npn_updates: int = 10,
+        npn_opt: str | None = None,
+        npn_lr: float | None = None,
+        npn_wd: float = 0.0,
+        npn_initial_accumulator: float = 0.0,
+        npn_reset_optimizer: bool = False,
+        npn_objective: str = "unified",
+        npn_joint: bool = False,
+        eps: float = 1e-14,
+        surrogate: Surrogate | None = None,
+    ):
+        given = locals()
+        for option in self.options:
+            option.check_given(given)
+        if not isinstance(surrogate or Identity(), Identity):
+            raise InputError(f"--surrogate: {surrogate.name!r} with --normalizer mlp, which needs 'identity'")
+        super().__init__(
+            npn_restart_every, npn_updates, npn_opt, npn_lr, npn_wd, npn_initial_accumulator, npn_reset_optimizer,
+            npn_objective, npn_joint,
+        )
+        self.width = mlp_width
+        self.eps = eps
+        self.network: PartitionNetwork | None = None
+
+    def _allocate(self, dimension: int, like: Tensor) -> None:
+        self.dimension = dimension
+        self.network = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
+
+    def _named(self) -> dict[str, Tensor]:
+        return {} if self.network is None else self.network.named()
+
+    def _restart(self, batch: Batch) -> None:
+        # L + s_ii / tau is log mean_j exp(s_ij / tau) over the batch.
+        levels = (batch.log_batch + batch.positives / batch.tau).mean(dim=1)
+        levels = torch.where(batch.finite, levels, 0.0)
+        self.network.load(PartitionNetwork(self.dimension, self.width, levels, seed=self.steps).named())
+
+    def _set_gradient(self, batch: Batch) -> Tensor:
+        log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
+        alpha = add_eps(log_ratio, self.eps)
+        objective = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
+        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp() / alpha.shape[1]
+        gradients = self.network.gradients(batch.image, batch.text, slopes)
+        for parameter, gradient in zip(self._named().values(), gradients, strict=True):
+            parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
+        return objective
+
+    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
+        if self.network is None:
+            return batch.log_batch[:, pairs.local]
+        self._follow(pairs.all_image)
+        return add_eps(self.network(pairs.image, pairs.text) - positives / tau, self.eps)
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if "0.up.weight" in state:
+            width = round(state["0.up.weight"].shape[0] / int(state["dimension"]), 3)
+            if state["0.up.weight"].shape[0] != max(1, round(self.width * int(state["dimension"]))):
+                raise ValueError(f"mlp_width: {self.width} where the state has about {width}")
+        super().load_full_state(state)

@@ -1,0 +1,225 @@
+"""A normalizer-prediction network (NPN): what Algorithm 1 of neuclip.txt does with any network.
+
+Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`fits`) with embeddings, L and tau
+held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are taken at the
+same point, and both move by one step.
+
+Readings fixed here, where the paper is silent:
+
+- The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
+  forgets it.
+- Eq. 12's factor tau is left out of the network's objective; AdaGrad and Adam do not see it.
+- Every process updates the same network on all B anchors: the gathered embeddings are at hand, so that no gradient
+  travels. At each restart process 0 sends its network, so that processes whose hardware rounds otherwise do not drift
+  apart.
+- Joint: an AdamW of the network's own with a constant learning rate, 1e-3 unless told otherwise. AdamW treats each
+  number alone, so that it and the encoders' together are one AdamW. There are no restarts after the first, and T_u = 1.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.fits import FITS
+from open_clip_ext.options import Option, not_negative, positive
+
+OPTIMIZERS = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+
+RESTART_EVERY = Option(
+    "npn_restart_every", int, 500, "T_r, steps between restarts of the network; 0: never after the first",
+    valid=not_negative, wanted="at least 0",
+)
+OPTIMIZER = Option(
+    "npn_opt", str, None, "optimiser of the network (default: adagrad for prototypes, adam for mlp, adamw if joint)",
+    choices=tuple(OPTIMIZERS), in_state=True,
+)
+COMMON = (
+    Option("npn_updates", int, 10, "T_u, updates of the network per step", valid=not_negative, wanted="at least 0"),
+    OPTIMIZER,
+    Option(
+        "npn_lr", float, None, "learning rate of the network (default: 1.0 with adagrad, else 1e-3)",
+        valid=positive, wanted="a number > 0",
+    ),
+    Option("npn_wd", float, 0.0, "weight decay of the network", valid=not_negative, wanted="a number >= 0"),
+    Option(
+        "npn_initial_accumulator", float, 0.0,
+        "start of AdaGrad's accumulators; above 0 its first steps are smaller",
+        valid=not_negative, wanted="a number >= 0",
+    ),
+    Option("npn_reset_optimizer", bool, False, "forget the optimiser's state at each restart of the network"),
+    Option("npn_objective", str, "unified", "what the network minimises", choices=tuple(FITS)),
+    Option("npn_joint", bool, False, "one step on the encoders and the network together, no restarts", in_state=True),
+)
+
+
+class NetworkNormalizer(Normalizer):
+    """Base of the networks. Memory is allocated at the first batch, on its device.
+
+    A network overrides `_allocate`, `_named`, `_restart`, `_set_gradient` and `forward`, and `_extra_state` and
+    `_restore_extra` if it keeps more than parameters.
+    """
+
+    differentiable = True
+    default_optimizer = "adam"
+
+    def __init__(
+        self,
+        restart_every: int,
+        updates: int,
+        opt: str | None,
+        lr: float | None,
+        wd: float,
+        initial_accumulator: float,
+        reset_optimizer: bool,
+        objective: str,
+        joint: bool,
+    ):
+        super().__init__()
+        self.restart_every = 0 if joint else restart_every
+        self.updates = 1 if joint else updates
+        self.optimizer_name = opt or ("adamw" if joint else self.default_optimizer)
+        self.reset_optimizer = reset_optimizer
+        self.objective = FITS[objective]
+        self.joint = joint
+        lr = lr or (1.0 if self.optimizer_name == "adagrad" else 1e-3)
+        self._optimizer_settings = dict(lr=lr, weight_decay=wd)
+        if self.optimizer_name == "adagrad":
+            self._optimizer_settings["initial_accumulator_value"] = initial_accumulator
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.steps = 0
+        self.objective_before: Tensor | None = None
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None) -> None:
+        settings["npn_opt"] = settings["npn_opt"] or ("adamw" if settings["npn_joint"] else cls.default_optimizer)
+
+    # What a network is
+
+    def _allocate(self, dimension: int, like: Tensor) -> None:
+        """Make parameters and whatever else is kept for embeddings of `dimension`, of the device and type of `like`."""
+        raise NotImplementedError
+
+    def _named(self) -> dict[str, Tensor]:
+        """The parameters by name, without graph; empty before `_allocate`."""
+        raise NotImplementedError
+
+    def _restart(self, batch: Batch) -> None:
+        """Write the parameters anew."""
+        raise NotImplementedError
+
+    def _observe(self, batch: Batch) -> None:
+        """See each batch, before restarts and updates."""
+
+    def _set_gradient(self, batch: Batch) -> Tensor:
+        """Write the objective's gradient to the parameters' `grad`, 0 if the batch is not finite; its value, 0-d."""
+        raise NotImplementedError
+
+    def _extra_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def _restore_extra(self, state: dict[str, Tensor]) -> None:
+        """Take over what `_extra_state` gave."""
+
+    # Algorithms 1 and 3
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> None:
+        self._follow(batch.image)
+        if self.joint and self.steps > 0:
+            self.optimizer.step()
+        self._observe(batch)
+        if self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0):
+            self._restart(batch)
+            if self.reset_optimizer:
+                self._new_optimizer()
+            self._broadcast()
+        for update in range(self.updates):
+            objective = self._set_gradient(batch)
+            if update == 0:
+                self.objective_before = objective
+            if not self.joint:
+                self.optimizer.step()
+        self.steps += 1
+
+    def _follow(self, image: Tensor) -> None:
+        """Allocate for embeddings like `image`, or go where they went since the last batch."""
+        parameters = self._named()
+        if not parameters:
+            self._allocate(image.shape[1], image)
+            self._new_optimizer()
+            return
+        parameter = next(iter(parameters.values()))
+        if parameter.device != image.device or parameter.dtype != image.dtype:
+            self._restore(self._state(), image.shape[1], image)
+
+    def _new_optimizer(self) -> None:
+        parameters = list(self._named().values())
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.optimizer = OPTIMIZERS[self.optimizer_name](parameters, **self._optimizer_settings)
+
+    def _broadcast(self) -> None:
+        if world_size() == 1:
+            return
+        for parameter in self._named().values():
+            for tensor in (parameter, *self.optimizer.state[parameter].values()):
+                if tensor.device == parameter.device:
+                    dist.broadcast(tensor, 0)
+
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+        after = self.objective.values(log_batch, alpha).mean(dim=1).sum()
+        shown = {"npn_objective_after": after}
+        return shown if self.objective_before is None else {"npn_objective_before": self.objective_before, **shown}
+
+    # State
+
+    def full_state(self) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if "steps" not in state:
+            return
+        others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
+        if others:
+            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
+        if self.joint != any(key.startswith("pending:") for key in state):
+            raise ValueError(f"npn_joint: {self.joint} where the state is of {not self.joint}")
+        like = next(value for value in state.values() if value.is_floating_point())
+        self._restore(state, int(state["dimension"]), like)
+
+    def _state(self) -> dict[str, Tensor]:
+        parameters = self._named()
+        if not parameters:
+            return {}
+        state = {"steps": torch.tensor(self.steps), "dimension": torch.tensor(self.dimension), **parameters}
+        for name, parameter in parameters.items():
+            for key, value in self.optimizer.state[parameter].items():
+                state[f"{self.optimizer_name}:{name}:{key}"] = value
+            if self.joint:
+                state[f"pending:{name}"] = parameter.grad
+        return {name: value.detach().clone() for name, value in (state | self._extra_state()).items()}
+
+    def _restore(self, state: dict[str, Tensor], dimension: int, like: Tensor) -> None:
+        """Take over `state` with the device and type of `like`; the caller's tensors stay its own."""
+        self._allocate(dimension, like)
+        self._new_optimizer()
+        self._restore_extra(state)
+        self.steps = int(state["steps"])
+        saved: dict[int, dict[str, Tensor]] = {}
+        for i, (name, parameter) in enumerate(self._named().items()):
+            parameter.copy_(state[name])
+            if self.joint:
+                parameter.grad.copy_(state[f"pending:{name}"])
+            prefix = f"{self.optimizer_name}:{name}:"
+            moments = {key.removeprefix(prefix): v.clone() for key, v in state.items() if key.startswith(prefix)}
+            if moments:
+                saved[i] = moments
+        if saved:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": saved})

@@ -1,0 +1,181 @@
+"""NeuCLIP's ablations against float64 autograd: the network's objective, an MLP for a network, one joint step."""
+
+import pytest
+import torch
+from reference import batch_normalizers, eq12, predicted, unit
+
+from open_clip_ext import InputError, create_loss
+from open_clip_ext.networks import PartitionMLP
+
+TAU, EPS = torch.tensor(0.2).double(), 1e-6
+
+
+def batches(number, batch=6, dimension=8):
+    generator = torch.Generator().manual_seed(0)
+    return [(unit(generator, batch, dimension), unit(generator, batch, dimension)) for _ in range(number)]
+
+
+def fit(objective, log_batch, alpha):
+    """neuclip.txt Eq. 12's part that depends on the network; the objective of Section 5.2's "Separate"."""
+    if objective == "unified":
+        return ((log_batch - alpha).exp() + alpha).mean(dim=1).sum()
+    return ((alpha - log_batch) ** 2).mean(dim=1).sum() / 2
+
+
+@pytest.mark.parametrize("objective", ["unified", "l2-log"])
+@pytest.mark.parametrize("opt", ["sgd", "adagrad"])
+def test_prototypes_minimise_the_chosen_objective(objective, opt):
+    loss = create_loss(
+        "neuclip", npn_prototypes=6, npn_objective=objective, npn_opt=opt, npn_lr=0.05, npn_updates=3,
+        npn_restart_every=0, loss_eps=EPS,
+    )
+    w = optimizer = None
+    for e1, e2 in batches(3):
+        loss(e1, e2, 1 / TAU)
+        if w is None:
+            w = torch.stack([e2, e1]).requires_grad_()
+            optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[opt]([w], lr=0.05)
+        log_batch = (EPS + batch_normalizers(e1, e2, TAU)).log()
+        for _ in range(3):
+            optimizer.zero_grad()
+            fit(objective, log_batch, predicted(w[0], w[1], e1, e2, TAU, EPS)).backward()
+            optimizer.step()
+        torch.testing.assert_close(loss.full_state()["state.weight"], w.detach(), rtol=1e-6, atol=1e-8)
+
+
+def test_joint_is_algorithm_3():
+    """Encoders' gradient and network's at the same point; then one AdamW step on the network."""
+    rho = 5.0
+    loss = create_loss("neuclip", npn_prototypes=6, npn_joint=True, npn_lr=0.01, npn_wd=0.1, loss_eps=EPS, rho=rho)
+    w = optimizer = None
+    for e1, e2 in batches(5):
+        e1.requires_grad_(), e2.requires_grad_()
+        if w is None:
+            w = torch.stack([e2, e1]).detach().requires_grad_()
+            optimizer = torch.optim.AdamW([w], lr=0.01, weight_decay=0.1)
+        value = loss(e1, e2, 1 / TAU)
+        torch.testing.assert_close(loss.full_state()["state.weight"], w.detach(), rtol=1e-5, atol=1e-7)
+        objective = eq12(w[0], w[1], e1, e2, TAU, EPS, rho)
+        torch.testing.assert_close(value.detach(), objective.detach())
+        optimizer.zero_grad()
+        expected = torch.autograd.grad(objective, [e1, e2], retain_graph=True)
+        for one, other, e in zip(torch.autograd.grad(value, [e1, e2]), expected, (e1, e2), strict=True):
+            # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
+            along = ((one - other) * e.detach()).sum(dim=1, keepdim=True) * e.detach()
+            torch.testing.assert_close(one - along, other, rtol=1e-5, atol=1e-8)
+        (w.grad,) = torch.autograd.grad(objective / TAU, [w])
+        optimizer.step()
+
+
+def test_joint_under_accumulation_moves_once():
+    options = dict(npn_prototypes=6, npn_joint=True, npn_lr=0.01)
+    once, thrice = create_loss("neuclip", **options), create_loss("neuclip", accum_freq=3, **options)
+    for e1, e2 in batches(3):
+        expected = once(e1, e2, 1 / TAU)
+        for _ in range(3):
+            assert torch.equal(thrice(e1, e2, 1 / TAU), expected)
+    state, expected = thrice.full_state(), once.full_state()
+    assert all(torch.equal(state[key], expected[key]) for key in expected if key.startswith("state."))
+
+
+def mlp_alpha(sides, e1, e2):
+    """alpha = logaddexp(log eps, MLP(e) - s_ii / tau)."""
+    log_z = torch.stack([side(e) for side, e in zip(sides, (e1, e2), strict=True)])
+    return torch.log(EPS + torch.exp(log_z - (e1 * e2).sum(dim=1) / TAU))
+
+
+@pytest.mark.parametrize("objective", ["unified", "l2-log"])
+@pytest.mark.parametrize("encoder_objective", ["unified", "compositional"])
+def test_an_mlp_for_a_network(objective, encoder_objective):
+    """Its training by Adam, its prediction, and the encoders' gradient through it."""
+    rho = 5.0
+    loss = create_loss(
+        "neuclip", normalizer="mlp", npn_objective=objective, encoder_objective=encoder_objective, npn_updates=2,
+        npn_lr=0.01, mlp_width=0.75, loss_eps=EPS, rho=rho,
+    )
+    sides = optimizer = None
+    for e1, e2 in batches(3):
+        e1.requires_grad_(), e2.requires_grad_()
+        g = batch_normalizers(e1, e2, TAU)
+        log_batch = (EPS + g).log().detach()
+        value = loss(e1, e2, 1 / TAU)
+        if sides is None:  # started as ours did, which the next test looks at
+            fresh = create_loss("neuclip", normalizer="mlp", npn_updates=0, mlp_width=0.75, loss_eps=EPS)
+            fresh(e1, e2, 1 / TAU)
+            sides = torch.nn.ModuleList(PartitionMLP(8, 0.75, torch.zeros(())).double() for _ in range(2))
+            started = {key.removeprefix("state."): value for key, value in fresh.full_state().items()}
+            sides.load_state_dict({key: started[key] for key in sides.state_dict()})
+            optimizer = torch.optim.Adam(sides.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            fit(objective, log_batch, mlp_alpha(sides, e1.detach(), e2.detach())).backward()
+            optimizer.step()
+        state = loss.full_state()
+        for key, expected in sides.state_dict().items():
+            torch.testing.assert_close(state[f"state.{key}"], expected, rtol=1e-6, atol=1e-8)
+        e1.grad = e2.grad = None
+        alpha = mlp_alpha(sides, e1, e2)
+        if encoder_objective == "unified":
+            objective_value = TAU * ((EPS + g) / alpha.exp() + alpha - 1).mean(dim=1).sum() + 2 * TAU * rho
+        else:
+            objective_value = TAU * (g / alpha.exp().detach()).mean(dim=1).sum()
+        expected = torch.autograd.grad(objective_value, [e1, e2])
+        for one, other in zip(torch.autograd.grad(value, [e1, e2]), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
+        if encoder_objective == "unified":
+            torch.testing.assert_close(value.detach(), objective_value.detach(), rtol=1e-6, atol=1e-8)
+
+
+def test_the_mlp_starts_at_the_level_of_the_batch_and_alike_everywhere():
+    (e1, e2), = batches(1)
+    losses = [create_loss("neuclip", normalizer="mlp", npn_updates=0) for _ in range(2)]
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    for loss in losses:
+        loss(e1, e2, 1 / TAU)
+    assert torch.equal(torch.get_rng_state(), before), "initialisation must leave the global generator alone"
+    first, second = (loss.full_state() for loss in losses)
+    assert all(torch.equal(first[key], second[key]) for key in first if key.startswith("state."))
+    log_z = ((e1 @ e2.T) / TAU).fill_diagonal_(-torch.inf).logsumexp(dim=1).mean() - torch.tensor(5.0).log()
+    torch.testing.assert_close(first["state.0.out.bias"][0], log_z, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(normalizer="mlp"), dict(normalizer="mlp", npn_joint=True), dict(npn_joint=True)]
+)
+def test_the_state_survives(options):
+    options = {"npn_prototypes": 20, **options} if "normalizer" not in options else options
+    first, second = (create_loss("neuclip", **options) for _ in range(2))
+    steps = batches(5)
+    for e1, e2 in steps[:3]:
+        first(e1.float(), e2.float(), 1 / TAU.float())
+    second.load_state_dict(first.state_dict())
+    for e1, e2 in steps[3:]:
+        values = [loss(e1.float(), e2.float(), 1 / TAU.float()) for loss in (first, second)]
+        assert torch.equal(*values)
+    state, expected = second.full_state(), first.full_state()
+    assert all(torch.equal(state[key], expected[key]) for key in expected if key.startswith("state."))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(normalizer="mlp", surrogate="hinge"), "--surrogate: 'hinge' with --normalizer mlp"),
+        (dict(normalizer="mlp", mlp_width=0.0), "--mlp-width: 0.0"),
+        (dict(normalizer="mlp", npn_prototypes=5), "--npn-prototypes: --loss neuclip, which is --normalizer mlp"),
+        (dict(npn_objective="kl"), "--npn-objective: 'kl' is not one of unified, l2-log"),
+        (dict(mlp_width=1.0), "--mlp-width: --loss neuclip"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss("neuclip", **options)
+
+
+@pytest.mark.parametrize("other", [dict(npn_joint=True, npn_opt="adam"), dict(npn_opt="sgd"), dict(mlp_width=0.25)])
+def test_another_networks_state_is_refused(other):
+    loss = create_loss("neuclip", normalizer="mlp")
+    (e1, e2), = batches(1)
+    loss(e1, e2, 1 / TAU)
+    with pytest.raises(ValueError, match=next(iter(other))):
+        create_loss("neuclip", normalizer="mlp", **other).load_full_state(loss.full_state())
