@@ -12,7 +12,7 @@ import torch
 
 from open_clip_ext import plugins
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import OBJECTIVES, CyCLIPLoss, GlobalContrastiveLoss, Loss
+from open_clip_ext.losses import OBJECTIVES, AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.options import Option
 from open_clip_ext.surrogates import SURROGATES, Surrogate
@@ -135,6 +135,14 @@ PRESETS = {
             "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",
             normalizer="prototypes",
             encoder_objective="unified",
+        ),
+        LossPreset(
+            "amorlip",
+            "MLPs learn each sample's partition function; the encoders divide by a slow copy of them",
+            "AmorLIP: Efficient Language-Image Pretraining via Amortization",
+            loss=AmorLIPLoss,
+            defaults={"rho": 6.5},
+            lr_tau_ratio=1 / 4,
         ),
         LossPreset(
             "tuneclip",

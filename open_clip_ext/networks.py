@@ -33,7 +33,7 @@ class PartitionMLP(nn.Module):
 
     def __init__(self, dimension: int, width: float, level: Tensor):
         super().__init__()
-        hidden = max(1, round(width * dimension))
+        hidden = PartitionNetwork.hidden(dimension, width)
         self.up = nn.Linear(dimension, hidden)
         self.up_norm = nn.LayerNorm(hidden)
         self.down = nn.Linear(hidden, dimension)
@@ -63,6 +63,11 @@ class PartitionNetwork:
             sides = nn.ModuleList(PartitionMLP(dimension, width, level) for level in levels.detach().cpu())
         self._sides = sides.to(levels).requires_grad_(False)
 
+    @staticmethod
+    def hidden(dimension: int, width: float) -> int:
+        """h, the width of the inner layer."""
+        return max(1, round(width * dimension))
+
     def named(self) -> dict[str, Tensor]:
         """The parameters by name, without graph."""
         return dict(self._sides.named_parameters())
@@ -75,7 +80,7 @@ class PartitionNetwork:
         """
         sides = []
         for side, (mlp, embedding) in enumerate(zip(self._sides, (image, text), strict=True)):
-            own = {} if parameters is None else _below(parameters, f"{side}.")
+            own = {} if parameters is None else below(parameters, f"{side}.")
             sides.append(functional_call(mlp, own, (embedding,)))
         return torch.stack(sides)
 
@@ -91,5 +96,6 @@ class PartitionNetwork:
             parameter.copy_(parameters[name])
 
 
-def _below(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def below(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names start with `prefix`, without it."""
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}

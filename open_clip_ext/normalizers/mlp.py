@@ -90,7 +90,7 @@ class MLP(NetworkNormalizer):
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "0.up.weight" in state:
-            width = round(state["0.up.weight"].shape[0] / int(state["dimension"]), 3)
-            if state["0.up.weight"].shape[0] != max(1, round(self.width * int(state["dimension"]))):
-                raise ValueError(f"mlp_width: {self.width} where the state has about {width}")
+            hidden, dimension = state["0.up.weight"].shape
+            if hidden != PartitionNetwork.hidden(dimension, self.width):
+                raise ValueError(f"mlp_width: {self.width} where the state's network is {hidden} wide")
         super().load_full_state(state)

@@ -1,0 +1,261 @@
+"""AmorLIP against its equations in float64: plain exponentials, double loops, autograd, and Algorithm 1 line by line."""
+
+import math
+
+import pytest
+import torch
+from reference import unit
+
+from open_clip_ext import InputError, NonFiniteError, create_loss
+from open_clip_ext.networks import PartitionMLP
+
+EPOCHS = 4
+
+
+def pairs(seed, batch=6, dimension=8):
+    generator = torch.Generator().manual_seed(seed)
+    e1 = unit(generator, batch, dimension)
+    e2 = torch.nn.functional.normalize(e1 + 0.8 * unit(generator, batch, dimension), dim=1)
+    return e1.requires_grad_(), e2.requires_grad_()
+
+
+def partitions(e1, e2, s, weight, negatives_only=False):
+    """amorlip.txt Eq. 2 of every anchor, (2, B), over the batch; the positive counts by `weight` or not at all."""
+    size = len(e1)
+    sides = []
+    for a, b in ((e1, e2), (e2, e1)):
+        rows = []
+        for i in range(size):
+            terms = [torch.exp(s * torch.dot(a[i], b[j])) * (1 if j != i else weight) for j in range(size)]
+            if negatives_only:
+                terms[i] = torch.zeros(())
+            rows.append(sum(terms) / size)
+        sides.append(torch.stack(rows))
+    return torch.stack(sides)
+
+
+def eq8(objective, z, z_combined, network, l2_weight):
+    """Eq. 8 with the f of Section 2, where the mean of exp(s <.,.>) over the batch is Z; Eq. 10; Appendix C's sum."""
+    t = z_combined / network
+    l2 = (network.log() - z_combined.log()).square().mean(dim=1).sum() / 2
+    if objective == "l2-log":
+        return l2
+    f = t * t.log() if objective == "kl" else (t * t.log() - (t + 1) * ((t + 1) / 2).log()) / 2
+    return (z / z_combined * f).mean(dim=1).sum() + l2_weight * l2
+
+
+class Reference:
+    """Algorithm 1 with torch's own Adam and networks that start as the loss's do."""
+
+    def __init__(self, objective, updates, online_every, target_every, ema, beta, weight, denominator, target):
+        self.__dict__.update(locals())
+        self.online = self.average = self.previous = None
+
+    def copy_of(self, networks):
+        copy = torch.nn.ModuleList(PartitionMLP(8, 0.5, torch.zeros(())).double() for _ in range(2))
+        copy.load_state_dict(networks.state_dict())
+        return copy
+
+    def networks(self, networks, e1, e2):
+        return torch.stack([side(e) for side, e in zip(networks, (e1.detach(), e2.detach()), strict=True)]).exp()
+
+    def combined(self, e1, e2, z, epoch):
+        if self.previous is None:
+            return z
+        beta_t = self.beta - 0.5 * self.beta * (1 + math.cos(math.pi * (epoch + 1) / EPOCHS))
+        return beta_t * self.networks(self.previous, e1, e2) + (1 - beta_t) * z
+
+    def step(self, e1, e2, s, epoch, k, started, rho):
+        negatives = self.target == "negatives"
+        with torch.no_grad():
+            z = partitions(e1, e2, s, self.weight, negatives)
+        if k == 0:
+            if self.average is not None:
+                self.previous = self.average
+            self.online = started(z.log().mean(dim=1))
+            self.average = self.copy_of(self.online)
+            self.adam = torch.optim.Adam(self.online.parameters(), lr=1e-3)
+        with torch.no_grad():
+            z_combined = self.combined(e1, e2, z, epoch)
+        if k % self.online_every == 0:
+            for _ in range(self.updates):
+                self.adam.zero_grad()
+                eq8(self.objective, z, z_combined, self.networks(self.online, e1, e2), 0.1).backward()
+                self.adam.step()
+        if k % self.target_every == 0:
+            for slow, fast in zip(self.average.parameters(), self.online.parameters(), strict=True):
+                slow.data = self.ema * slow.data + (1 - self.ema) * fast.data
+        with torch.no_grad():
+            lam = z_combined if self.denominator == "combined" else self.networks(self.average, e1, e2)
+            if negatives:
+                lam = lam + self.weight * torch.exp(s * (e1 * e2).sum(dim=1)) / len(e1)
+        size = range(len(e1))
+        cross = 0.0
+        for i in size:
+            for j in size:
+                term = torch.exp(s * torch.dot(e1[i], e2[j])) * (self.weight if i == j else 1)
+                cross = cross + term * (1 / lam[0, i] + 1 / lam[1, j]) / len(e1) ** 2
+        aligned = sum(torch.dot(e1[i], e2[i]) for i in size) / len(e1)
+        loss = (-2 * s * aligned + cross) / s.detach() + rho / s  # Eq. 6, Appendix C
+        value = (-2 * s * aligned + lam.log().mean(dim=1).sum() + rho) / s  # Eq. 5, first line
+        return loss, value.detach()
+
+
+@pytest.mark.parametrize("objective", ["l2-log", "kl", "js"])
+@pytest.mark.parametrize("denominator, weight", [("target", 1.0), ("combined", 1e-3), ("target", 0.0)])
+@pytest.mark.parametrize("target", ["all", "negatives"])
+def test_algorithm_1(objective, denominator, weight, target):
+    settings = dict(online_every=2, target_every=3, ema=0.7, beta=0.6, updates=2)
+    loss = create_loss(
+        "amorlip", epochs=EPOCHS, rho=6.5, rho_annealed=-8.0, amor_objective=objective, amor_target=target,
+        amor_denominator=denominator, amor_positive_weight=weight, **{f"amor_{k}": v for k, v in settings.items()},
+    )
+    reference = Reference(objective=objective, weight=weight, denominator=denominator, target=target, **settings)
+    for epoch in range(EPOCHS):
+        loss.set_epoch(epoch)
+        for k in range(5):
+            e1, e2 = pairs(10 * epoch + k)
+            s = torch.tensor(4.0 + epoch).double().requires_grad_()
+            value = loss(e1, e2, s)
+            state = loss.full_state()
+
+            def started(levels, epoch=epoch):
+                with torch.random.fork_rng():
+                    torch.manual_seed(epoch)
+                    return torch.nn.ModuleList(PartitionMLP(8, 0.5, level.float()) for level in levels).double()
+
+            rho = 6.5 if epoch < 3 else -8.0  # the last quarter
+            expected, expected_value = reference.step(e1, e2, s, epoch, k, started, rho)
+            torch.testing.assert_close(value.detach(), expected_value, rtol=1e-5, atol=1e-6)
+            actual = torch.autograd.grad(value, [e1, e2, s])
+            for one, other in zip(actual, torch.autograd.grad(expected, [e1, e2, s]), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+            for name, networks in (("online", reference.online), ("target", reference.average)):
+                for key, parameter in networks.state_dict().items():
+                    torch.testing.assert_close(state[f"{name}:{key}"], parameter, rtol=1e-5, atol=1e-6)
+    assert float(loss.diagnostics()["amor_beta"]) == pytest.approx(0.6)
+
+
+def test_networks_that_stay():
+    loss = create_loss("amorlip", epochs=EPOCHS, amor_reinit_every=2)
+    states = []
+    for epoch in range(3):
+        loss.set_epoch(epoch)
+        for k in range(3):
+            loss(*pairs(k), torch.tensor(5.0).double())
+            states.append(loss.full_state())
+    steps = [int(state["adam:0.up.weight:step"]) for state in states]
+    assert steps == [3, 3, 3, 6, 6, 6, 3, 3, 3]  # new networks at epochs 0 and 2
+    assert "previous:0.up.weight" not in states[2]
+    assert torch.equal(states[3]["previous:0.up.weight"], states[2]["target:0.up.weight"])
+    assert torch.equal(states[6]["previous:0.up.weight"], states[5]["target:0.up.weight"])
+
+
+def test_nothing_is_gathered_on_steps_without_stage_1(monkeypatch):
+    from open_clip_ext.losses import amorlip
+    from open_clip_ext.pairs import Pairs
+
+    gathers = []
+    monkeypatch.setattr(amorlip.Pairs, "gather", classmethod(lambda cls, *e: gathers.append(1) or plain(*e)))
+
+    def plain(image, text):
+        return Pairs(image, text, image.detach(), text.detach(), 0)
+
+    loss = create_loss("amorlip", epochs=1, amor_online_every=4)
+    loss.set_epoch(0)
+    seen = []
+    for k in range(9):
+        loss(*pairs(k), torch.tensor(5.0))
+        seen.append(len(gathers))
+    assert seen == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["matched", "mismatched", "equal", "one-hot"])
+@pytest.mark.parametrize("target", ["all", "negatives"])
+def test_extreme_batches_stay_finite_at_the_highest_scale(dtype, case, target):
+    e1 = pairs(0, 8, 16)[0].detach()
+    e2 = {"matched": e1, "mismatched": -e1, "equal": e1[:1].expand(8, 16), "one-hot": torch.eye(16)[:8].double()}[case]
+    e1 = e1[:1].expand(8, 16) if case == "equal" else torch.eye(16)[:8].double() if case == "one-hot" else e1
+    loss = create_loss("amorlip", epochs=2, amor_target=target)
+    for epoch in range(2):
+        loss.set_epoch(epoch)
+        for _ in range(3):
+            image, text = (e.to(dtype, copy=True).requires_grad_() for e in (e1, e2))
+            scale = torch.tensor(100.0, requires_grad=True)
+            value = loss(image, text, scale)
+            for gradient in torch.autograd.grad(value, [image, text, scale]):
+                assert gradient.isfinite().all()
+            assert value.isfinite()
+    loss.raise_if_not_finite()
+
+
+def test_accumulation_equals_one_call():
+    once, thrice = (create_loss("amorlip", epochs=2, accum_freq=n, amor_online_every=2) for n in (1, 3))
+    for k in range(4):
+        e1, e2 = pairs(k)
+        s = torch.tensor(5.0).double().requires_grad_()
+        expected = once(e1, e2, s)
+        gradients = torch.autograd.grad(expected, [e1, e2, s])
+        total = 0
+        for _ in range(3):
+            value = thrice(e1, e2, s)
+            assert torch.equal(value, expected)
+            actual = torch.autograd.grad(value, [e1, e2, s])
+            assert torch.equal(actual[0], gradients[0])
+            total = total + actual[2]
+        torch.testing.assert_close(total, gradients[2])
+    state, expected = thrice.full_state(), once.full_state()
+    assert all(torch.equal(state[key], expected[key]) for key in expected if ":" in key)
+
+
+def test_the_state_survives_within_an_epoch_and_between():
+    options = dict(epochs=3, amor_online_every=2)
+    for stop in (3, 5):
+        first, second = (create_loss("amorlip", **options) for _ in range(2))
+        for step in range(8):
+            if step == stop:
+                second.set_epoch(step // 5)
+                second.load_state_dict(first.state_dict())
+            if step % 5 == 0:
+                first.set_epoch(step // 5)
+                second.set_epoch(step // 5)
+            e1, e2 = (e.detach().float() for e in pairs(step))
+            value = first(e1, e2, torch.tensor(5.0))
+            if step >= stop:
+                assert torch.equal(second(e1, e2, torch.tensor(5.0)), value)
+    with pytest.raises(ValueError, match="mlp_width: 1.0"):
+        create_loss("amorlip", epochs=3, mlp_width=1.0).load_full_state(first.full_state())
+    with pytest.raises(ValueError, match="another loss"):
+        second.load_full_state(create_loss("neuclip").full_state())
+
+
+@pytest.mark.parametrize("good_steps", [0, 3])
+def test_a_non_finite_batch_never_enters_the_state(good_steps):
+    loss = create_loss("amorlip", epochs=1, amor_online_every=1)
+    loss.set_epoch(0)
+    for k in range(good_steps):
+        loss(*pairs(k), torch.tensor(5.0))
+    e1, e2 = (e.detach() for e in pairs(0))
+    loss(e1 * math.nan, e2, torch.tensor(5.0))
+    loss(e1, e2, torch.tensor(5.0))
+    assert all(v.isfinite().all() for v in loss.full_state().values() if isinstance(v, torch.Tensor))
+    with pytest.raises(NonFiniteError, match=f"step {good_steps + 1}: image_features"):
+        loss.raise_if_not_finite()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(amor_ema=1.0), "--amor-ema: 1.0"),
+        (dict(amor_online_every=0), "--amor-online-every: 0"),
+        (dict(amor_objective="l2"), "--amor-objective: 'l2' is not one of l2-log, kl, js"),
+        (dict(rho_annealed=math.inf), "--rho-annealed: inf"),
+        (dict(normalizer="mlp"), "--normalizer: --loss amorlip does not use it"),
+        (dict(gamma=0.5), "--gamma: --loss amorlip does not use it"),
+        (dict(epochs=None), "amor_beta_epochs: the cosine of beta needs its length"),
+    ],
+)
+def test_wrong_settings_are_named(options, message):
+    with pytest.raises(InputError, match=message):
+        create_loss("amorlip", **{"epochs": 3, **options})
