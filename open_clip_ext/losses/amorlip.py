@@ -21,8 +21,8 @@ Readings fixed here, where the paper is silent or its released code differs:
 - beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training; in the first
   epoch there is no network of an earlier one, and Z stands alone.
 - rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default the last quarter of the training.
-- exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most n / b,
-  exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
+- exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most
+  n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
 - The released recipe divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), counts the positive in Z by 1e-3 (`amor_positive_weight`) and lets beta's cosine end after half of the
   epochs (`amor_beta_epochs`). The paper divides by the target and counts the positive in full: the defaults.

@@ -1,4 +1,4 @@
-"""AmorLIP against its equations in float64: plain exponentials, double loops, autograd, and Algorithm 1 line by line."""
+"""AmorLIP against its equations in float64: plain exponentials, double loops, and Algorithm 1 line by line."""
 
 import math
 

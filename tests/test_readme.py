@@ -1,0 +1,112 @@
+"""The README's code runs as it stands."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from open_clip_ext import InputError, plugins
+from open_clip_ext.normalizers import NORMALIZERS, MovingAverageTable, Normalizer
+
+ROOT = Path(__file__).parents[1]
+TINY = (
+    "--dataset-type shapes --train-num-samples 32 --model ViT-shapes-tiny --device cpu --precision fp32 --batch-size 8 "
+    "--workers 0 --epochs 1 --warmup 2 --lr 1e-3 --rho 5 --log-every-n-steps 1"
+)
+
+
+def code(heading: str) -> list[str]:
+    """The indented blocks below a heading, in order, without their indentation; blank lines stay inside a block."""
+    section = (ROOT / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"(?:^    .*\n(?:\n+(?=    ))?)+", section, re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def run(command, folder, **environment):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_the_loop(tmp_path):
+    (script,) = code("In your own loop")
+    assert len([line for line in script.splitlines() if line.strip()]) <= 32
+    done = run([sys.executable, "-c", script], tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    found = [float(value) for value in re.findall(r"([\d.]+)%", done.stdout)]
+    assert len(found) == 5 and found[-1] > 40 > found[0]
+    assert (tmp_path / "state.pt").exists()
+
+
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory):
+    """The README's package, installed in a folder of its own."""
+    source, installed = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
+    project, module = code("A loss of one's own")[:2]
+    (source / "pyproject.toml").write_text(project)
+    (source / "my_normalizers.py").write_text(module)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
+    subprocess.run([*pip, "--no-build-isolation", "--target", str(installed), str(source)], check=True)
+    return installed
+
+
+def command(arguments: str) -> list[str]:
+    return [sys.executable, "-m", "open_clip_ext.main", *arguments.split()]
+
+
+def test_another_packages_loss(plugin, tmp_path):
+    path = f"{ROOT}{os.pathsep}{plugin}"
+    name = "--logs logs --name shared"
+    for arguments in (f"{TINY} --loss shared", f"{TINY} --loss shared --epochs 2 --resume latest"):
+        done = run(command(f"{arguments} {name} --shared-keep 0.99"), tmp_path, PYTHONPATH=path)
+        assert done.returncode == 0, done.stderr
+    saved = torch.load(tmp_path / "logs/shared/checkpoints/epoch_2.pt", weights_only=True)
+    assert saved["optimizer"]["open_clip_ext"]["state"]["state.log_mean"].shape == (2,)
+    refused = run(command(f"{TINY} --loss neuclip --normalizer shared"), tmp_path, PYTHONPATH=path)
+    assert refused.returncode == 2 and "--encoder-objective: 'unified' needs a normalizer" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("shared", "no_such_module:Shared", "cannot be imported: ModuleNotFoundError"),
+        ("shared", "collections:OrderedDict", "must be a subclass of Normalizer with that name"),
+        ("mine", "open_clip_ext.normalizers:Queue", "must be a subclass of Normalizer with that name"),
+        ("table", "test_readme:Table", "the name is taken"),
+        ("queue", "open_clip_ext.normalizers:Queue", None),
+    ],
+)
+def test_a_broken_package_is_named_in_one_line(monkeypatch, name, value, message):
+    point = EntryPoint(name, value, "open_clip_ext.normalizers")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
+    monkeypatch.setitem(sys.modules, "test_readme", SimpleNamespace(Table=type("Table", (MovingAverageTable,), {})))
+    table = dict(NORMALIZERS)
+
+    def is_normalizer(loaded):
+        return isinstance(loaded, type) and issubclass(loaded, Normalizer)
+
+    def load():
+        plugins.load("open_clip_ext.normalizers", table, is_normalizer, "a subclass of Normalizer")
+
+    if message is None:
+        load()
+        assert table == NORMALIZERS
+    else:
+        with pytest.raises(InputError, match=f"entry point {name!r} of {value}.*{message}"):
+            load()
+        assert table == NORMALIZERS
+
+
+def test_two_views_of_digits():
+    pytest.importorskip("sklearn")
+    arguments = ["examples/two_views.py", "--epochs", "3", "--loss", "isogclr"]
+    done = run([sys.executable, *arguments], ROOT, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    before, after = (float(value) for value in re.findall(r"([\d.]+)%", done.stdout))
+    assert after > before + 5
