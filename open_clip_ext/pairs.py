@@ -19,9 +19,9 @@ from open_clip_ext.distributed import all_gather, rank
 from open_clip_ext.surrogates import Surrogate
 
 # No exact normalizer lets L_i - alpha_i exceed log(n / B), 12.4 for 10^9 samples and a batch of 4,096. A larger weight
-# means that alpha is wrong; it is bounded, so that one anchor cannot fill the optimizers' accumulators for good. A
-# table never gets there, since u_i contains gamma times the batch's own estimate.
-MAX_LOG_WEIGHT = 15.0
+# means that alpha is wrong; it is bounded, so that one anchor cannot fill the optimizers' accumulators for good, nor
+# leave float16. A table never gets there, since u_i contains gamma times the batch's own estimate.
+MAX_LOG_WEIGHT = 12.5
 
 
 @dataclass

@@ -8,20 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import open_clip
 from open_clip_train.main import main as open_clip_main
 
-import open_clip_ext
 from open_clip_ext.errors import InputError
 from training_ext.checkpoint import atomic_save
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
 from training_ext.versions import SUPPORTED, open_clip_version
-
-MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 
 MAIN, DATA = "open_clip_train.main", "open_clip_train.data"
 
@@ -203,7 +198,6 @@ def run(session: Session) -> None:
     Raises:
         InputError: OpenCLIP ended early.
     """
-    open_clip.add_model_config(MODEL_CONFIGS)
     with scoped(session, RUN):
         if open_clip_main(None):
             raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")

@@ -2,20 +2,26 @@
 
 import os
 from math import ceil
+from pathlib import Path
 
+import open_clip
 import torch
 from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
+import open_clip_ext
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
+from open_clip_ext.memory import check_fits
+from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import positive
 from training_ext import checkpoint
-from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, needs_index, read_csv, trains
+from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
 from training_ext.loss import build_loss
 from training_ext.shards import check_local_shards
 
+MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
@@ -28,6 +34,7 @@ def check(args) -> DataRows | None:
         InputError: one line that names the flag, its value and what would be right.
     """
     _, rank, world_size = world_info_from_env()
+    open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
     if rank != 0:
         return None
@@ -45,8 +52,7 @@ def check(args) -> DataRows | None:
             rows = find_rows(args)
             check_shards(args, rows, world_size)
             check_steps(args, rows, world_size)
-            if needs_index(args):
-                check_memory(args, rows.num_rows, world_size)
+            check_memory(args, rows.num_rows, world_size)
     if resumed is not None and trains(args):
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)
@@ -175,22 +181,23 @@ def check_steps(args, rows: DataRows, world_size: int) -> None:
 
 
 def check_memory(args, num_rows: int, world_size: int) -> None:
-    """A table must fit where it is kept, and once more on process 0's host while a checkpoint is written."""
-    tables = [part for part in build_loss(args, 1, "cpu").modules() if isinstance(part, ShardedRows)]
-    row_bytes = 4 * sum(table.columns for table in tables)
+    """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
+    modules = list(build_loss(args, 1, "cpu").modules())
+    row_bytes = 4 * sum(module.columns for module in modules if isinstance(module, ShardedRows))
     per_process = ceil(num_rows / world_size) * row_bytes
-    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
-    needs = [("the host", num_rows * row_bytes + (0 if on_device else per_process * local_processes), host)]
+    what = f"--normalizer: {args.normalizer!r} with {num_rows} rows"
+    instead = "use more processes or a normalizer without rows"
+    on_host = num_rows * row_bytes + (0 if on_device else per_process * local_processes)
+    check_fits(what, on_host, "cpu", instead)
     if on_device:
-        needs.append((args.device, per_process, torch.cuda.mem_get_info()[1]))
-    for place, needed, there in needs:
-        if needed > there:
-            raise InputError(
-                f"--normalizer: {args.normalizer!r} with {num_rows} rows needs {needed / 2**30:.1f} GiB on {place}, "
-                f"which has {there / 2**30:.1f} GiB; use more processes or a normalizer without rows"
-            )
+        check_fits(what, per_process, args.device, instead)
+    known = ":" not in args.model  # of other models the config would have to be fetched
+    dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
+    for module in modules:
+        if isinstance(module, Normalizer) and dimension is not None:
+            module.check_memory(dimension, args.device if on_device else "cpu")
 
 
 def check_val_data(args) -> None:

@@ -22,7 +22,8 @@ class Loss(nn.Module):
     Args:
         accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
             state moves on the first call, and the temperature's gradient is that of one call.
-        validate: also check what needs a wait for the device (range of `index`, unit norms), on every call.
+        validate: on every call check also what needs a wait for the device (range of `index`, unit norms), not on the
+            first step only.
 
     Class attributes:
         options: settings of the constructor, each a command-line flag.
@@ -142,13 +143,14 @@ class Loss(nn.Module):
             raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        if (self.validate or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
+        may_wait = self.validate or self.steps == 0
+        if (may_wait or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
             raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
         if index is not None:
-            self._check_index(index, image_features.shape[0])
+            self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
-        if self.validate:
+        if may_wait:
             for name, features in (("image_features", image_features), ("text_features", text_features)):
                 if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
                     raise ValueError(f"{name} must be unit vectors; normalise them first")
@@ -157,10 +159,10 @@ class Loss(nn.Module):
         """What needs the rows, for an error message."""
         return type(self).__name__
 
-    def _check_index(self, index: Tensor, batch: int) -> None:
+    def _check_index(self, index: Tensor, batch: int, may_wait: bool) -> None:
         if index.dtype != torch.int64 or tuple(index.shape) != (batch,):
             raise ValueError(f"index must be int64 of shape ({batch},); got {index.dtype} of {tuple(index.shape)}")
-        if self.needs_index and (self.validate or index.device.type == "cpu"):
+        if self.needs_index and (may_wait or index.device.type == "cpu"):
             rows = self.num_samples
             low, high = index.min().item(), index.max().item()
             if low < 0 or high >= rows:

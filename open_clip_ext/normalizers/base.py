@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from open_clip_ext.options import Option
@@ -55,6 +56,9 @@ class Normalizer(nn.Module):
     @classmethod
     def complete(cls, settings: dict, epochs: int | None) -> None:
         """As `Loss.complete`."""
+
+    def check_memory(self, dimension: int, device: torch.device | str) -> None:
+        """Raise InputError if what is kept for embeddings of `dimension` cannot fit on `device`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""

@@ -32,6 +32,8 @@ OPTIMIZERS = {
     "sgd": torch.optim.SGD,
 }
 
+MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
+
 RESTART_EVERY = Option(
     "npn_restart_every", int, 500, "T_r, steps between restarts of the network; 0: never after the first",
     valid=not_negative, wanted="at least 0",

@@ -16,7 +16,7 @@ Readings fixed here, where the paper is silent:
 - With the paper's AdaGrad at lr 1.0 a prototype's first update moves every coordinate by 1, against entries of
   1 / sqrt(d), and the updates after a reset turn it far from where it was put: the resets are less of a restart than
   they look. `npn_initial_accumulator` or a smaller `npn_lr` make the first steps smaller.
-- exp(L_i - alpha_i) is bounded by exp(15) in the gradient, see `pairs.MAX_LOG_WEIGHT`.
+- exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `pairs.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
 
 Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
@@ -27,8 +27,9 @@ import math
 import torch
 from torch import Tensor
 
+from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.network import COMMON, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
@@ -83,7 +84,13 @@ class Prototypes(NetworkNormalizer):
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing | None = None  # in the places of their prototypes
 
+    def check_memory(self, dimension: int, device: torch.device | str) -> None:
+        kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
+        needed = 4 * kept * 2 * self.capacity * dimension
+        check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
+
     def _allocate(self, dimension: int, like: Tensor) -> None:
+        self.check_memory(dimension, like.device)
         self.dimension = dimension
         self.weight = like.new_zeros(2, self.capacity, dimension)
         self.ring = EmbeddingRing(self.capacity, dimension, like)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.distributed import rank
+from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option
@@ -56,8 +57,13 @@ class Queue(Normalizer):
         self._follow(batch.image)
         self.own = self.ring.push(batch)
 
+    def check_memory(self, dimension: int, device: torch.device | str) -> None:
+        needed = 4 * 2 * self.capacity * dimension
+        check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
+
     def _follow(self, image: Tensor) -> None:
         if self.ring is None:
+            self.check_memory(image.shape[1], image.device)
             self.ring = EmbeddingRing(self.capacity, image.shape[1], image)
         elif self.ring.rows.device != image.device or self.ring.rows.dtype != image.dtype:
             self._restore(self.ring.state(), image)

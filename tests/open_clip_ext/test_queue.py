@@ -89,3 +89,13 @@ def test_the_queues_state_survives():
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(InputError, match=message):
         create_loss("queue", **options)
+
+
+@pytest.mark.parametrize("options", [dict(queue_size=10**13), dict(normalizer="prototypes", npn_prototypes=10**13)])
+def test_more_than_the_memory_holds_is_refused_before_it_is_asked_for(options):
+    generator = torch.Generator().manual_seed(0)
+    if "normalizer" in options:
+        options["mixing"] = 0.0
+    loss = create_loss("queue", **options)
+    with pytest.raises(ValueError, match=f"{10**13} of dimension 8 needs .* GiB on the host"):
+        loss(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0))

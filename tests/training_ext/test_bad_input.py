@@ -78,6 +78,12 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
             ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
         ),
+        (f"{NEUCLIP} --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 64", "GiB", "lower"]),
+        (f"{SHAPES} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
+        (f"{NEUCLIP} --normalizer mlp --surrogate hinge", ["--surrogate: 'hinge'", "mlp", "'identity'"]),
+        (f"{NEUCLIP} --negatives both", ["--negatives: 'both'", "prototypes", "'cross'"]),
+        (f"{SHAPES} --loss amorlip --normalizer mlp", ["--normalizer: --loss amorlip does not use it"]),
+        (f"{SHAPES} --loss cyclip --rho 5", ["--rho: --loss cyclip does not use it"]),
     ],
 )
 def test_command_line(refused, arguments, parts):
@@ -89,7 +95,8 @@ def test_a_table_larger_than_memory(refused, run, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 255, "SC_PAGE_SIZE": 1}[name])
     line = refused(f"{FASTCLIP}")  # 16 rows: 128 bytes here and 128 while a checkpoint is written
     assert "--normalizer" in line and "16 rows" in line
-    run("prototypes", f"{NEUCLIP} --npn-prototypes 8")
+    assert "--npn-prototypes: 8" in refused(f"{NEUCLIP} --npn-prototypes 8")
+    run("batch", f"{NEUCLIP} --normalizer batch --encoder-objective compositional")
 
 
 # Data

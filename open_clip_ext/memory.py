@@ -1,0 +1,28 @@
+"""Whether something fits where it is to be kept, asked before it is allocated."""
+
+import os
+
+import torch
+
+from open_clip_ext.errors import InputError
+
+
+def total_memory(device: torch.device | str) -> int:
+    """Bytes of the device, or of the host for anything but CUDA."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_fits(what: str, needed: int, device: torch.device | str, instead: str) -> None:
+    """Raise InputError if `needed` bytes are more than the device has.
+
+    Args:
+        what: flag and value that ask for it, for the message; `instead` says what would be right.
+    """
+    there = total_memory(device)
+    if needed > there:
+        place = str(device) if torch.device(device).type == "cuda" else "the host"
+        raise InputError(
+            f"{what} needs {needed / 2**30:.1f} GiB on {place}, which has {there / 2**30:.1f} GiB; {instead}"
+        )

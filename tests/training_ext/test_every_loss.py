@@ -1,0 +1,69 @@
+"""Every loss runs: by the command on two processes, and with gradient accumulation."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from conftest import run_main
+
+from open_clip_ext import list_losses
+from open_clip_ext.main import main
+
+EVERY = [preset.name for preset in list_losses()]
+DATA = "--dataset-type shapes --train-num-samples 72 --workers 0 --epochs 1 --lr 1e-3"
+# 24 pairs a step on one process and on two.
+TWO_PROCESSES = "--batch-size 12 --dist-backend gloo"
+FORMS = {"accumulated": "--batch-size 12 --accum-freq 2", "plain": "--batch-size 24"}
+
+
+def options(name):
+    small = {"neuclip": "--npn-prototypes 40 --rho 5", "queue": "--queue-size 40 --rho 5"}
+    return f"{DATA} --loss {name} {small.get(name, '')}"
+
+
+def process(rank, port, folder):
+    torch.set_num_threads(1)
+    for number, name in enumerate(EVERY):
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + number), WORLD_SIZE="2")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        assert not run_main(main, f"{options(name)} {TWO_PROCESSES} --name {name}", folder)
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.start_processes(process, (port, folder), nprocs=2, start_method="spawn")
+    return folder
+
+
+def finite(checkpoint):
+    assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
+    return checkpoint
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_two_processes(on_two_processes, name):
+    checkpoint = finite(torch.load(on_two_processes / name / "checkpoints/epoch_1.pt", weights_only=True))
+    if name in ("clip", "siglip"):
+        return
+    assert checkpoint["optimizer"]["open_clip_ext"]["state"]["steps"] == 3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_accumulation_takes_the_steps_of_the_whole_batch(run, name):
+    """Three steps on the same pairs in the same order; but for the last bits the weights are equal."""
+    accumulated, plain = (run(form, f"{options(name)} {FORMS[form]}") for form in ("accumulated", "plain"))
+    checkpoints = [finite(experiment.checkpoint(1)) for experiment in (accumulated, plain)]
+    if name in ("clip", "siglip"):
+        return
+    states = [checkpoint["optimizer"]["open_clip_ext"]["state"] for checkpoint in checkpoints]
+    assert states[0]["steps"] == states[1]["steps"] == 3
+    scales = [checkpoint["state_dict"]["logit_scale"] for checkpoint in checkpoints]
+    torch.testing.assert_close(scales[0], scales[1], rtol=1e-5, atol=1e-6)
