@@ -60,7 +60,7 @@ def train(name, rank, world):
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=0.002 if name == "unscaled" else 0.1)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.002 if name in ("unscaled", "joint") else 0.1)
     first, values = None, []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
