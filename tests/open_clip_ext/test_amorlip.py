@@ -52,7 +52,8 @@ class Reference:
         self.online = self.average = self.previous = None
 
     def copy_of(self, networks):
-        copy = torch.nn.ModuleList(PartitionMLP(8, 0.5, torch.zeros(())).double() for _ in range(2))
+        dimension = next(networks.parameters()).shape[1]
+        copy = torch.nn.ModuleList(PartitionMLP(dimension, 0.5, torch.zeros(())).double() for _ in range(2))
         copy.load_state_dict(networks.state_dict())
         return copy
 
@@ -104,7 +105,8 @@ class Reference:
 @pytest.mark.parametrize("objective", ["l2-log", "kl", "js"])
 @pytest.mark.parametrize("denominator, weight", [("target", 1.0), ("combined", 1e-3), ("target", 0.0)])
 @pytest.mark.parametrize("target", ["all", "negatives"])
-def test_algorithm_1(objective, denominator, weight, target):
+@pytest.mark.parametrize("batch, dimension, scale", [(6, 8, 4.0), (2, 3, 1.0), (17, 64, 14.0)])
+def test_algorithm_1(objective, denominator, weight, target, batch, dimension, scale):
     settings = dict(online_every=2, target_every=3, ema=0.7, beta=0.6, updates=2)
     loss = create_loss(
         "amorlip", epochs=EPOCHS, rho=6.5, rho_annealed=-8.0, amor_objective=objective, amor_target=target,
@@ -114,15 +116,15 @@ def test_algorithm_1(objective, denominator, weight, target):
     for epoch in range(EPOCHS):
         loss.set_epoch(epoch)
         for k in range(5):
-            e1, e2 = pairs(10 * epoch + k)
-            s = torch.tensor(4.0 + epoch).double().requires_grad_()
+            e1, e2 = pairs(10 * epoch + k, batch, dimension)
+            s = torch.tensor(scale + epoch).double().requires_grad_()
             value = loss(e1, e2, s)
             state = loss.full_state()
 
             def started(levels, epoch=epoch):
                 with torch.random.fork_rng():
                     torch.manual_seed(epoch)
-                    return torch.nn.ModuleList(PartitionMLP(8, 0.5, level.float()) for level in levels).double()
+                    return torch.nn.ModuleList(PartitionMLP(dimension, 0.5, level.float()) for level in levels).double()
 
             rho = 6.5 if epoch < 3 else -8.0  # the last quarter
             expected, expected_value = reference.step(e1, e2, s, epoch, k, started, rho)

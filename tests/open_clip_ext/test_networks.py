@@ -6,6 +6,7 @@ from reference import batch_normalizers, eq12, predicted, unit
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.networks import PartitionMLP
+from open_clip_ext.normalizers.fits import UnifiedFit
 
 TAU, EPS = torch.tensor(0.2).double(), 1e-6
 
@@ -179,3 +180,18 @@ def test_another_networks_state_is_refused(other):
     loss(e1, e2, 1 / TAU)
     with pytest.raises(ValueError, match=next(iter(other))):
         create_loss("neuclip", normalizer="mlp", **other).load_full_state(loss.full_state())
+
+
+def test_the_optimum_over_alpha_is_the_log_normalizer():
+    """neuclip.txt Eq. 5: min over alpha of exp(-alpha) (eps + g) + alpha is log(eps + g) + 1, at alpha = log(eps + g);
+    for a batch's random g, at the logarithm of its mean."""
+    generator = torch.Generator().manual_seed(0)
+    g = torch.rand(2, 400, generator=generator, dtype=torch.float64) ** 4
+    log_batch = (EPS + g).log()
+    torch.testing.assert_close(UnifiedFit.values(log_batch, log_batch), log_batch)
+    for away in (-1.0, -0.01, 0.01, 1.0):
+        assert (UnifiedFit.values(log_batch, log_batch + away) > log_batch).all()
+    shared = torch.zeros(2, 1, dtype=torch.float64)
+    for _ in range(300):
+        shared -= 0.5 * UnifiedFit.slopes(log_batch, shared).mean(dim=1, keepdim=True)
+    torch.testing.assert_close(shared[:, 0], (EPS + g).mean(dim=1).log(), rtol=1e-6, atol=1e-6)

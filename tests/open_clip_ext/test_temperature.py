@@ -9,6 +9,13 @@ from open_clip_ext import InputError, create_loss
 BATCH, DIMENSION, ROWS, EPS = 6, 16, 9, 1e-14
 
 
+@pytest.fixture(params=[(6, 16, 9), (2, 3, 5), (17, 64, 20)], ids=str)
+def shape(request, monkeypatch):
+    """Other B, d and n for a test."""
+    for name, value in zip(("BATCH", "DIMENSION", "ROWS"), request.param, strict=True):
+        monkeypatch.setitem(globals(), name, value)
+
+
 def embeddings(seed):
     generator = torch.Generator().manual_seed(seed)
     e1 = unit(generator, BATCH, DIMENSION)
@@ -44,7 +51,9 @@ def g(e1, e2, tau, surrogate):
 
 def close(actual, expected, rtol=2e-3):
     scale = expected.abs().max().item()
-    assert scale > 1e-3, "nothing to compare"
+    # Among two pairs a hinge or a low temperature may well leave nothing.
+    assert scale > 1e-5 or BATCH == 2, "nothing to compare"
+    scale = max(scale, 1e-6)
     torch.testing.assert_close(actual.double() / scale, expected / scale, rtol=rtol, atol=2e-6)
 
 
@@ -66,7 +75,8 @@ def moving_average(u, visited, values, index, gamma):
         ("fastclip-v3", dict(surrogate="hinge", margin=0.7, margin_power=3.0, rho=4.0), hinge(0.7, 3)),
     ],
 )
-@pytest.mark.parametrize("tau", [0.5, 0.07])
+@pytest.mark.parametrize("tau", [1.0, 0.07, 0.02])
+@pytest.mark.usefixtures("shape")
 def test_one_temperature_and_any_surrogate(name, options, surrogate, tau):
     loss = create_loss(name, num_samples=ROWS, **{"gamma": 0.3, "gamma_schedule": "constant", **options})
     rho = options.get("rho", 0.0)
@@ -97,6 +107,7 @@ def test_one_temperature_and_any_surrogate(name, options, surrogate, tau):
 
 
 @pytest.mark.parametrize("name", ["isogclr", "fastclip-v2"])
+@pytest.mark.usefixtures("shape")
 def test_individual_temperatures_follow_their_algorithms(name):
     """isogclr.txt Algorithm 2; FastCLIP-v2: Adam per row, bias by the epoch, betas 0 in epoch 0."""
     options = dict(gamma=0.3, gamma_schedule="constant", rho=5.0, tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=0.02)
