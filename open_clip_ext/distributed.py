@@ -4,6 +4,8 @@ Shapes: b = samples of this process, W = processes, B = b * W, n = rows, c = col
 With one process nothing here communicates.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,20 +35,23 @@ class ShardedRows(nn.Module):
     Args:
         num_rows: n, at least 1.
         columns: c.
-        fill: value of a row that was never written.
-        device: where the rows are kept.
+        fill: value of a row that was never written, or one for each column.
+        device: where the rows are kept; lookups answer on the device of the index.
     """
 
     CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
 
-    def __init__(self, num_rows: int, columns: int, fill: float, device: torch.device | str = "cpu"):
+    def __init__(
+        self, num_rows: int, columns: int, fill: float | Sequence[float], device: torch.device | str = "cpu"
+    ):
         super().__init__()
         self.num_rows = num_rows
         self.columns = columns
-        self.fill = fill
         # The last local row is written in place of rows that other processes own: shapes stay static.
         local_rows = self._rows_of(rank()) + 1
-        self.register_buffer("rows", torch.full((local_rows, columns), fill, device=device), persistent=False)
+        self._fill = torch.tensor(fill, dtype=torch.float32).expand(columns)
+        rows = torch.empty(local_rows, columns, device=device).copy_(self._fill)
+        self.register_buffer("rows", rows, persistent=False)
 
     def _rows_of(self, owner: int) -> int:
         return len(range(owner, self.num_rows, world_size()))
@@ -59,7 +64,8 @@ class ShardedRows(nn.Module):
     def lookup(self, index: Tensor) -> Tensor:
         """Values (B, c) of the rows `index` (B,), the same `index` on every process; one all-reduce."""
         owned, local = self._locate(index)
-        values = torch.where(owned[:, None], self.rows[local], 0.0)
+        found = self.rows[local.to(self.rows.device)].to(index.device)
+        values = torch.where(owned[:, None], found, 0.0)
         if world_size() > 1:
             dist.all_reduce(values)
         return values
@@ -67,7 +73,7 @@ class ShardedRows(nn.Module):
     def assign(self, index: Tensor, values: Tensor) -> None:
         """Write `values` (B, c) to the rows `index` (B,); equal rows must come with equal values."""
         _, local = self._locate(index)
-        self.rows[local] = values.to(self.rows.dtype)
+        self.rows[local.to(self.rows.device)] = values.to(self.rows)
 
     def gather(self) -> Tensor | None:
         """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it."""
@@ -91,7 +97,7 @@ class ShardedRows(nn.Module):
         """Take this process's rows out of the whole table (n, c), which may have been saved under another W."""
         if tuple(table.shape) != (self.num_rows, self.columns):
             raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
-        self.rows.fill_(self.fill)
+        self.rows.copy_(self._fill)
         self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
 
 

@@ -219,26 +219,26 @@ class IndividualTemperature(Temperature):
         self.optimizer = tau_optimizer
         self.beta = tau_beta
         self.epoch = 0
-        self.tau = ShardedRows(num_samples, 2, fill=tau_start, device=device)
-        self.first_moment = ShardedRows(num_samples, 2, fill=0.0, device=device)
-        if tau_optimizer == "adam":
-            self.second_moment = ShardedRows(num_samples, 2, fill=0.0, device=device)
+        self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
+        fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
+        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device)
+        self._latest: Tensor | None = None  # rows of the last batch, (B, c)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def taus(self, tau: Tensor, index: Tensor) -> Tensor:
-        return self.tau.lookup(index).T.to(tau.dtype)
+        self._latest = self.rows.lookup(index)
+        return self._latest[:, :2].T.to(tau.dtype)
 
     def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
-        taus = taus.T
+        old = self._latest.to(taus.dtype)
+        taus, *moments = old.split(2, dim=1)
         gradient = mean_over_equal_rows(index, gradients.T).clamp(-self.CLIP, self.CLIP)
-        moments = [self.first_moment.lookup(index)]
         if self.optimizer == "momentum":
             new = [(1 - self.beta) * moments[0] + self.beta * gradient]
             step = new[0]
         else:
-            moments.append(self.second_moment.lookup(index))
             betas = self.BETAS if self.epoch > 0 else (0.0, 0.0)
             new = [
                 beta * moment + (1 - beta) * gradient**power
@@ -247,23 +247,19 @@ class IndividualTemperature(Temperature):
             first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
             step = first / (second.sqrt() + self.ADAM_EPS)
         moved = (taus - self.lr * step).clamp(*self.bounds)
-        self.tau.assign(index, torch.where(finite, moved, taus))
-        tables = [self.first_moment, *([self.second_moment] if self.optimizer == "adam" else [])]
-        for table, old, value in zip(tables, moments, new, strict=True):
-            table.assign(index, torch.where(finite, value, old))
-
-    def _tables(self) -> dict[str, ShardedRows]:
-        return dict(self.named_children())
+        self.rows.assign(index, torch.where(finite, torch.cat([moved, *new], dim=1), old))
 
     def full_state(self) -> dict[str, Tensor]:
-        tables = {name: table.gather() for name, table in self._tables().items()}
-        return {name: table for name, table in tables.items() if table is not None}
+        table = self.rows.gather()
+        if table is None:
+            return {}
+        return {name: part.clone() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        for name, table in self._tables().items():
+        for name in self.columns:
             if name not in state:
                 raise ValueError(f"tau_optimizer: {self.optimizer!r} where the state has no {name}")
-            table.load(state[name])
+        self.rows.load(torch.cat([state[name] for name in self.columns], dim=1))
 
 
 TEMPERATURES = {

@@ -72,6 +72,7 @@ class MovingAverageTable(Normalizer):
         self.gamma_schedule = gamma_schedule
         self.gamma_decay_epochs = gamma_decay_epochs
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device)
+        self._latest: Tensor | None = None  # log u of the last update's batch, (B, 2)
         self.epoch: int | None = None
         self.gamma = 1.0 if gamma_schedule == "cosine" else gamma
 
@@ -99,10 +100,13 @@ class MovingAverageTable(Normalizer):
         log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
         new = torch.logaddexp(log_keep + old, math.log(self.gamma) + estimate)
         new = torch.where(old == -math.inf, estimate, new)
-        self.log_u.assign(batch.index, torch.where(batch.finite, new, old))
+        self._latest = torch.where(batch.finite, new, old)
+        self.log_u.assign(batch.index, self._latest)
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        alpha = self.log_u.lookup(batch.index)[pairs.local].T
+        # In training this is the batch of the last update, whose rows are at hand.
+        known = self._latest if self.training and self._latest is not None else self.log_u.lookup(batch.index)
+        alpha = known[pairs.local].T.to(batch.log_batch.dtype)
         return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
