@@ -106,6 +106,7 @@ class GlobalContrastiveLoss(Loss):
         self.needs_index = normalizer.needs_index or temperature.needs_index
         self.trains_logit_scale = temperature.trains_logit_scale
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        self._step_taus: Tensor | None = None
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -125,7 +126,7 @@ class GlobalContrastiveLoss(Loss):
         tau = logit_scale.reciprocal()
         with torch.no_grad():
             index, index_problem = self._global_index(index, image.device)
-            taus = self.temperature.taus(tau, index)
+            taus = self._taus(tau, index, moves)
             blocks = SimilarityBlocks(pairs, self.surrogate, self.both_sides)
             log_batch = add_eps(blocks.log_batch_normalizers(taus), self.eps)
             batch, problems = self._global_batch(pairs, blocks, log_batch, taus, index, index_problem)
@@ -155,6 +156,12 @@ class GlobalContrastiveLoss(Loss):
                 per_anchor = log_values + self.temperature.rho + all_tau_terms
                 self.temperature.update(index, taus, per_anchor, batch.finite)
         return attach_gradients(value, gradients)
+
+    def _taus(self, tau: Tensor, index: Tensor | None, moves: bool) -> Tensor:
+        """The step's temperatures; those per sample are moved by its first call, and its other calls want the old."""
+        if moves or not self.training or not self.temperature.needs_index:
+            self._step_taus = self.temperature.taus(tau, index)
+        return self._step_taus
 
     def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """Rows of the global batch, and whether one of them is out of range, on the device."""

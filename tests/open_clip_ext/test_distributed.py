@@ -12,24 +12,26 @@ from reference import unit
 from open_clip_ext import create_loss
 from open_clip_ext.distributed import ShardedRows
 
+ROWS = 101
 LOSSES = {
-    "table": ("fastclip-v3", dict(num_samples=31, gamma=0.4, gamma_schedule="constant")),
+    "table": ("fastclip-v3", dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant")),
     "individual": (
         "fastclip-v2",
-        dict(num_samples=31, gamma=0.4, gamma_schedule="constant", tau_lr=0.01, surrogate="hinge", margin=1.0),
+        dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant", tau_lr=0.01, surrogate="hinge", margin=1.0),
     ),
-    "queue": ("queue", dict(queue_size=20, encoder_objective="unified", mixing=0.3)),
-    "growing": ("neuclip", dict(npn_prototypes=20, npn_restart_every=2)),
-    "complete": ("neuclip", dict(npn_prototypes=9, npn_restart_every=2)),
-    "joint": ("neuclip", dict(npn_prototypes=9, npn_joint=True)),
+    "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
+    "growing": ("neuclip", dict(npn_prototypes=80, npn_restart_every=2)),
+    "complete": ("neuclip", dict(npn_prototypes=30, npn_restart_every=2)),
+    "joint": ("neuclip", dict(npn_prototypes=30, npn_joint=True)),
     "mlp": ("neuclip", dict(normalizer="mlp", npn_restart_every=2, npn_updates=2)),
-    "unified individual": ("neuclip", dict(npn_prototypes=20, temperature="individual", num_samples=31, tau_lr=0.01)),
-    "unscaled": ("fastclip-v0", dict(num_samples=31, gamma=0.4, gamma_schedule="constant")),
-    "both sides": ("sogclr", dict(num_samples=31, negatives="both")),
-    "tuneclip": ("tuneclip", dict(num_samples=31, gamma_schedule="constant", margin=1.0)),
+    "unified individual": ("neuclip", dict(npn_prototypes=80, temperature="individual", num_samples=ROWS, tau_lr=0.01)),
+    "unscaled": ("fastclip-v0", dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant")),
+    "both sides": ("sogclr", dict(num_samples=ROWS, negatives="both")),
+    "tuneclip": ("tuneclip", dict(num_samples=ROWS, gamma_schedule="constant", margin=1.0)),
     "cyclip": ("cyclip", {}),
 }
-GLOBAL_BATCH, DIMENSION, STEPS = 12, 8, 4
+ACCUMULATIONS = (1, 2, 4)
+GLOBAL_BATCH, DIMENSION, STEPS, MORE_STEPS = 48, 8, 5, 2
 
 
 def encoders():
@@ -53,25 +55,41 @@ class Model(torch.nn.Module):
         return *(torch.nn.functional.normalize(x, dim=1) for x in features), self.logit_scale.exp()
 
 
-def train(name, rank, world):
-    """Three SGD steps; gradients of the first step, parameters and state after the last."""
-    loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
+def train(name, rank, world, accum_freq=1, start=None):
+    """SGD steps as OpenCLIP's loop takes them: gradients of the first, values, and parameters and state after the last.
+
+    Args:
+        start: what an earlier call returned, to go on from for MORE_STEPS.
+    """
+    loss = create_loss(LOSSES[name][0], accum_freq=accum_freq, **LOSSES[name][1])
     model = Model().double()
+    steps = range(STEPS)
+    if start is not None:
+        loss.load_full_state(start["state"])
+        model.load_state_dict(start["parameters"])
+        steps = range(STEPS, STEPS + MORE_STEPS)
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=0.002 if name in ("unscaled", "joint") else 0.1)
     first, values = None, []
-    for step in range(STEPS):
+    for step in steps:
         generator = torch.Generator().manual_seed(step)
         image, text = unit(generator, GLOBAL_BATCH, 10), unit(generator, GLOBAL_BATCH, 10)
-        index = torch.randperm(31, generator=generator)[:GLOBAL_BATCH]
+        index = torch.randperm(ROWS, generator=generator)[:GLOBAL_BATCH]
         if step == 1:
             index[0] = index[-1]  # the same row on two processes
         local = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
+        micro = list(zip(image[local].chunk(accum_freq), text[local].chunk(accum_freq), strict=True))
         optimizer.zero_grad()
-        value = loss(*wrapped(image[local], text[local]), index=index[local])
-        value.backward()
+        with torch.no_grad():
+            held = [model(*pair)[:2] for pair in micro]
+        for number, pair in enumerate(micro):
+            *own, scale = wrapped(*pair)
+            with_own = [*held[:number], own, *held[number + 1 :]]
+            features = [torch.cat(parts) for parts in zip(*with_own, strict=True)]
+            value = loss(*features, scale, index=index[local])
+            value.backward()
         values.append(value.detach())
         first = first or {key: parameter.grad.clone() for key, parameter in trained.items()}
         optimizer.step()
@@ -134,25 +152,19 @@ def check_table(rank, world):
     assert torch.equal(other.lookup(torch.arange(11)), expected)
 
 
-def check_load(name, expected):
-    """A state saved by one process gives every process its part."""
-    loss = create_loss(LOSSES[name][0], **LOSSES[name][1])
-    loss.load_full_state(expected["state"])
-    for key, value in loss.full_state().items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value, expected["state"][key]), key
-
-
 def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         check_table(rank, world)
-        results = {name: train(name, rank, world) for name in LOSSES}
+        alone = torch.load(f"{folder}/alone.pt", weights_only=True)
+        results = {}
+        for name in LOSSES:
+            for accum_freq in ACCUMULATIONS:
+                results[f"{name}, {accum_freq}"] = train(name, rank, world, accum_freq)
+            results[f"{name}, resumed"] = train(name, rank, world, start=alone[name])
         results["amorlip"] = amortize(rank, world)
-        for name, expected in torch.load(f"{folder}/alone.pt", weights_only=True).items():
-            check_load(name, expected)
         torch.save(results, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -163,8 +175,33 @@ def alone():
     return {name: train(name, 0, 1) for name in LOSSES}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_agree_with_one(world, alone, tmp_path):
+@pytest.fixture(scope="module")
+def resumed(alone):
+    return {name: train(name, 0, 1, start=alone[name]) for name in LOSSES}
+
+
+def agree(name, actual, expected, has_state):
+    for kind in ("gradients", "parameters"):
+        for key, tensor in expected[kind].items():
+            torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-5, atol=1e-7)
+    if name != "cyclip":  # which reports the loss of its own anchors, as OpenCLIP's local_loss does
+        torch.testing.assert_close(actual["values"], expected["values"], rtol=1e-5, atol=1e-6)
+    if has_state:
+        assert actual["state"].keys() == expected["state"].keys()
+        for key, value in expected["state"].items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(actual["state"][key], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("accum_freq", [2, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_accumulation_alone(name, accum_freq, alone):
+    agree(name, train(name, 0, 1, accum_freq), alone[name], has_state=True)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_processes_agree_with_one(world, alone, resumed, tmp_path):
+    """With accumulation too; and going on from a state that one process saved."""
     torch.save(alone, tmp_path / "alone.pt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -182,15 +219,10 @@ def test_processes_agree_with_one(world, alone, tmp_path):
             for key, tensor in amortized["state"].items():
                 if isinstance(tensor, torch.Tensor):
                     torch.testing.assert_close(actual["state"][key], tensor, rtol=1e-5, atol=1e-7)
-        for name, expected in alone.items():
-            actual = results[name]
-            for kind in ("gradients", "parameters"):
-                for key, tensor in expected[kind].items():
-                    torch.testing.assert_close(actual[kind][key], tensor, rtol=1e-5, atol=1e-7)
-            if name != "cyclip":  # which reports the loss of its own anchors, as OpenCLIP's local_loss does
-                torch.testing.assert_close(actual["values"], expected["values"], rtol=1e-5, atol=1e-6)
+        for name in LOSSES:
+            for accum_freq in ACCUMULATIONS:
+                agree(name, results[f"{name}, {accum_freq}"], alone[name], has_state=rank == 0)
+            agree(name, results[f"{name}, resumed"], resumed[name], has_state=rank == 0)
             if rank == 0:
-                assert actual["state"].keys() == expected["state"].keys()
-                for key, value in expected["state"].items():
-                    if isinstance(value, torch.Tensor):
-                        torch.testing.assert_close(actual["state"][key], value, rtol=1e-4, atol=1e-5)
+                again = train(name, 0, 1, start=results[f"{name}, 1"])  # saved by several, resumed by one
+                agree(name, again, resumed[name], has_state=True)
