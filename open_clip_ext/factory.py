@@ -4,7 +4,7 @@ A name is a preset over the replaceable parts; each part can also be chosen on i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -205,7 +205,10 @@ def options_of(parts: tuple[type, ...]) -> list[Option]:
     options: dict[str, Option] = {}
     for part in parts:
         for option in (*part.options, *getattr(part, "optimizer_options", ())):
-            options.setdefault(option.name, option)
+            first = options.setdefault(option.name, option)
+            if replace(first, default=None) != replace(option, default=None):
+                where = f"{part.__module__}.{part.__name__}"
+                raise InputError(f"{option.flag}: {where} has an option whose name another part uses otherwise")
     return list(options.values())
 
 
@@ -261,7 +264,7 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
         if settings[key] is not None:
             option.check(settings[key])
     for part in parts:
-        part.complete(settings, epochs)
+        part.complete(settings, epochs, given)
     return settings
 
 

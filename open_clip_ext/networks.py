@@ -59,7 +59,7 @@ class PartitionNetwork:
 
     def __init__(self, dimension: int, width: float, levels: Tensor, seed: int):
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
             sides = nn.ModuleList(PartitionMLP(dimension, width, level) for level in levels.detach().cpu())
         self._sides = sides.to(levels).requires_grad_(False)
 

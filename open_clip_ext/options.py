@@ -1,6 +1,6 @@
 """An option of one replaceable part, declared beside the part and turned into a command-line flag."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,17 @@ class Option:
         """`check` the value of this option among keyword arguments, where it is not None."""
         if given[self.name] is not None:
             self.check(given[self.name])
+
+
+def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:
+    """Raise InputError if one of the options `names` was given, though it has no effect.
+
+    Args:
+        why: ends the message.
+    """
+    for name in names:
+        if name in given:
+            raise InputError(f"--{name.replace('_', '-')}: has no effect {why}; leave it out")
 
 
 def positive(value: float) -> bool:

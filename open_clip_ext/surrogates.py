@@ -3,6 +3,7 @@
 g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 """
 
+from collections.abc import Collection
 from typing import ClassVar
 
 from torch import Tensor
@@ -18,7 +19,7 @@ class Surrogate:
     needs_index: ClassVar[bool] = False
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
@@ -58,7 +59,8 @@ class PowerHinge(Surrogate):
             valid=not_negative, wanted="at least 0",
         ),
         Option(
-            "margin_power", float, 2.0, "power of the hinge", valid=lambda value: 1 <= value < 100, wanted="at least 1"
+            "margin_power", float, 2.0, "power of the hinge",
+            valid=lambda value: 1 <= value <= 100, wanted="from 1 to 100",
         ),
     )
 

@@ -9,6 +9,8 @@ objective's value and its derivative in tau. Per anchor the objective is
 where log_value_i estimates log(eps + g_i). Both sides are summed, so that both together add 2 * tau * rho.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -40,7 +42,7 @@ class Temperature(nn.Module):
     rho = 0.0
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
     def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:

@@ -17,7 +17,7 @@ from open_clip_ext.errors import InputError
 from training_ext.data import DataRows
 
 KEY = "open_clip_ext"
-FORMAT = 1
+FORMAT = 2
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -93,17 +93,19 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
         if args.uses_ext_loss:
             raise InputError(f"--resume: {path!r} was not trained with {given}; {instead}")
         return
-    if entry["format"] > FORMAT:
-        raise InputError(f"--resume: {path!r} was written by a newer open_clip_ext (format {entry['format']})")
+    if entry["format"] != FORMAT:
+        age = "a newer" if entry["format"] > FORMAT else "an older"
+        raise InputError(f"--resume: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:
             given += _parts(vars(args))
         saved = f"--loss {entry['loss']}{_parts(entry)}"
         raise InputError(f"--resume: {path!r} was trained with {saved}, not with {given}; {instead}")
     for name in state_settings(args):
-        value, saved = getattr(args, name), entry.get(name)
+        value, saved, flag = getattr(args, name), entry[name], "--" + name.replace("_", "-")
         if value != saved:
-            raise InputError(f"--{name.replace('_', '-')}: {value} where {path!r} has {saved}; give {saved}")
+            right = f"give {saved}" if not isinstance(saved, bool) else f"give {flag}" if saved else "leave it out"
+            raise InputError(f"{flag}: {value} where {path!r} has {saved}; {right}")
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
         raise InputError(
             f"--resume: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "

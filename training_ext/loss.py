@@ -22,14 +22,16 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
     Raises:
         InputError: the parts do not go together, or a setting is out of range.
     """
-    options = {option.name for part in factory.parts_of(args.loss, vars(args)) for option in part.options}
+    # Only what was given, and not of the optimizer: the rest resolves again as it did.
+    parts = factory.parts_of(args.loss, vars(args))
+    own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
     return create_loss(
         args.loss,
         num_samples=num_rows,
         epochs=args.epochs,
         accum_freq=args.accum_freq,
         device=device,
-        **{name: getattr(args, name) for name in (*factory.PARTS, *options)},
+        **{name: value for name, value in args.given_settings.items() if name in own},
     )
 
 

@@ -50,11 +50,16 @@ class Parser(argparse.ArgumentParser):
         for option in factory.all_options():
             default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
             text = (option.help + default).replace("%", "%%")
+            settings = {"default": None, "help": text}
             if option.type is bool:
-                group.add_argument(option.flag, action="store_true", default=None, help=text)
+                settings["action"] = "store_true"
             else:
                 metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
-                group.add_argument(option.flag, type=option.type, default=None, metavar=metavar, help=text)
+                settings |= {"type": option.type, "metavar": metavar}
+            try:
+                group.add_argument(option.flag, **settings)
+            except argparse.ArgumentError:
+                raise InputError(f"{option.flag}: another package's option has the name of OpenCLIP's flag") from None
         group.add_argument(
             "--shard-sizes",
             metavar="FILE",
@@ -106,6 +111,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
+    args.given_settings = given
     for name, value in factory.resolve_options(args.loss, given, args.epochs).items():
         setattr(args, name, value)
     if args.loss == "siglip":

@@ -11,6 +11,7 @@ from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
 import open_clip_ext
+from open_clip_ext import factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.memory import check_fits
@@ -44,6 +45,7 @@ def check(args) -> DataRows | None:
     rows = None
     if args.uses_ext_loss:
         check_numbers(args, world_size)
+        check_pairs(args)
         check_combination(args)
         if args.val_data and args.dataset_type != "shapes":
             check_val_data(args)
@@ -111,6 +113,14 @@ def check_numbers(args, world_size: int) -> None:
         raise InputError(
             f"--batch-size: {args.batch_size} in {world_size} process; --loss {args.loss} needs at least 2 pairs per "
             "step, since the other pairs are the negatives"
+        )
+
+
+def check_pairs(args) -> None:
+    least = factory.find_preset(args.loss).loss.least_pairs
+    if args.batch_size * args.accum_freq < least:
+        raise InputError(
+            f"--batch-size: {args.batch_size}; --loss {args.loss} needs at least {least} pairs per step in each process"
         )
 
 

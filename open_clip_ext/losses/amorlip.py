@@ -21,6 +21,10 @@ Readings fixed here, where the paper is silent or its released code differs:
 - beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training; in the first
   epoch there is no network of an earlier one, and Z stands alone.
 - rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default the last quarter of the training.
+- Stage II estimates Z / lambda from b local pairs. The anchor's own pair counts there what it counts in Z, 1 / B, and
+  the b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times, and push it away.
+- KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
+  log Z; those of `l2-log` and `js` lie at log Z.
 - exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most
   n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
 - The released recipe divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
@@ -30,7 +34,7 @@ Readings fixed here, where the paper is silent or its released code differs:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -41,7 +45,7 @@ from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.networks import WIDTH, PartitionNetwork, below
-from open_clip_ext.options import Option, not_negative, positive
+from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, SimilarityBlocks, local_part
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
@@ -124,6 +128,7 @@ class AmorLIPLoss(Loss):
         ),
     )
     optimizer_options = LOGIT_SCALE_OPTIONS
+    least_pairs = 2
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "log lambda")
 
     def __init__(
@@ -179,18 +184,20 @@ class AmorLIPLoss(Loss):
         self._objective_before: Tensor | None = None
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        if settings["amor_objective"] == "l2-log":
+            refuse_unused(given, ["amor_l2_weight"], "with --amor-objective l2-log")
         if settings["amor_beta_epochs"] is None:
             if epochs is None:
                 raise InputError("amor_beta_epochs: the cosine of beta needs its length, or the number of epochs")
             settings["amor_beta_epochs"] = epochs
         if settings["rho_annealed_from"] is None and epochs is not None:
-            settings["rho_annealed_from"] = epochs - epochs // 4
+            settings["rho_annealed_from"] = epochs - max(epochs // 4, min(1, epochs - 1))
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self.epoch = epoch
-        self.step_of_epoch = 0
+        if epoch != self.epoch:  # else a state of this epoch was loaded, or nothing has happened yet
+            self.epoch, self.step_of_epoch = epoch, 0
 
     @property
     def current_rho(self) -> float:
@@ -324,8 +331,8 @@ class AmorLIPLoss(Loss):
         """Eq. 6 over this process's pairs with Appendix C's scale."""
         exponents = scale * (image @ text.T)
         aligned = exponents.diagonal().mean()
-        exponents = exponents + torch.diag_embed(exponents.new_full((len(image),), self.log_positive_weight))
-        log_means = torch.stack([exponents.logsumexp(dim=1), exponents.logsumexp(dim=0)]) - math.log(len(image))
+        exponents = exponents + self._log_shares(len(image)).to(exponents)
+        log_means = torch.stack([exponents.logsumexp(dim=1), exponents.logsumexp(dim=0)])
         log_lambda = log_lambda.maximum(log_means.detach() - MAX_LOG_RATIO)
         cross = (log_means - log_lambda).exp().mean(dim=1).sum()
         surrogate = (cross - 2 * aligned) / scale.detach() + self.current_rho / scale
@@ -333,6 +340,13 @@ class AmorLIPLoss(Loss):
             value = (log_lambda.mean(dim=1).sum() - 2 * aligned + self.current_rho) / scale
             self._watch(image, text, scale, exponents, log_lambda)
         return surrogate + (value - surrogate).detach()
+
+    def _log_shares(self, pairs: int) -> Tensor:
+        """What each local pair counts in an estimate of Z over the global batch, (b, b), logarithms: the positive what
+        it counts there, the negatives together for all B - 1."""
+        batch = pairs * world_size()
+        shares = torch.full((pairs, pairs), math.log((batch - 1) / batch / (pairs - 1)))
+        return shares.fill_diagonal_(self.log_positive_weight - math.log(batch))
 
     def _watch(self, image: Tensor, text: Tensor, scale: Tensor, exponents: Tensor, log_lambda: Tensor) -> None:
         finite = [tensor.isfinite().all() for tensor in (image, text, scale)]
@@ -361,21 +375,19 @@ class AmorLIPLoss(Loss):
         return {name: network for name, network in networks.items() if network is not None}
 
     def full_state(self) -> dict[str, Tensor | int | str]:
-        state = {"loss": self.name, **super().full_state(), "step_of_epoch": self.step_of_epoch}
+        state = {**super().full_state(), "epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
         tensors = self._tensors() if rank() == 0 else {}
         return {**state, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        if state.get("loss") != self.name:
-            raise ValueError("loss: 'amorlip' where the state is of another loss")
+        super().load_full_state(state)
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
             hidden, dimension = tensors["online:0.up.weight"].shape
             if hidden != PartitionNetwork.hidden(dimension, self.width):
                 raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
             self._restore(tensors, tensors["online:0.up.weight"])
-        super().load_full_state(state)
-        self.step_of_epoch = int(state["step_of_epoch"])
+        self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {}

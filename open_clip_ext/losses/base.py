@@ -1,5 +1,6 @@
 """What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
 
+from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -28,14 +29,18 @@ class Loss(nn.Module):
     Class attributes:
         options: settings of the constructor, each a command-line flag.
         optimizer_options: settings of the optimizer group of `logit_scale`, which is not the loss's business.
+        name: in the state, so that no loss takes over another's.
         needs_index: whether state is kept per sample; an instance may say otherwise.
+        least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
         CHECKED: names of the tensors that `note` watches.
     """
 
     options: ClassVar[tuple[Option, ...]] = ()
     optimizer_options: ClassVar[tuple[Option, ...]] = ()
+    name: ClassVar[str]
     needs_index = False
+    least_pairs = 1
     trains_logit_scale = True
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
 
@@ -48,8 +53,17 @@ class Loss(nn.Module):
         self._first_problem: Tensor | None = None
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
-        """Fill in settings that are None and follow from others or from the length of the training, in epochs."""
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        """Fill in settings that are None and follow from others or from the length of the training, in epochs; refuse
+        what was given though it has no effect beside the others.
+
+        Args:
+            settings: by option name; may be changed.
+            given: names of those that the user gave.
+
+        Raises:
+            InputError: see `options.refuse_unused`.
+        """
 
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules that epoch `epoch` (0-based) begins."""
@@ -141,6 +155,9 @@ class Loss(nn.Module):
             )
         if image_features.shape[0] * world_size() < 2:
             raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
+        if image_features.shape[0] < self.least_pairs:
+            pairs = image_features.shape[0]
+            raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
         may_wait = self.validate or self.steps == 0
@@ -174,7 +191,7 @@ class Loss(nn.Module):
         It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
         call it. `state_dict()` contains it too, and then must be called by every process.
         """
-        return {"steps": self.steps}
+        return {"loss": self.name, "steps": self.steps}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         """Take over what `full_state` gave on process 0; every process loads the whole.
@@ -182,6 +199,8 @@ class Loss(nn.Module):
         Raises:
             ValueError: it is the state of another loss or of other sizes.
         """
+        if state.get("loss") != self.name:
+            raise ValueError(f"loss: {self.name!r} where the state is of {state.get('loss')!r}")
         self.steps = int(state["steps"])
 
     def get_extra_state(self) -> dict[str, Tensor | int | str]:

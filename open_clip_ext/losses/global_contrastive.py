@@ -68,6 +68,7 @@ class GlobalContrastiveLoss(Loss):
             choices=("cross", "both"),
         ),
     )
+    name = "global contrastive"
     trains_logit_scale = False  # the temperature decides
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
 
@@ -233,9 +234,8 @@ class GlobalContrastiveLoss(Loss):
         return {"normalizer": self.normalizer.name, **super().full_state(), **state}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        if state.get("normalizer") != self.normalizer.name:
-            saved = state.get("normalizer", "another loss")
-            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {saved!r}")
+        super().load_full_state(state)
+        if state["normalizer"] != self.normalizer.name:
+            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {state['normalizer']!r}")
         for prefix, part in (("state.", self.normalizer), ("temperature.", self.temperature)):
             part.load_full_state({key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)})
-        super().load_full_state(state)

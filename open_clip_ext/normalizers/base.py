@@ -1,5 +1,6 @@
 """The interface of a normalizer estimator: alpha_i ~ log(eps + g_i) over the whole data set."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,7 +55,7 @@ class Normalizer(nn.Module):
     knows_both_sides: ClassVar[bool] = False
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
     def check_memory(self, dimension: int, device: torch.device | str) -> None:

@@ -16,6 +16,8 @@ Readings fixed here, where the paper is silent:
   number alone, so that it and the encoders' together are one AdamW. There are no restarts after the first, and T_u = 1.
 """
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +25,7 @@ from torch import Tensor
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.normalizers.fits import FITS
-from open_clip_ext.options import Option, not_negative, positive
+from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 
 OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
@@ -35,7 +37,7 @@ OPTIMIZERS = {
 MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
 
 RESTART_EVERY = Option(
-    "npn_restart_every", int, 500, "T_r, steps between restarts of the network; 0: never after the first",
+    "npn_restart_every", int, 500, "T_r, steps between restarts of the network; 0: never after the first, as mlp",
     valid=not_negative, wanted="at least 0",
 )
 OPTIMIZER = Option(
@@ -46,7 +48,7 @@ COMMON = (
     Option("npn_updates", int, 10, "T_u, updates of the network per step", valid=not_negative, wanted="at least 0"),
     OPTIMIZER,
     Option(
-        "npn_lr", float, None, "learning rate of the network (default: 1.0 with adagrad, else 1e-3)",
+        "npn_lr", float, None, "learning rate of the network (default: 1.0 for prototypes by adagrad, else 1e-3)",
         valid=positive, wanted="a number > 0",
     ),
     Option("npn_wd", float, 0.0, "weight decay of the network", valid=not_negative, wanted="a number >= 0"),
@@ -90,7 +92,7 @@ class NetworkNormalizer(Normalizer):
         self.reset_optimizer = reset_optimizer
         self.objective = FITS[objective]
         self.joint = joint
-        lr = lr or (1.0 if self.optimizer_name == "adagrad" else 1e-3)
+        lr = lr or (1.0 if self.optimizer_name == self.default_optimizer == "adagrad" else 1e-3)
         self._optimizer_settings = dict(lr=lr, weight_decay=wd)
         if self.optimizer_name == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = initial_accumulator
@@ -99,8 +101,15 @@ class NetworkNormalizer(Normalizer):
         self.objective_before: Tensor | None = None
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        if settings["npn_joint"]:
+            names = ("npn_updates", "npn_restart_every", "npn_reset_optimizer")
+            refuse_unused(given, names, "with --npn-joint")
+        elif settings["npn_restart_every"] == 0:
+            refuse_unused(given, ["npn_reset_optimizer"], "where the network never restarts")
         settings["npn_opt"] = settings["npn_opt"] or ("adamw" if settings["npn_joint"] else cls.default_optimizer)
+        if settings["npn_opt"] != "adagrad":
+            refuse_unused(given, ["npn_initial_accumulator"], f"with --npn-opt {settings['npn_opt']}")
 
     # What a network is
 
@@ -186,8 +195,10 @@ class NetworkNormalizer(Normalizer):
         return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        if "steps" not in state:
+        if not state:
             return
+        if "dimension" not in state:
+            raise ValueError("state: of a normalizer network that an older open_clip_ext saved")
         others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
         if others:
             raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")

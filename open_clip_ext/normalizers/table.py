@@ -10,6 +10,7 @@ batch and the number of processes. Its other occurrences count among its negativ
 """
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from open_clip_ext.distributed import ShardedRows, groups_of_equal_rows, mean_over_equal_rows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Batch, Normalizer
-from open_clip_ext.options import Option
+from open_clip_ext.options import Option, refuse_unused
 from open_clip_ext.pairs import Pairs
 
 
@@ -85,7 +86,9 @@ class MovingAverageTable(Normalizer):
             self.gamma = cosine * (1 - self.final_gamma) + self.final_gamma
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None) -> None:
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        if settings["gamma_schedule"] == "constant":
+            refuse_unused(given, ["gamma_decay_epochs"], "with a constant gamma")
         if settings["gamma_decay_epochs"] is None:
             if epochs is None and settings["gamma_schedule"] == "cosine":
                 raise InputError("gamma_decay_epochs: the cosine of gamma needs its length, or the number of epochs")

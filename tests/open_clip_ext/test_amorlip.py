@@ -153,6 +153,38 @@ def test_networks_that_stay():
     assert torch.equal(states[6]["previous:0.up.weight"], states[5]["target:0.up.weight"])
 
 
+def test_stage_2_over_parts_of_the_batch_averages_to_the_whole(monkeypatch):
+    """With the same networks, over all ways to give two processes two pairs each."""
+    from open_clip_ext.losses import amorlip
+
+    loss = create_loss("amorlip", epochs=2)
+    loss.set_epoch(0)
+    e1, e2 = pairs(0, 4)
+    loss(e1, e2, torch.tensor(30.0).double())
+    loss.eval()
+    scale = torch.tensor(30.0).double().requires_grad_()
+    expected = torch.autograd.grad(loss(e1, e2, scale), [e1, e2, scale])
+    monkeypatch.setattr(amorlip, "world_size", lambda: 2)
+    total = 0.0
+    for half in ([0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]):
+        total = total + loss(e1[half], e2[half], scale) / 6
+    for actual, wanted in zip(torch.autograd.grad(total, [e1, e2, scale]), expected, strict=True):
+        torch.testing.assert_close(actual, wanted)
+    with pytest.raises(ValueError, match="1 pair.* in this process; amorlip needs 2"):
+        monkeypatch.setattr("open_clip_ext.losses.base.world_size", lambda: 2)
+        loss(e1[:1], e2[:1], scale)
+
+
+def test_new_networks_leave_cuda_generators_alone(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    loss = create_loss("amorlip", epochs=2)
+    for epoch in range(2):
+        loss.set_epoch(epoch)
+        loss(*pairs(0), torch.tensor(5.0))
+    assert not seeded
+
+
 def test_nothing_is_gathered_on_steps_without_stage_1(monkeypatch):
     from open_clip_ext.losses import amorlip
     from open_clip_ext.pairs import Pairs
@@ -213,12 +245,12 @@ def test_accumulation_equals_one_call():
 
 def test_the_state_survives_within_an_epoch_and_between():
     options = dict(epochs=3, amor_online_every=2)
-    for stop in (3, 5):
+    for stop in (3, 5, 7):
         first, second = (create_loss("amorlip", **options) for _ in range(2))
-        for step in range(8):
+        for step in range(12):
             if step == stop:
-                second.set_epoch(step // 5)
                 second.load_state_dict(first.state_dict())
+                second.set_epoch(step // 5)
             if step % 5 == 0:
                 first.set_epoch(step // 5)
                 second.set_epoch(step // 5)
@@ -228,7 +260,7 @@ def test_the_state_survives_within_an_epoch_and_between():
                 assert torch.equal(second(e1, e2, torch.tensor(5.0)), value)
     with pytest.raises(ValueError, match="mlp_width: 1.0"):
         create_loss("amorlip", epochs=3, mlp_width=1.0).load_full_state(first.full_state())
-    with pytest.raises(ValueError, match="another loss"):
+    with pytest.raises(ValueError, match="loss: 'amorlip' where the state is of 'global contrastive'"):
         second.load_full_state(create_loss("neuclip").full_state())
 
 
@@ -255,6 +287,7 @@ def test_a_non_finite_batch_never_enters_the_state(good_steps):
         (dict(rho_annealed=math.inf), "--rho-annealed: inf"),
         (dict(normalizer="mlp"), "--normalizer: --loss amorlip does not use it"),
         (dict(gamma=0.5), "--gamma: --loss amorlip does not use it"),
+        (dict(amor_l2_weight=3.0), "--amor-l2-weight: has no effect with --amor-objective l2-log; leave it out"),
         (dict(epochs=None), "amor_beta_epochs: the cosine of beta needs its length"),
     ],
 )

@@ -45,6 +45,11 @@ def test_the_log_shows_both_terms_and_a_nan_is_named():
         loss.raise_if_not_finite()
 
 
+def test_another_losss_state_is_refused():
+    with pytest.raises(ValueError, match="loss: 'cyclip' where the state is of 'global contrastive'"):
+        create_loss("cyclip").load_full_state(create_loss("neuclip").full_state())
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

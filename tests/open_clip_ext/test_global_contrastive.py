@@ -325,7 +325,7 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
     bounded = exact.clone()
     bounded[0, 1] -= 12.5
     loss = make("fastclip-v3", 4).eval()
-    loss.load_full_state({"normalizer": "table", "steps": 0, "state.log_u": off.T.float()})
+    loss.load_full_state({**loss.full_state(), "state.log_u": off.T.float()})
     _, d_image, d_text, _ = gradients(loss, single, logit_scale, index=torch.arange(4))
     expected = torch.autograd.grad(eq4_surrogate(*double, tau, bounded.exp()), double)
     close(d_image, expected[0])
@@ -351,7 +351,7 @@ def test_at_the_exact_normalizers_the_batches_average_to_the_global_gradient():
     for batch in batches:
         rows = torch.tensor(batch)
         loss = make("fastclip-v3", 4).eval()
-        loss.load_full_state({"normalizer": "table", "steps": 0, "state.log_u": exact.T.float()})
+        loss.load_full_state({**loss.full_state(), "state.log_u": exact.T.float()})
         leaves = [tensor[rows].detach().requires_grad_() for tensor in single]
         _, *grads = gradients(loss, leaves, logit_scale, index=rows)
         for sum_, gradient in zip(total, grads, strict=False):

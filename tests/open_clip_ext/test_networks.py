@@ -166,6 +166,9 @@ def test_the_state_survives(options):
         (dict(normalizer="mlp", npn_prototypes=5), "--npn-prototypes: --loss neuclip, which is --normalizer mlp"),
         (dict(npn_objective="kl"), "--npn-objective: 'kl' is not one of unified, l2-log"),
         (dict(mlp_width=1.0), "--mlp-width: --loss neuclip"),
+        (dict(npn_joint=True, npn_updates=5), "--npn-updates: has no effect with --npn-joint"),
+        (dict(normalizer="mlp", npn_initial_accumulator=0.5), "--npn-initial-accumulator: has no .* --npn-opt adam;"),
+        (dict(normalizer="mlp", npn_reset_optimizer=True), "--npn-reset-optimizer: has no .* never restarts"),
     ],
 )
 def test_wrong_settings_are_named(options, message):
