@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from open_clip_ext.options import Option
+
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -37,21 +39,36 @@ class ShardedRows(nn.Module):
         columns: c.
         fill: value of a row that was never written, or one for each column.
         device: where the rows are kept; lookups answer on the device of the index.
+        on_host: keep them in host memory, wherever `device` or `Module.to` point; each lookup then waits for a copy.
     """
+
+    OPTION = Option(
+        "rows_on", str, "device", "where rows per sample are kept: beside the model, or in host memory",
+        choices=("device", "host"),
+    )
 
     CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
 
     def __init__(
-        self, num_rows: int, columns: int, fill: float | Sequence[float], device: torch.device | str = "cpu"
+        self,
+        num_rows: int,
+        columns: int,
+        fill: float | Sequence[float],
+        device: torch.device | str = "cpu",
+        on_host: bool = False,
     ):
         super().__init__()
+        self._on_host = on_host
         self.num_rows = num_rows
         self.columns = columns
         # The last local row is written in place of rows that other processes own: shapes stay static.
         local_rows = self._rows_of(rank()) + 1
         self._fill = torch.tensor(fill, dtype=torch.float32).expand(columns)
-        rows = torch.empty(local_rows, columns, device=device).copy_(self._fill)
+        rows = torch.empty(local_rows, columns, device="cpu" if on_host else device).copy_(self._fill)
         self.register_buffer("rows", rows, persistent=False)
+
+    def _apply(self, fn, recurse=True):
+        return self if self._on_host else super()._apply(fn, recurse)
 
     def _rows_of(self, owner: int) -> int:
         return len(range(owner, self.num_rows, world_size()))

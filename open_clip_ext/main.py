@@ -13,7 +13,8 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command line without the program's name.
 
     Returns:
-        The exit code: 0, or 2 after one line on stderr that says what to change.
+        The exit code: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of
+        the run has ended.
     """
     try:
         from training_ext import versions
@@ -33,6 +34,21 @@ def main(argv: list[str] | None = None) -> int:
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError as error:
+        if not lost_another_process(error):
+            raise
+        line = str(error).strip().splitlines()[0][:300]
+        print(f"open_clip_ext: error: lost another process, whose output says why: {line}", file=sys.stderr, flush=True)
+        return 1
+
+
+def lost_another_process(error: RuntimeError) -> bool:
+    """Whether a collective failed because a process that took part is gone."""
+    import torch.distributed as dist
+
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
+    text = str(error).lower()
+    return dist.is_available() and dist.is_initialized() and any(sign in text for sign in signs)
 
 
 if __name__ == "__main__":

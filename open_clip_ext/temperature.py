@@ -173,7 +173,7 @@ class IndividualTemperature(Temperature):
         tau_lr: eta.
         tau_optimizer: momentum or adam.
         tau_beta: beta_1 as the weight of the new G_i, for momentum.
-        device: where the rows are kept.
+        rows_on, device: where the rows are kept.
     """
 
     name = "individual"
@@ -193,6 +193,7 @@ class IndividualTemperature(Temperature):
             "tau_beta", float, 0.1, "weight of the new gradient in its momentum",
             valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
         ),
+        ShardedRows.OPTION,
     )
     CLIP = 5.0
     BETAS = (0.9, 0.999)
@@ -208,6 +209,7 @@ class IndividualTemperature(Temperature):
         tau_lr: float = 1e-4,
         tau_optimizer: str = "momentum",
         tau_beta: float = 0.1,
+        rows_on: str = "device",
         device: torch.device | str = "cpu",
     ):
         super().__init__()
@@ -223,7 +225,7 @@ class IndividualTemperature(Temperature):
         self.epoch = 0
         self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
         fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
-        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device)
+        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=rows_on == "host")
         self._latest: Tensor | None = None  # rows of the last batch, (B, c)
 
     def set_epoch(self, epoch: int) -> None:

@@ -52,6 +52,12 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
+        MAIN, "init_distributed_device",
+        why="processes that were started with another loss or other data must be found before they train together",
+        contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
+        replacement=lambda original, session: partial(session.init_distributed, original),
+    ),
+    Seam(
         MAIN, "torch.save",
         why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick",
         contract="checkpoints are written by torch.save(dict, path)",

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import open_clip
 import torch
+import torch.distributed as dist
 from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
@@ -23,22 +24,25 @@ from training_ext.loss import build_loss
 from training_ext.shards import check_local_shards
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
+SAME_EVERYWHERE = ("loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq")
+SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume")
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
 def check(args) -> DataRows | None:
-    """The rows of the train data on process 0, if the loss is ours and there are any; None on the others.
+    """The rows of the train data on the first process of each machine, if the loss is ours and there are any.
 
-    The others wait for process 0 when the process group starts.
+    All that can be wrong is looked for on process 0; the others wait for it when the process group starts.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
-    _, rank, world_size = world_info_from_env()
+    local_rank, rank, world_size = world_info_from_env()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
     if rank != 0:
-        return None
+        # Another machine may hold other data; `check_alike` compares.
+        return find_rows(args) if local_rank == 0 and args.uses_ext_loss and trains(args) else None
     # What is quick comes before the scan of shards.
     check_experiment(args)
     resumed = find_resumed(args)
@@ -59,6 +63,32 @@ def check(args) -> DataRows | None:
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)
     return rows
+
+
+def check_alike(args, rows: DataRows | None) -> None:
+    """Every process compares what all were started with; the process group is there.
+
+    Raises:
+        InputError: a process has another loss, another setting that must be the same, or other data.
+    """
+    names = [*SAME_EVERYWHERE, *factory.PARTS, *(option.name for option in factory.all_options())]
+    own = {name: getattr(args, name) for name in names}
+    own["data"] = None if rows is None else (rows.num_rows, rows.digest)
+    every = [None] * args.world_size
+    dist.all_gather_object(every, own)
+    for other, theirs in enumerate(every):
+        for name, value in every[0].items():
+            if theirs[name] == value or (name == "data" and theirs[name] is None):
+                continue
+            if name == "data":
+                raise InputError(
+                    f"--train-data: process {other} has {theirs[name][0]} rows and process 0 {value[0]}, or the same "
+                    "number of other samples; give every process the same data"
+                )
+            flag = "--" + name.replace("_", "-")
+            raise InputError(
+                f"{flag}: process {other} has {theirs[name]!r} and process 0 {value!r}; start every process alike"
+            )
 
 
 def prepare_shapes(args) -> None:
@@ -197,11 +227,12 @@ def check_memory(args, num_rows: int, world_size: int) -> None:
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
+    rows_on_device = on_device and args.rows_on != "host"
     what = f"--normalizer: {args.normalizer!r} with {num_rows} rows"
     instead = "use more processes or a normalizer without rows"
-    on_host = num_rows * row_bytes + (0 if on_device else per_process * local_processes)
+    on_host = num_rows * row_bytes + (0 if rows_on_device else per_process * local_processes)
     check_fits(what, on_host, "cpu", instead)
-    if on_device:
+    if rows_on_device:
         check_fits(what, per_process, args.device, instead)
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None

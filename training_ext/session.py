@@ -1,5 +1,6 @@
 """One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import trains_logit_scale
+from training_ext.preflight import check_alike
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 
@@ -42,6 +44,12 @@ class Session:
         self._entry_to_save: dict[str, Any] | None = None
 
     # Start-up of the processes and the model
+
+    def init_distributed(self, original: Callable, args: Any) -> Any:
+        device = original(args)
+        if args.distributed:
+            check_alike(args, self.rows)
+        return device
 
     @staticmethod
     def cpu_ready(original: type) -> type:
@@ -167,6 +175,10 @@ class Session:
         seed_all(self.args.seed, use, self._epoch, self.args.rank)
 
     def create_loss(self, args: Any) -> TrainingLoss:
+        for flag in ("local_loss", "gather_with_grad"):
+            if getattr(args, flag):
+                flag = "--" + flag.replace("_", "-")
+                logging.info(f"{flag} makes no difference to --loss {args.loss}: its gradients are exact without it.")
         loss = build_loss(args, self.rows.num_rows, args.device)
         if self._restored is not None:
             loss.load_full_state(self._restored)

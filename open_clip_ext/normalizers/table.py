@@ -31,7 +31,7 @@ class MovingAverageTable(Normalizer):
         gamma_schedule: `cosine`: 1 in epoch 0, down to `gamma` at epoch `gamma_decay_epochs`, then constant
             (FastCLIP); `constant`: `gamma` throughout (SogCLR).
         gamma_decay_epochs: length of the cosine in epochs, at least 1.
-        device: where the rows are kept.
+        rows_on, device: where the rows are kept.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -52,6 +52,7 @@ class MovingAverageTable(Normalizer):
             "gamma_decay_epochs", int, None, "epochs of the cosine (default: half of --epochs)",
             valid=lambda value: value >= 1, wanted="at least 1",
         ),
+        ShardedRows.OPTION,
     )
 
     def __init__(
@@ -60,19 +61,20 @@ class MovingAverageTable(Normalizer):
         gamma: float = 0.2,
         gamma_schedule: str = "cosine",
         gamma_decay_epochs: int = 1,
+        rows_on: str = "device",
         device: torch.device | str = "cpu",
     ):
         super().__init__()
         if num_samples < 1:
             raise InputError(f"num_samples: {num_samples!r} is out of range; the table needs at least 1 row")
-        given = dict(gamma=gamma, gamma_schedule=gamma_schedule, gamma_decay_epochs=gamma_decay_epochs)
+        given = locals()
         for option in self.options:
-            option.check(given[option.name])
+            option.check_given(given)
         self.num_samples = num_samples
         self.final_gamma = gamma
         self.gamma_schedule = gamma_schedule
         self.gamma_decay_epochs = gamma_decay_epochs
-        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device)
+        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=rows_on == "host")
         self._latest: Tensor | None = None  # log u of the last update's batch, (B, 2)
         self.epoch: int | None = None
         self.gamma = 1.0 if gamma_schedule == "cosine" else gamma

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from open_clip.loss import ClipLoss
 from reference import unit
 
 from open_clip_ext import create_loss
+from open_clip_ext.collectives import CollectiveCounter
 from open_clip_ext.distributed import ShardedRows
 
 ROWS = 101
@@ -154,12 +156,41 @@ def check_table(rank, world):
     assert torch.equal(other.lookup(torch.arange(11)), expected)
 
 
+def check_what_is_sent(rank, world):
+    """Calls and bytes of a step; all less than OpenCLIP's own exact loss sends."""
+
+    def sent(loss, **more):
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(2):  # networks are sent at their start
+            image, text = (unit(generator, 8, 32).float().requires_grad_() for _ in range(2))
+            with CollectiveCounter() as counter:
+                loss(image, text, torch.tensor(10.0, requires_grad=True), **more).backward()
+        return counter
+
+    # Embeddings once, L, rows and alpha; u, and temperatures with their moments.
+    calls = {
+        "sogclr": {"all_gather_into_tensor": 4, "all_reduce": 1},
+        "isogclr": {"all_gather_into_tensor": 5, "all_reduce": 2},
+        "neuclip": {"all_gather_into_tensor": 3},
+        "queue": {"all_gather_into_tensor": 3},
+        "amorlip": {},  # a step without stage I
+    }
+    theirs = sent(ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world))
+    assert theirs.calls["all_gather"] == 2 and theirs.bytes["all_gather"] == (world - 1) * 2 * 8 * 32 * 4
+    for name, expected in calls.items():
+        loss = create_loss(name, num_samples=ROWS, epochs=1)
+        counter = sent(loss, index=torch.arange(8) + 8 * rank)
+        assert counter.calls == expected, (name, dict(counter.calls))
+        assert counter.sent < 0.75 * theirs.sent, name
+
+
 def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         check_table(rank, world)
+        check_what_is_sent(rank, world)
         alone = torch.load(f"{folder}/alone.pt", weights_only=True)
         results = {}
         for name in LOSSES:

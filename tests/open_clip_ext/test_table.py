@@ -7,6 +7,7 @@ import torch
 from reference import unit
 
 from open_clip_ext import InputError, create_loss
+from open_clip_ext.distributed import ShardedRows
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,17 @@ def test_gamma_schedule(schedule, epoch, expected):
     loss = create_loss("fastclip-v3", num_samples=4, gamma=0.2, gamma_schedule=schedule, **length)
     loss.set_epoch(epoch)
     assert loss.normalizer.gamma == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["sogclr", "isogclr"])
+def test_rows_on_the_host_stay_there(name):
+    """Where a loss goes to another device its rows go along, but not these; and type changes do not touch them."""
+    beside, on_host = (create_loss(name, num_samples=4, rows_on=where) for where in ("device", "host"))
+    meta = torch.device("meta")
+    tables = [part for part in on_host.to(meta).modules() if isinstance(part, ShardedRows)]
+    assert tables and all(table.rows.device.type == "cpu" for table in tables)
+    moved = [part for part in beside.to(meta).modules() if isinstance(part, ShardedRows)]
+    assert all(table.rows.device == meta for table in moved)
 
 
 def test_decay_takes_half_of_the_epochs_unless_given():

@@ -1,0 +1,100 @@
+"""Processes that end or disagree, and a kill while a checkpoint is written."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+RUN = f"{TINY} --workers 0 --rho 5 --dist-backend gloo"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """start(rank, port, arguments) -> a process of two; all are killed at the end."""
+    started = []
+
+    def start(rank, port, arguments):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
+        }
+        command = [sys.executable, "-m", "open_clip_ext.main", *f"{RUN} {arguments} --logs {tmp_path}".split()]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
+    shapes = "--dataset-type shapes --train-num-samples 64 --epochs 1000 --loss fastclip-v3 --name dying"
+    port = free_port()
+    first, second = (start(rank, port, shapes) for rank in range(2))
+    log = tmp_path / "dying/out.log"
+    deadline = time.monotonic() + 100
+    while not (log.exists() and "Train Epoch: 2" in log.read_text()):
+        assert time.monotonic() < deadline and first.poll() is None, first.communicate()
+        time.sleep(0.2)
+    second.send_signal(signal.SIGKILL)
+    _, error = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "open_clip_ext: error: lost another process" in error
+
+
+@pytest.mark.parametrize(
+    "one, other, message",
+    [
+        ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6"),
+        ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
+    ],
+)
+def test_a_process_that_was_started_otherwise_is_named(start, datasets, tmp_path, one, other, message):
+    csv = datasets["csv"]
+    shorter = tmp_path / "shorter.csv"
+    shorter.write_text("\n".join(Path(csv.split()[1]).read_text().splitlines()[:41]))
+    theirs = f"--train-data {shorter}" if "SHORTER" in other else csv
+    arguments = [f"{csv} {one}", f"{theirs} {other.removesuffix('SHORTER')}"]
+    port = free_port()
+    processes = [start(rank, port, f"{mine} --epochs 1 --name unlike") for rank, mine in enumerate(arguments)]
+    for process in processes:
+        _, error = process.communicate(timeout=100)
+        assert process.returncode == 2 and message in error, error
+    assert not (tmp_path / "unlike").exists()
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
+    """The writer is killed in the middle of its file, many times larger than what it has written."""
+    script = (
+        "import sys, torch\n"
+        "from training_ext.checkpoint import atomic_save\n"
+        "for version in range(1000):\n"
+        "    atomic_save(torch.save, {'version': version, 'x': torch.zeros(30_000_000)}, sys.argv[1])\n"
+    )
+    path = tmp_path / "epoch_1.pt"
+    writer = subprocess.Popen([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    partial = Path(f"{path}.partial")
+    deadline = time.monotonic() + 60
+    while not (path.exists() and partial.exists() and 0 < partial.stat().st_size < 100_000_000):
+        assert time.monotonic() < deadline and writer.poll() is None
+    writer.kill()
+    writer.wait()
+    assert partial.exists() and partial.stat().st_size < 120_000_000, "the kill came between two files"
+    saved = torch.load(path, weights_only=True)
+    assert saved["x"].shape == (30_000_000,)
