@@ -29,7 +29,8 @@ def process(rank, port, folder):
     for number, name in enumerate(EVERY):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port + number), WORLD_SIZE="2")
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        assert not run_main(main, f"{options(name)} {TWO_PROCESSES} --name {name}", folder)
+        flags = "--ddp-static-graph --use-bn-sync" if number % 2 else ""
+        assert not run_main(main, f"{options(name)} {TWO_PROCESSES} {flags} --name {name}", folder)
         dist.destroy_process_group()
 
 
