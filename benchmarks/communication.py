@@ -28,10 +28,11 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     losses = {"clip": ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world)}
-    small = {"neuclip": {"npn_prototypes": args.batch_size}, "queue": {"queue_size": args.batch_size}}
+    small = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": args.prototypes}}
     for preset in list_losses():
         if not preset.is_open_clip:
             losses[preset.name] = create_loss(preset.name, num_samples=10_000, epochs=2, **small.get(preset.name, {}))
+    losses["neuclip, split"] = create_loss("neuclip", npn_split=True, **small["neuclip"])
     results = []
     for name, loss in losses.items():
         for step in range(2):  # the first also sends what is sent once in hundreds of steps
@@ -54,6 +55,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch-size", type=int, default=256, help="pairs of each process")
     parser.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    parser.add_argument("--prototypes", type=int, default=4096, help="of neuclip, and length of the queue")
     parser.add_argument("--rows", type=int, default=10_000_000, help="of the table")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", help="write the results here too")
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 results += json.load(file)
     print(f"{args.batch_size} pairs of dimension {args.dim} in each process; calls and KiB that one sends in a step")
     names = dict.fromkeys(r["loss"] for r in results if "loss" in r)
-    print(f"{'loss':12}" + "".join(f"{f'W = {world}':>24}" for world in args.processes))
+    print(f"{'loss':14}" + "".join(f"{f'W = {world}':>24}" for world in args.processes))
     by_key = {(r["loss"], r["processes"]): r for r in results if "loss" in r}
     for name in names:
         cells = []
@@ -78,7 +80,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
             r, clip = by_key[name, world], by_key["clip", world]
             ratio = f"({r['bytes'] / clip['bytes']:.2f})" if clip["bytes"] else ""
             cells.append(f"{r['calls']:>5} {r['bytes'] / 1024:>10.1f} {ratio:>6}")
-        print(f"{name:12}" + "".join(f"{cell:>24}" for cell in cells))
+        print(f"{name:14}" + "".join(f"{cell:>24}" for cell in cells))
+    for world in args.processes:
+        network = 2 * args.prototypes * args.dim * 4 * 2 * (world - 1) / world / 1024
+        print(f"W = {world}: all-reducing the prototypes' gradient would send {network:.1f} KiB in each of 10 updates")
     for r in results:
         if "rows" in r:
             print(f"table of {r['rows']:,} rows, W = {r['processes']}: {r['table_bytes'] / 2**20:.1f} MiB on a process")

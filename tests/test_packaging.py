@@ -51,7 +51,7 @@ def test_the_readme_names_every_loss_and_no_flag_that_is_not_there():
     parts = ("--" + part.replace("_", "-") for part in PARTS)
     ours = {"--loss", *parts, *(option.flag for option in all_options())}
     prefixes = ("--npn", "--gamma", "--lr-tau", "--rho", "--loss", "--normalizer", "--encoder", "--tau", "--queue")
-    prefixes += ("--temperature", "--surrogate", "--mixing", "--margin", "--amor", "--mlp", "--negatives")
+    prefixes += ("--temperature", "--surrogate", "--mixing", "--margin", "--amor", "--mlp", "--negatives", "--rows")
     mentioned = {flag for flag in re.findall(r"--[a-z][a-z-]+", text) if flag.startswith(prefixes)}
     assert mentioned and mentioned <= ours
     for option in all_options():

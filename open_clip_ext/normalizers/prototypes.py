@@ -18,6 +18,7 @@ Readings fixed here, where the paper is silent:
   they look. `npn_initial_accumulator` or a smaller `npn_lr` make the first steps smaller.
 - exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `pairs.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
+- `npn_split` divides the prototypes over the processes (`split`); the result is the same to float32 accuracy.
 
 Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
 """
@@ -27,10 +28,12 @@ import math
 import torch
 from torch import Tensor
 
+from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
 from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
+from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
@@ -54,6 +57,7 @@ class Prototypes(NetworkNormalizer):
         ),
         RESTART_EVERY,
         *COMMON,
+        Option("npn_split", bool, False, "divide the prototypes over the processes, instead of all on each"),
     )
 
     def __init__(
@@ -68,6 +72,7 @@ class Prototypes(NetworkNormalizer):
         npn_reset_optimizer: bool = False,
         npn_objective: str = "unified",
         npn_joint: bool = False,
+        npn_split: bool = False,
         eps: float = 1e-14,
         surrogate: Surrogate | None = None,
     ):
@@ -79,6 +84,7 @@ class Prototypes(NetworkNormalizer):
             npn_objective, npn_joint,
         )
         self.capacity = npn_prototypes
+        self.split = npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
@@ -86,14 +92,15 @@ class Prototypes(NetworkNormalizer):
 
     def check_memory(self, dimension: int, device: torch.device | str) -> None:
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
-        needed = 4 * kept * 2 * self.capacity * dimension
+        parts = world_size() if self.split else 1
+        needed = 4 * kept * 2 * self.capacity * dimension // parts
         check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
         self.check_memory(dimension, like.device)
         self.dimension = dimension
-        self.weight = like.new_zeros(2, self.capacity, dimension)
-        self.ring = EmbeddingRing(self.capacity, dimension, like)
+        self.ring = (SplitRing if self.split else EmbeddingRing)(self.capacity, dimension, like)
+        self.weight = torch.zeros_like(self.ring.rows)
 
     def _named(self) -> dict[str, Tensor]:
         return {} if self.weight is None else {"weight": self.weight}
@@ -103,28 +110,35 @@ class Prototypes(NetworkNormalizer):
         """k, the prototypes in use."""
         return self.ring.active
 
+    @property
+    def own_active(self) -> int:
+        """Those of them that are here."""
+        return self.ring.own_active
+
     def _observe(self, batch: Batch) -> None:
         """Take the batch into the ring, and add prototypes while there are k < m."""
-        held = self.active
+        held = self.own_active
         self.ring.push(batch)
-        self.weight[:, held : self.active] = self.ring.rows[:, held : self.active]
+        self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
 
     def _restart(self, batch: Batch) -> None:
         self.weight.copy_(self.ring.rows)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
         gradient, objective = self._gradient(torch.stack([batch.image, batch.text]), batch)
-        self.weight.grad[:, : self.active] = torch.where(batch.finite, gradient, 0.0)
+        self.weight.grad[:, : self.own_active] = torch.where(batch.finite, gradient, 0.0)
         return objective
 
     def _gradient(self, anchors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Gradient (2, k, d) and value (0-d) of the sum over sides of the anchors' mean objective."""
+        """Gradient (2, k, d) of those here, and value (0-d), of the sum over sides of the anchors' mean objective."""
         norm, prototypes = self._normalised()
         gaps = torch.bmm(anchors, prototypes.mT).sub_(batch.positives[:, None])
         slope = self.surrogate.slope(gaps)
         tau = batch.tau[:, :, None] if batch.tau.dim() else batch.tau
         exponents = self.surrogate.value(gaps) / tau
         log_sum = exponents.logsumexp(dim=2)
+        if self.split:
+            log_sum = log_sum_over_processes(log_sum)
         log_mean = log_sum - math.log(self.active)
         alpha = add_eps(log_mean, self.eps)
         objective = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
@@ -136,7 +150,7 @@ class Prototypes(NetworkNormalizer):
         return gradient.sub_(radial * prototypes).div_(norm), objective
 
     def _normalised(self) -> tuple[Tensor, Tensor]:
-        weight = self.weight[:, : self.active]
+        weight = self.weight[:, : self.own_active]
         norm = weight.norm(dim=2, keepdim=True)
         norm = norm + (norm == 0)
         return norm, weight / norm
@@ -146,6 +160,10 @@ class Prototypes(NetworkNormalizer):
             return batch.log_batch[:, pairs.local]
         self._follow(pairs.all_image)
         _, prototypes = self._normalised()
+        if self.split:
+            inputs = (pairs.image, pairs.text, positives, tau)
+            log_sum = SplitLogSum.apply(*inputs, prototypes, pairs, batch, self.surrogate)
+            return add_eps(log_sum - math.log(self.active), self.eps)
         cosines = torch.stack([pairs.image @ prototypes[0].T, pairs.text @ prototypes[1].T])
         tau = tau[:, :, None] if tau.dim() else tau
         exponents = self.surrogate.value(cosines - positives[:, None]) / tau
@@ -156,9 +174,25 @@ class Prototypes(NetworkNormalizer):
         active = 0 if self.ring is None else self.active
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(active))}
 
+    def _broadcast(self) -> None:
+        if not self.split:  # else each process is the only one to have its own
+            super()._broadcast()
+
+    def full_state(self) -> dict[str, Tensor]:
+        if not self.split:
+            return super().full_state()
+        # Whatever has three axes has a place for each prototype in its second.
+        state = {
+            name: whole(value, self.capacity, 1) if value.dim() == 3 else value.cpu()
+            for name, value in self._state().items()
+        }
+        return state if rank() == 0 else {}
+
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "weight" in state and state["weight"].shape[1] != self.capacity:
             raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
+        if self.split:
+            state = {name: own_part(value, 1) if value.dim() == 3 else value for name, value in state.items()}
         super().load_full_state(state)
 
     def _extra_state(self) -> dict[str, Tensor]:

@@ -21,6 +21,11 @@ class EmbeddingRing:
         self.active = 0  # rows that were filled
         self.head = 0  # the place of the next row
 
+    @property
+    def own_active(self) -> int:
+        """Filled rows that are kept here: all."""
+        return self.active
+
     def push(self, batch: Batch) -> Tensor:
         """Take the batch's last m pairs in place of the oldest; their places, (min(B, m),).
 

@@ -25,6 +25,14 @@ LOSSES = {
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", dict(npn_prototypes=80, npn_restart_every=2)),
     "complete": ("neuclip", dict(npn_prototypes=30, npn_restart_every=2)),
+    "split, growing": ("neuclip", dict(npn_prototypes=83, npn_restart_every=2, npn_split=True)),
+    "split, complete": ("neuclip", dict(npn_prototypes=30, npn_restart_every=2, npn_split=True, mixing=0.2)),
+    "split, joint": ("neuclip", dict(npn_prototypes=30, npn_joint=True, npn_split=True)),
+    "split, hinge": ("neuclip", dict(npn_prototypes=80, npn_split=True, surrogate="hinge", margin=0.3)),
+    "split, individual": (
+        "neuclip",
+        dict(npn_prototypes=80, npn_split=True, temperature="individual", num_samples=ROWS, tau_lr=0.01),
+    ),
     "joint": ("neuclip", dict(npn_prototypes=30, npn_joint=True)),
     "mlp": ("neuclip", dict(normalizer="mlp", npn_restart_every=2, npn_updates=2)),
     "unified individual": ("neuclip", dict(npn_prototypes=80, temperature="individual", num_samples=ROWS, tau_lr=0.01)),
@@ -74,7 +82,7 @@ def train(name, rank, world, accum_freq=1, start=None):
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-    optimizer = torch.optim.SGD(trained.values(), lr=0.002 if name in ("unscaled", "joint") else 0.1)
+    optimizer = torch.optim.SGD(trained.values(), lr=0.002 if "unscaled" in name or "joint" in name else 0.1)
     first, values = None, []
     for step in steps:
         generator = torch.Generator().manual_seed(step)

@@ -1,0 +1,126 @@
+"""Prototypes divided over processes: process r keeps the places r, r + W, r + 2W, ... and all of them predict together.
+
+The log-sum-exp over m prototypes is that over processes of each one's own part, so that an update of the network sends
+2 B numbers per process instead of a gradient of 2 m d. The encoders' gradient through alpha is a sum over processes,
+too: the one thing in this package that is sent in a backward pass, 2 B (d + 2) numbers once per step.
+
+Shapes: m prototypes a side, k of them active, k_r of those on this process; B pairs of all processes, b of this one.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.normalizers.ring import EmbeddingRing
+from open_clip_ext.pairs import Pairs
+from open_clip_ext.surrogates import Surrogate
+
+
+def own_part(tensor: Tensor, dim: int) -> Tensor:
+    """This process's places of what is whole along `dim`."""
+    places = torch.arange(rank(), tensor.shape[dim], world_size(), device=tensor.device)
+    return tensor.index_select(dim, places)
+
+
+def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
+    """Put the parts of all processes together along `dim` of length `size`, on the CPU of process 0; None elsewhere.
+
+    Every process must call it. Process 0 holds one other part at a time beside the whole.
+    """
+    if rank() != 0:
+        dist.send(part.contiguous(), dst=0)
+        return None
+    shape = [*part.shape]
+    shape[dim] = size
+    result = torch.empty(shape, dtype=part.dtype)
+    for owner in range(world_size()):
+        places = torch.arange(owner, size, world_size())
+        if owner > 0:
+            shape[dim] = len(places)
+            part = part.new_empty(shape)
+            dist.recv(part, src=owner)
+        result.index_copy_(dim, places, part.cpu())
+    return result
+
+
+class SplitRing(EmbeddingRing):
+    """The process's own places of the latest m pairs of embeddings, (2, m_r, d)."""
+
+    def __init__(self, capacity: int, dimension: int, like: Tensor):
+        super().__init__(capacity, dimension, like)
+        self.rows = own_part(self.rows, 1)
+
+    @property
+    def own_active(self) -> int:
+        """k_r, own places that were filled; places fill in order."""
+        return len(range(rank(), self.active, world_size()))
+
+    def push(self, batch: Batch) -> Tensor:
+        """As `EmbeddingRing.push`; a batch that is not finite leaves what was there, or unit vectors; own places."""
+        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
+        count = latest.shape[1]
+        places = (torch.arange(count) + self.head) % self.capacity
+        own = (places % world_size() == rank()).nonzero()[:, 0]
+        places = (places[own] // world_size()).to(latest.device)
+        earlier = self.rows[:, places]
+        unit = torch.zeros_like(earlier)
+        unit[:, :, 0] = 1.0
+        earlier = torch.where((earlier == 0).all(dim=2, keepdim=True), unit, earlier)
+        self.rows[:, places] = torch.where(batch.finite, latest[:, own.to(latest.device)], earlier)
+        self.head = (self.head + count) % self.capacity
+        self.active = min(self.active + count, self.capacity)
+        return places
+
+
+def log_sum_over_processes(own: Tensor) -> Tensor:
+    """log-sum-exp over processes of (2, B), in the order of ranks: the same to the last bit everywhere."""
+    return all_gather(own[None]).logsumexp(dim=0)
+
+
+class SplitLogSum(torch.autograd.Function):
+    """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
+
+    Takes this process's `image` and `text` (b, d), `positives` (b,) and `tau` (0-d or (2, b)), whose gradients it
+    gives; and without gradient its unit prototypes (2, k_r, d), the batch, and l.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor,
+        prototypes: Tensor, pairs: Pairs, batch: Batch, surrogate: Surrogate,
+    ) -> Tensor:
+        all_tau = batch.tau[:, :, None] if batch.tau.dim() else batch.tau
+        gaps = torch.bmm(torch.stack([batch.image, batch.text]), prototypes.mT) - batch.positives[:, None]
+        exponents = surrogate.value(gaps) / all_tau
+        log_sum = log_sum_over_processes(exponents.logsumexp(dim=2))
+        ctx.save_for_backward(prototypes, gaps, exponents, log_sum, all_tau)
+        ctx.surrogate, ctx.local, ctx.tau_dim = surrogate, pairs.local, tau.dim()
+        return log_sum[:, pairs.local]
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        prototypes, gaps, exponents, log_sum, all_tau = ctx.saved_tensors
+        weights = all_gather(grad_output.T.contiguous()).T[:, :, None] * (exponents - log_sum[:, :, None]).exp()
+        by_tau = -(weights * exponents / all_tau).sum(dim=2)
+        weights = weights * ctx.surrogate.slope(gaps) / all_tau
+        parts = [torch.bmm(weights, prototypes), -weights.sum(dim=2, keepdim=True), by_tau[:, :, None]]
+        features, by_positive, by_tau = _sum_of_own(torch.cat(parts, dim=2), ctx.local).split(
+            [prototypes.shape[2], 1, 1], dim=2
+        )
+        by_tau = by_tau[:, :, 0] if ctx.tau_dim else by_tau.sum()
+        return features[0], features[1], by_positive.sum(dim=(0, 2)), by_tau, None, None, None, None
+
+
+def _sum_of_own(partial: Tensor, local: slice) -> Tensor:
+    """Sum (2, B, c) over processes; this process's anchors of it, (2, b, c)."""
+    if dist.get_backend() == "nccl":
+        by_process = partial.transpose(0, 1).contiguous()
+        own = by_process.new_empty(local.stop - local.start, *by_process.shape[1:])
+        dist.reduce_scatter_tensor(own, by_process)
+        return own.transpose(0, 1)
+    dist.all_reduce(partial)  # gloo has no reduce-scatter
+    return partial[:, local]
