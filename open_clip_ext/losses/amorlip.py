@@ -29,7 +29,9 @@ Readings fixed here, where the paper is silent or its released code differs:
   n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
 - The released recipe divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), counts the positive in Z by 1e-3 (`amor_positive_weight`) and lets beta's cosine end after half of the
-  epochs (`amor_beta_epochs`). The paper divides by the target and counts the positive in full: the defaults.
+  epochs (`amor_beta_epochs`). The class's defaults are the paper's, the first two of `--loss amorlip` the recipe's: on
+  20,000 generated pairs with batches of 64 the recipe reaches R@1 82 / 80, the paper's form 60 / 59 and, with its
+  setting for CC12M, 24 / 25, because the network's output becomes a constant; each of the two changes alone 67 and 49.
 - `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' share of Z and the positive's is added.
 """
 

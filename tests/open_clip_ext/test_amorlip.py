@@ -10,6 +10,7 @@ from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.networks import PartitionMLP
 
 EPOCHS = 4
+PAPER = dict(amor_denominator="target", amor_positive_weight=1.0)
 
 
 def pairs(seed, batch=6, dimension=8):
@@ -139,7 +140,7 @@ def test_algorithm_1(objective, denominator, weight, target, batch, dimension, s
 
 
 def test_networks_that_stay():
-    loss = create_loss("amorlip", epochs=EPOCHS, amor_reinit_every=2)
+    loss = create_loss("amorlip", **PAPER, epochs=EPOCHS, amor_reinit_every=2)
     states = []
     for epoch in range(3):
         loss.set_epoch(epoch)
@@ -157,7 +158,7 @@ def test_stage_2_over_parts_of_the_batch_averages_to_the_whole(monkeypatch):
     """With the same networks, over all ways to give two processes two pairs each."""
     from open_clip_ext.losses import amorlip
 
-    loss = create_loss("amorlip", epochs=2)
+    loss = create_loss("amorlip", **PAPER, epochs=2)
     loss.set_epoch(0)
     e1, e2 = pairs(0, 4)
     loss(e1, e2, torch.tensor(30.0).double())
@@ -178,7 +179,7 @@ def test_stage_2_over_parts_of_the_batch_averages_to_the_whole(monkeypatch):
 def test_new_networks_leave_cuda_generators_alone(monkeypatch):
     seeded = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
-    loss = create_loss("amorlip", epochs=2)
+    loss = create_loss("amorlip", **PAPER, epochs=2)
     for epoch in range(2):
         loss.set_epoch(epoch)
         loss(*pairs(0), torch.tensor(5.0))
@@ -195,7 +196,7 @@ def test_nothing_is_gathered_on_steps_without_stage_1(monkeypatch):
     def plain(image, text):
         return Pairs(image, text, image.detach(), text.detach(), 0)
 
-    loss = create_loss("amorlip", epochs=1, amor_online_every=4)
+    loss = create_loss("amorlip", **PAPER, epochs=1, amor_online_every=4)
     loss.set_epoch(0)
     seen = []
     for k in range(9):
@@ -211,7 +212,7 @@ def test_extreme_batches_stay_finite_at_the_highest_scale(dtype, case, target):
     e1 = pairs(0, 8, 16)[0].detach()
     e2 = {"matched": e1, "mismatched": -e1, "equal": e1[:1].expand(8, 16), "one-hot": torch.eye(16)[:8].double()}[case]
     e1 = e1[:1].expand(8, 16) if case == "equal" else torch.eye(16)[:8].double() if case == "one-hot" else e1
-    loss = create_loss("amorlip", epochs=2, amor_target=target)
+    loss = create_loss("amorlip", **PAPER, epochs=2, amor_target=target)
     for epoch in range(2):
         loss.set_epoch(epoch)
         for _ in range(3):
@@ -225,7 +226,7 @@ def test_extreme_batches_stay_finite_at_the_highest_scale(dtype, case, target):
 
 
 def test_accumulation_equals_one_call():
-    once, thrice = (create_loss("amorlip", epochs=2, accum_freq=n, amor_online_every=2) for n in (1, 3))
+    once, thrice = (create_loss("amorlip", **PAPER, epochs=2, accum_freq=n, amor_online_every=2) for n in (1, 3))
     for k in range(4):
         e1, e2 = pairs(k)
         s = torch.tensor(5.0).double().requires_grad_()
@@ -259,14 +260,14 @@ def test_the_state_survives_within_an_epoch_and_between():
             if step >= stop:
                 assert torch.equal(second(e1, e2, torch.tensor(5.0)), value)
     with pytest.raises(ValueError, match="mlp_width: 1.0"):
-        create_loss("amorlip", epochs=3, mlp_width=1.0).load_full_state(first.full_state())
+        create_loss("amorlip", **PAPER, epochs=3, mlp_width=1.0).load_full_state(first.full_state())
     with pytest.raises(ValueError, match="loss: 'amorlip' where the state is of 'global contrastive'"):
         second.load_full_state(create_loss("neuclip").full_state())
 
 
 @pytest.mark.parametrize("good_steps", [0, 3])
 def test_a_non_finite_batch_never_enters_the_state(good_steps):
-    loss = create_loss("amorlip", epochs=1, amor_online_every=1)
+    loss = create_loss("amorlip", **PAPER, epochs=1, amor_online_every=1)
     loss.set_epoch(0)
     for k in range(good_steps):
         loss(*pairs(k), torch.tensor(5.0))

@@ -122,7 +122,7 @@ def amortize(rank, world, epochs=2, steps=3):
     Stage I sees the global batch, so that the networks are those of one process; stage II only a process's own pairs:
     the gradients are the mean over the parts of the batch of what one process gets for a part from the same networks.
     """
-    loss = create_loss("amorlip", epochs=epochs, amor_online_every=2)
+    loss = create_loss("amorlip", epochs=epochs, amor_online_every=2, amor_denominator="target", amor_positive_weight=1)
     model = Model().double()
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
     gradients = []
@@ -190,7 +190,8 @@ def check_what_is_sent(rank, world):
     theirs = sent(ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world))
     assert theirs.calls["all_gather"] == 2 and theirs.bytes["all_gather"] == (world - 1) * 2 * 8 * 32 * 4
     for name, expected in calls.items():
-        loss = create_loss(name, num_samples=ROWS, epochs=1)
+        paper = {"amor_denominator": "target"} if name == "amorlip" else {}
+        loss = create_loss(name, num_samples=ROWS, epochs=1, **paper)
         counter = sent(loss, index=torch.arange(8) + 8 * rank)
         assert counter.calls == expected, (name, dict(counter.calls))
         assert counter.sent < 0.75 * theirs.sent, name
