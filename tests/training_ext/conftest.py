@@ -23,6 +23,9 @@ LOSSES = {
     "isogclr": "--loss isogclr --tau-lr 1e-3",
     "fastclip-v2": "--loss fastclip-v2 --gamma-decay-epochs 2 --tau-lr 1e-3",
     "queue": "--loss queue --queue-size 20 --rho 5",
+    "amorlip": "--loss amorlip --amor-online-every 2 --amor-ema 0.9",
+    "cyclip": "--loss cyclip",
+    "joint": "--loss neuclip --normalizer mlp --npn-joint --rho 5",
     "neuclip": "--loss neuclip --npn-prototypes 20 --npn-updates 2 --npn-restart-every 5 --rho 5",
 }
 

@@ -16,6 +16,8 @@ LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3"
         "--precision bf16",
         "--precision pure_bf16",
         "--precision amp",
+        "--precision fp16",
+        "--precision pure_fp16",
         "--grad-checkpointing",
         "--lock-image",
         "--lock-image --lock-image-unlocked-groups 1",

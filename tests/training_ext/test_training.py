@@ -54,6 +54,9 @@ RESUMED = [
     ("queue", "shards", 0, ""),
     ("isogclr", "csv", 0, "--accum-freq 2"),
     ("fastclip-v2", "shards", 2, ""),
+    ("amorlip", "shapes", 0, "--accum-freq 2"),
+    ("joint", "shapes", 0, ""),
+    ("cyclip", "shapes", 0, ""),
     ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1"),
 ]
 
