@@ -238,7 +238,7 @@ def check_memory(args, num_rows: int, world_size: int) -> None:
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
     for module in modules:
         if isinstance(module, Normalizer) and dimension is not None:
-            module.check_memory(dimension, args.device if on_device else "cpu")
+            module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 
 
 def check_val_data(args) -> None:

@@ -58,8 +58,8 @@ class Normalizer(nn.Module):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
-    def check_memory(self, dimension: int, device: torch.device | str) -> None:
-        """Raise InputError if what is kept for embeddings of `dimension` cannot fit on `device`."""
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
+        """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""

@@ -84,20 +84,21 @@ class Prototypes(NetworkNormalizer):
             npn_objective, npn_joint,
         )
         self.capacity = npn_prototypes
+        self.wants_split = npn_split
         self.split = npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing | None = None  # in the places of their prototypes
 
-    def check_memory(self, dimension: int, device: torch.device | str) -> None:
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
-        parts = world_size() if self.split else 1
+        parts = processes if self.wants_split else 1
         needed = 4 * kept * 2 * self.capacity * dimension // parts
         check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
-        self.check_memory(dimension, like.device)
+        self.check_memory(dimension, like.device, world_size())
         self.dimension = dimension
         self.ring = (SplitRing if self.split else EmbeddingRing)(self.capacity, dimension, like)
         self.weight = torch.zeros_like(self.ring.rows)

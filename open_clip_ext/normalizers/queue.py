@@ -57,13 +57,13 @@ class Queue(Normalizer):
         self._follow(batch.image)
         self.own = self.ring.push(batch)
 
-    def check_memory(self, dimension: int, device: torch.device | str) -> None:
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = 4 * 2 * self.capacity * dimension
         check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _follow(self, image: Tensor) -> None:
         if self.ring is None:
-            self.check_memory(image.shape[1], image.device)
+            self.check_memory(image.shape[1], image.device, 1)
             self.ring = EmbeddingRing(self.capacity, image.shape[1], image)
         elif self.ring.rows.device != image.device or self.ring.rows.dtype != image.dtype:
             self._restore(self.ring.state(), image)

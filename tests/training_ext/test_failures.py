@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY
+from open_clip_train.main import get_latest_checkpoint
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{TINY} --workers 0 --rho 5 --dist-backend gloo"
@@ -96,5 +97,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     writer.kill()
     writer.wait()
     assert partial.exists() and partial.stat().st_size < 120_000_000, "the kill came between two files"
+    assert get_latest_checkpoint(str(tmp_path), remote=False) == str(path)  # what `--resume latest` takes
     saved = torch.load(path, weights_only=True)
     assert saved["x"].shape == (30_000_000,)
