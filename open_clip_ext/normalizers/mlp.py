@@ -9,6 +9,9 @@ Readings fixed here: the network is AmorLIP's (`networks`). A restart draws new 
 to restart from, there is none after the first unless `npn_restart_every` asks for it. Adam at 1e-3, as AmorLIP's.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,45 +19,32 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.networks import WIDTH, PartitionNetwork
 from open_clip_ext.normalizers.base import Batch
 from open_clip_ext.normalizers.network import COMMON, RESTART_EVERY, NetworkNormalizer
-from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class MLP(NetworkNormalizer):
-    """Args: see `options`; `eps` and `surrogate` are the loss's.
+    """Args: see `options`; `eps` and `surrogate` are the loss's; `network` goes to NetworkNormalizer.
 
     Raises:
         InputError: an argument is out of range, or the surrogate is not the identity.
     """
 
     name = "mlp"
-    options = (WIDTH, Option(**{**vars(RESTART_EVERY), "default": 0}), *COMMON)
+    options = (WIDTH, replace(RESTART_EVERY, default=0), *COMMON)
 
     def __init__(
         self,
         mlp_width: float = 0.5,
         npn_restart_every: int = 0,
-        npn_updates: int = 10,
-        npn_opt: str | None = None,
-        npn_lr: float | None = None,
-        npn_wd: float = 0.0,
-        npn_initial_accumulator: float = 0.0,
-        npn_reset_optimizer: bool = False,
-        npn_objective: str = "unified",
-        npn_joint: bool = False,
         eps: float = 1e-14,
         surrogate: Surrogate | None = None,
+        **network: Any,
     ):
-        given = locals()
-        for option in self.options:
-            option.check_given(given)
+        WIDTH.check(mlp_width)
         if not isinstance(surrogate or Identity(), Identity):
             raise InputError(f"--surrogate: {surrogate.name!r} with --normalizer mlp, which needs 'identity'")
-        super().__init__(
-            npn_restart_every, npn_updates, npn_opt, npn_lr, npn_wd, npn_initial_accumulator, npn_reset_optimizer,
-            npn_objective, npn_joint,
-        )
+        super().__init__(npn_restart_every=npn_restart_every, **network)
         self.width = mlp_width
         self.eps = eps
         self.network: PartitionNetwork | None = None

@@ -75,27 +75,30 @@ class NetworkNormalizer(Normalizer):
 
     def __init__(
         self,
-        restart_every: int,
-        updates: int,
-        opt: str | None,
-        lr: float | None,
-        wd: float,
-        initial_accumulator: float,
-        reset_optimizer: bool,
-        objective: str,
-        joint: bool,
+        npn_restart_every: int = 500,
+        npn_updates: int = 10,
+        npn_opt: str | None = None,
+        npn_lr: float | None = None,
+        npn_wd: float = 0.0,
+        npn_initial_accumulator: float = 0.0,
+        npn_reset_optimizer: bool = False,
+        npn_objective: str = "unified",
+        npn_joint: bool = False,
     ):
+        given = locals()
+        for option in (RESTART_EVERY, *COMMON):
+            option.check_given(given)
         super().__init__()
-        self.restart_every = 0 if joint else restart_every
-        self.updates = 1 if joint else updates
-        self.optimizer_name = opt or ("adamw" if joint else self.default_optimizer)
-        self.reset_optimizer = reset_optimizer
-        self.objective = FITS[objective]
-        self.joint = joint
-        lr = lr or (1.0 if self.optimizer_name == self.default_optimizer == "adagrad" else 1e-3)
-        self._optimizer_settings = dict(lr=lr, weight_decay=wd)
+        self.restart_every = 0 if npn_joint else npn_restart_every
+        self.updates = 1 if npn_joint else npn_updates
+        self.optimizer_name = npn_opt or ("adamw" if npn_joint else self.default_optimizer)
+        self.reset_optimizer = npn_reset_optimizer
+        self.objective = FITS[npn_objective]
+        self.joint = npn_joint
+        lr = npn_lr or (1.0 if self.optimizer_name == self.default_optimizer == "adagrad" else 1e-3)
+        self._optimizer_settings = dict(lr=lr, weight_decay=npn_wd)
         if self.optimizer_name == "adagrad":
-            self._optimizer_settings["initial_accumulator_value"] = initial_accumulator
+            self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
         self.optimizer: torch.optim.Optimizer | None = None
         self.steps = 0
         self.objective_before: Tensor | None = None

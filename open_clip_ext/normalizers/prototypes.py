@@ -24,6 +24,7 @@ Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from open_clip_ext.surrogates import Identity, Surrogate
 class Prototypes(NetworkNormalizer):
     """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimiser's state.
 
-    Args: see `options`; `eps` and `surrogate` are the loss's.
+    Args: see `options`; `eps` and `surrogate` are the loss's; `network` goes to NetworkNormalizer.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -63,26 +64,13 @@ class Prototypes(NetworkNormalizer):
     def __init__(
         self,
         npn_prototypes: int = 4096,
-        npn_restart_every: int = 500,
-        npn_updates: int = 10,
-        npn_opt: str | None = None,
-        npn_lr: float | None = None,
-        npn_wd: float = 0.0,
-        npn_initial_accumulator: float = 0.0,
-        npn_reset_optimizer: bool = False,
-        npn_objective: str = "unified",
-        npn_joint: bool = False,
         npn_split: bool = False,
         eps: float = 1e-14,
         surrogate: Surrogate | None = None,
+        **network: Any,
     ):
-        given = locals()
-        for option in self.options:
-            option.check_given(given)
-        super().__init__(
-            npn_restart_every, npn_updates, npn_opt, npn_lr, npn_wd, npn_initial_accumulator, npn_reset_optimizer,
-            npn_objective, npn_joint,
-        )
+        self.options[0].check(npn_prototypes)
+        super().__init__(**network)
         self.capacity = npn_prototypes
         self.wants_split = npn_split
         self.split = npn_split and world_size() > 1
