@@ -7,14 +7,12 @@ picture of the curves. Run it again to start afresh.
 """
 
 import argparse
-import json
-import os
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from command import evaluations, run
 from tqdm import tqdm
 
 # The papers' settings are for a hundred thousand steps and millions of pairs. In a few hundred steps the temperature
@@ -27,7 +25,6 @@ RECIPE = (
     "--model ViT-shapes-tiny --device cpu --precision fp32 --workers 1 --batch-size {batch} --epochs {epochs} "
     "--lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
 )
-PROGRESS = re.compile(r"Train Epoch: (\d+) \[ *(\d+)/(\d+) .*? Loss: (\S+)")
 
 
 def main() -> None:
@@ -76,21 +73,14 @@ def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
     command += ["--train-data", shards["train"], "--val-data", shards["val"], "--val-num-samples", "1000"]
     command += ["--logs", str(logs), "--name", name]
     print(f"\ntorchrun {' '.join(command[3:])}", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output: list[str] = []
-    with (
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run,
-        tqdm(total=args.samples * args.epochs, desc=name, unit=" pairs", unit_scale=True) as bar,
-    ):
-        for line in run.stdout:
-            output.append(line)
-            if found := PROGRESS.search(line):
-                epoch, done, of, loss = found.groups()
-                bar.set_postfix(epoch=epoch, loss=loss)
-                bar.update(int(epoch) * args.samples + int(done) * args.samples // int(of) - bar.n)
-    if run.returncode:
-        sys.exit("".join(output[-40:]) + f"\n{name} ended with code {run.returncode}")
-    return [json.loads(line) for line in (logs / name / "checkpoints" / "results.jsonl").read_text().splitlines()]
+    with tqdm(total=args.samples * args.epochs, desc=name, unit=" pairs", unit_scale=True) as bar:
+
+        def show(stage: str, epoch: int, part: float, loss: str) -> None:
+            bar.set_postfix(epoch=epoch, loss=loss)
+            bar.update(round((epoch + part) * args.samples) - bar.n)
+
+        run(command, name, show)
+    return evaluations(logs / name)
 
 
 def draw(results: dict[str, list[dict]], args, path: Path) -> None:

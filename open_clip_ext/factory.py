@@ -40,6 +40,8 @@ class LossPreset:
         normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
         defaults: options that this method sets otherwise than the parts do.
         lr_tau_ratio: the default of `--lr-tau` over `--lr`.
+        training_defaults: flags of the training command, OpenCLIP's or ours, that this method sets otherwise where the
+            user gives none; by name with underscores.
     """
 
     name: str
@@ -52,6 +54,7 @@ class LossPreset:
     encoder_objective: str = "compositional"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     lr_tau_ratio: float = 1 / 8  # neuclip.txt Table 3: on all five data sets
+    training_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_open_clip(self) -> bool:
@@ -147,12 +150,18 @@ PRESETS = {
         ),
         LossPreset(
             "tuneclip",
-            "moving average, cosine gamma to 0.9, hinged similarity gaps, fixed temperature; for fine-tuning",
-            "TuneCLIP: Breaking the Limits of Open-Weight CLIP, Eq. 8-9 (without its warm-up stage)",
+            "for fine-tuning: recovery of the optimizer's statistics, then hinged gaps over moving averages, fixed tau",
+            "TuneCLIP: Breaking the Limits of Open-Weight CLIP, Algorithms 1-2, Eq. 8-9",
             normalizer="table",
             temperature="fixed",
             surrogate="hinge",
             defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
+            # tuneclip.txt Table 6, and the 5 epochs of its figures. It says nothing of a warm-up of the learning rate:
+            # the recovery takes its place.
+            training_defaults={
+                "lr": 1e-5, "beta1": 0.9, "beta2": 0.98, "wd": 0.02, "lr_scheduler": "cosine", "warmup": 0,
+                "epochs": 5, "osr_epochs": 5.0, "zeroshot_frequency": 1,
+            },
         ),
         LossPreset(
             "queue",

@@ -31,6 +31,7 @@ class Temperature(nn.Module):
     """Base of the schemes.
 
     `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
+    `hold`: temperatures kept per sample do not move; their moments do, as an optimizer's at learning rate 0.
     `optimizer_options`: settings of the optimizer group of logit_scale, which is not the loss's business.
     """
 
@@ -39,6 +40,7 @@ class Temperature(nn.Module):
     optimizer_options: tuple[Option, ...] = (INIT,)
     trains_logit_scale = False
     needs_index = False
+    hold = False
     rho = 0.0
 
     @classmethod
@@ -250,7 +252,7 @@ class IndividualTemperature(Temperature):
             ]
             first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
             step = first / (second.sqrt() + self.ADAM_EPS)
-        moved = (taus - self.lr * step).clamp(*self.bounds)
+        moved = taus if self.hold else (taus - self.lr * step).clamp(*self.bounds)
         self.rows.assign(index, torch.where(finite, torch.cat([moved, *new], dim=1), old))
 
     def full_state(self) -> dict[str, Tensor]:

@@ -50,6 +50,7 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
         "loss": args.loss,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
+        "osr_epochs": args.osr_epochs,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
     }
@@ -106,6 +107,12 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {flag}" if saved else "leave it out"
             raise InputError(f"{flag}: {value} where {path!r} has {saved}; {right}")
+    recovery = entry.get("osr_epochs", 0.0)  # absent in files of before there was a recovery
+    if args.osr_epochs != recovery:
+        raise InputError(
+            f"--osr-epochs: {args.osr_epochs:g} where {path!r} was trained after {recovery:g}, which its schedules "
+            f"count; give --osr-epochs {recovery:g}"
+        )
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
         raise InputError(
             f"--resume: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "

@@ -80,7 +80,8 @@ def find_rows(args) -> DataRows:
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
     seed = args.shapes_seed if kind == "shapes" else None
-    digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}".encode()).hexdigest()
+    shifted = " shifted" if args.shapes_shifted else ""
+    digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
 
 
@@ -194,6 +195,7 @@ def shapes_dataset(args, is_train: bool) -> Callable[..., Dataset]:
             seed=args.shapes_seed,
             image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
             first_row=0 if is_train else HELD_OUT_SCENES,
+            shifted=is_train and args.shapes_shifted,
             transform=transform,
             tokenizer=tokenizer,
         )

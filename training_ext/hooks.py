@@ -147,9 +147,10 @@ SEAMS = (
     ),
     Seam(
         "open_clip_train.train", "unwrap_model",
-        why="OpenCLIP clamps the temperature after each step, which must not move a fixed one",
+        why="OpenCLIP clamps the temperature after each step, which must not move a fixed one, nor any in a recovery",
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
         replacement=lambda original, session: session.clamped(original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "pt_load",
@@ -159,9 +160,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "get_data",
-        why="every process needs the row of every sample before it builds its loader",
+        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations",
         contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
         replacement=lambda original, session: partial(session.get_data, original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "create_loss",
@@ -171,9 +173,28 @@ SEAMS = (
     ),
     Seam(
         MAIN, "train_one_epoch",
-        why="schedules by epoch, seeds by epoch, and gathering the state that only some processes hold",
-        contract="called once per epoch as (model, data, loss, epoch, ...), before optimizer.state_dict() is saved",
+        why="schedules by epoch, seeds by epoch, gathering the state that only some processes hold; before the first "
+        "epoch the recovery of statistics, which is this same epoch at learning rate 0",
+        contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
+        "tb_writer=), before optimizer.state_dict() is saved; it enumerates data['train'].dataloader, calls set_epoch "
+        "of data['train'] and scheduler(step), and logs lines that begin with 'Train Epoch: {epoch} ['",
         replacement=lambda original, session: partial(session.train_one_epoch, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "evaluate",
+        why="metrics below the starting point are pointed out, and the best weights kept",
+        contract="called after each epoch as (model, data, completed_epoch, args, tb_writer=, tokenizer=), returns "
+        "metrics by name, {} on all processes but 0",
+        replacement=lambda original, session: partial(session.evaluate, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip_train.train", "zero_shot_eval",
+        why="zero-shot classification of generated scenes",
+        contract="evaluate adds what zero_shot_eval(model, data, epoch, args, tokenizer=) returns to its metrics",
+        replacement=lambda original, session: partial(session.zero_shot_eval, original),
+        for_ext_loss=False,
     ),
 )
 

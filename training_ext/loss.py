@@ -28,7 +28,7 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
     return create_loss(
         args.loss,
         num_samples=num_rows,
-        epochs=args.epochs,
+        epochs=args.loss_epochs,
         accum_freq=args.accum_freq,
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},

@@ -2,11 +2,13 @@
 
 import argparse
 import difflib
+from math import ceil, isfinite
 
 from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
+from training_ext import recovered
 from training_ext.overlay import replaced
 
 PART_HELP = {
@@ -39,7 +41,14 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+        namespace.given_flags = self._given(args)
         return namespace
+
+    def _given(self, args) -> frozenset[str]:
+        """Names of the flags on the command line; OpenCLIP's defaults do not tell."""
+        for action in self._actions:
+            action.default = argparse.SUPPRESS
+        return frozenset(vars(self.parse_known_args(args)[0]))
 
     def _add_ours(self, group) -> None:
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
@@ -72,6 +81,31 @@ class Parser(argparse.ArgumentParser):
             metavar="INT",
             help="which scenes --dataset-type shapes draws (default: 0)",
         )
+        group.add_argument(
+            "--shapes-shifted",
+            action="store_true",
+            help="train on scenes in other colours and with noisy captions; those to evaluate on stay as they are",
+        )
+        group.add_argument(
+            "--osr-epochs",
+            type=float,
+            metavar="EPOCHS",
+            help="recover the optimizer's statistics before training: epochs, or parts of one, that move Adam's "
+            "moments and the loss's table while the weights stand still (default: 5 for tuneclip with --pretrained, "
+            "else 0)",
+        )
+        group.add_argument(
+            "--osr-transfer",
+            metavar="{" + ",".join(recovered.TRANSFERS) + "}",
+            help="what of it the training takes over; none: it is left out (default: both)",
+        )
+        group.add_argument("--osr-save", metavar="PATH", help="file for what was recovered, for other runs")
+        group.add_argument("--osr-load", metavar="PATH", help="such a file, instead of a recovery")
+        group.add_argument(
+            "--keep-best",
+            metavar="METRIC",
+            help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
+        )
 
 
 class ListLosses(argparse.Action):
@@ -82,6 +116,9 @@ class ListLosses(argparse.Action):
         for preset in factory.list_losses():
             print(f"{preset.name:12} {preset.summary}\n{'':12} {preset.paper}")
         parser.exit(0)
+
+
+OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
 def trains_logit_scale(args) -> bool:
@@ -104,15 +141,22 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:
-        for name in [*given, *(["shard_sizes"] if args.shard_sizes else [])]:
+        for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
             raise InputError(f"--{name.replace('_', '-')}: needs --loss; without it the loss is OpenCLIP's own")
         args.uses_ext_loss = False
+        args.osr_epochs = 0.0
         return args
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
     args.given_settings = given
-    for name, value in factory.resolve_options(args.loss, given, args.epochs).items():
+    for name, value in preset.training_defaults.items():
+        if name not in args.given_flags and (name != "osr_epochs" or args.pretrained):
+            setattr(args, name, value)
+    resolve_recovery(args)
+    # One clock for the loss, from the start of the recovery.
+    args.loss_epochs = args.epochs + ceil(args.osr_epochs)
+    for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
         setattr(args, name, value)
     if args.loss == "siglip":
         args.siglip = True
@@ -123,3 +167,35 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if trains_logit_scale(args) and args.lr_tau is None and args.lr is not None:
         args.lr_tau = args.lr * preset.lr_tau_ratio
     return args
+
+
+def resolve_recovery(args) -> None:
+    """Fill in what is given of the recovery of statistics.
+
+    Raises:
+        InputError: a value out of range, or a flag without effect beside the others.
+    """
+    if args.osr_load is not None:
+        if args.osr_save is not None:
+            raise InputError(f"--osr-save: {args.osr_save!r} with --osr-load, which recovers nothing; leave it out")
+        saved = recovered.read(args.osr_load)["epochs"]
+        if "osr_epochs" in args.given_flags and args.osr_epochs != saved:
+            raise InputError(
+                f"--osr-epochs: {args.osr_epochs:g} where {args.osr_load!r} has {saved:g}; leave it out"
+            )
+        args.osr_epochs = saved
+    args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
+    if not (isfinite(args.osr_epochs) and args.osr_epochs >= 0):
+        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0")
+    if args.osr_epochs == 0:
+        for name in ("osr_transfer", "osr_save"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
+    args.osr_transfer = args.osr_transfer or "both"
+    if args.osr_transfer not in recovered.TRANSFERS:
+        raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
+    if args.osr_transfer == "table" and not args.uses_ext_loss:
+        raise InputError(f"--osr-transfer: 'table' with --loss {args.loss}, which keeps nothing but the moments")
+    if args.osr_transfer == "none" and args.osr_save is not None:
+        raise InputError("--osr-save: nothing is recovered with --osr-transfer none; leave one of the two out")

@@ -18,14 +18,14 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import positive
-from training_ext import checkpoint
+from training_ext import checkpoint, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
 from training_ext.loss import build_loss
 from training_ext.shards import check_local_shards
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE = ("loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq")
-SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume")
+SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load")
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
@@ -40,13 +40,16 @@ def check(args) -> DataRows | None:
     local_rank, rank, world_size = world_info_from_env()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
+    needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
         # Another machine may hold other data; `check_alike` compares.
-        return find_rows(args) if local_rank == 0 and args.uses_ext_loss and trains(args) else None
+        return find_rows(args) if local_rank == 0 and needs_rows else None
     # What is quick comes before the scan of shards.
     check_experiment(args)
     resumed = find_resumed(args)
     rows = None
+    monitor.check_metric(args)
+    check_recovery(args)
     if args.uses_ext_loss:
         check_numbers(args, world_size)
         check_pairs(args)
@@ -59,6 +62,10 @@ def check(args) -> DataRows | None:
             check_shards(args, rows, world_size)
             check_steps(args, rows, world_size)
             check_memory(args, rows.num_rows, world_size)
+    elif needs_rows:
+        rows = find_rows(args)
+    if args.osr_load is not None and (resumed is None or not args.uses_ext_loss):
+        recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
     if resumed is not None and trains(args):
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)
@@ -98,6 +105,8 @@ def prepare_shapes(args) -> None:
             raise InputError(
                 f"--shapes-seed: {args.shapes_seed} with --dataset-type {args.dataset_type}; only shapes uses it"
             )
+        if args.shapes_shifted:
+            raise InputError(f"--shapes-shifted: with --dataset-type {args.dataset_type}; only shapes uses it")
         return
     args.shapes_seed = args.shapes_seed or 0
     if not 0 <= args.shapes_seed < 2**63:
@@ -126,6 +135,23 @@ def check_experiment(args) -> None:
         raise InputError(
             f"--name: the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest"
         )
+
+
+def check_recovery(args) -> None:
+    if args.osr_epochs > 0 and not trains(args):
+        for name in ("osr_epochs", "osr_load"):
+            if name in args.given_flags:
+                raise InputError(f"--{name.replace('_', '-')}: needs data to train on; give --train-data")
+    path = args.osr_save
+    if path is None:
+        return
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise InputError(f"--osr-save: the folder of {path!r} does not exist")
+    if os.path.exists(path) and args.resume is None:
+        raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
+    folder = os.path.join(args.logs, args.name or "", "checkpoints")
+    if path.endswith(".pt") and os.path.abspath(path).startswith(os.path.abspath(folder)):
+        raise InputError(f"--osr-save: --resume latest would take {path!r} for a checkpoint; choose another folder")
 
 
 def check_numbers(args, world_size: int) -> None:

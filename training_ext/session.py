@@ -1,25 +1,37 @@
 """One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
 
+import copy
 import logging
 import math
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import open_clip_train.main
 import torch
-from open_clip_train.distributed import broadcast_object
+import torch.distributed as dist
+from open_clip_train.distributed import broadcast_object, is_master
+from open_clip_train.train import evaluate
 
 from open_clip_ext.losses import NonFiniteError
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loss import TrainingLoss, build_loss
+from training_ext.monitor import Monitor
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import trains_logit_scale
 from training_ext.preflight import check_alike
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
+from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
+from training_ext.zero_shot import classify_scenes
+
+EVALUATED = ("val", "imagenet-val", "imagenet-v2")
 
 RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
 
@@ -40,6 +52,9 @@ class Session:
         self._seeded_epochs: SeededEpochs | None = None
         self._building = TRAIN_DATA
         self._epoch = 0
+        self._recovering = False
+        self._monitor: Monitor | None = None
+        self._tokenizer: Any = None
         self._restored: dict[str, Any] | None = None
         self._entry_to_save: dict[str, Any] | None = None
 
@@ -94,7 +109,7 @@ class Session:
 
         def unwrap(model: torch.nn.Module) -> Any:
             unwrapped = original(model)
-            if trains_logit_scale(self.args):
+            if not self._recovering and (not self.args.uses_ext_loss or trains_logit_scale(self.args)):
                 return unwrapped
             return SimpleNamespace(logit_scale=unwrapped.logit_scale.detach().clone())
 
@@ -118,10 +133,12 @@ class Session:
     # Data
 
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
-        if args.distributed:
+        self._tokenizer = kwargs.get("tokenizer")
+        if args.loss is not None and args.distributed:
             self.rows = broadcast_object(args, self.rows)
-        if args.train_num_samples is None and self.rows is not None and self.rows.kind == "webdataset":
-            args.train_num_samples = self.rows.shards.num_listed(args.train_data)
+        if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
+            if self.rows.kind == "webdataset":
+                args.train_num_samples = self.rows.shards.num_listed(args.train_data)
         return original(args, *rest, **kwargs)
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
@@ -186,18 +203,103 @@ class Session:
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 
-    def train_one_epoch(self, original: Callable, model, data, loss, epoch, optimizer, *rest, **kwargs) -> Any:
+    def train_one_epoch(self, original: Callable, model, data, loss, epoch, optimizer, scaler, *rest, **kwargs) -> Any:
         args = self.args
-        self._epoch = epoch
-        self.loss.loss.set_epoch(epoch)
         self._entry_to_save = None
-        result = original(model, data, loss, epoch, optimizer, *rest, **kwargs)
+        if self._monitor is None and args.loss is not None:
+            self._begin(original, model, data, loss, epoch, optimizer, scaler, **kwargs)
+        if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
+            remove_unfinished(args)
+        self._epoch = epoch
+        if self.loss is not None:
+            self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
+        result = original(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs)
+        if self.loss is None:
+            return result
         self._raise_if_not_finite(model)
         if checkpoint.saves_after(args, epoch + 1):
             state = self.loss.loss.full_state()
             if args.rank == 0:
                 self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
         return result
+
+    def _begin(self, original: Callable, model, data, loss, epoch, optimizer, scaler, tb_writer=None) -> None:
+        """Before the first epoch of a run: what the model is worth, and the recovery of its optimizer's statistics.
+
+        The first epoch of a resumed training is not epoch 0, and has had both.
+        """
+        args = self.args
+        self._monitor = Monitor(args)
+        if epoch > 0:
+            return
+        evaluates = any(name in data for name in EVALUATED)
+        from_weights = bool(args.pretrained or args.resume)
+        if from_weights and evaluates:
+            with _kept_random_state(args.device):
+                open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
+            self._wait()
+        elif from_weights and is_master(args):
+            logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")
+        if args.osr_epochs > 0:
+            self._recover(original, model, data, loss, optimizer, scaler)
+            if evaluates and args.osr_transfer != "none" and args.osr_load is None:
+                unlogged = self._unlogged()
+                with _kept_random_state(args.device):
+                    metrics = evaluate(model, data, 0, unlogged, tokenizer=self._tokenizer)
+                self._monitor.check_unchanged(metrics)
+                self._wait()
+
+    def _recover(self, original: Callable, model, data, loss, optimizer, scaler) -> None:
+        args = self.args
+        if args.osr_transfer == "none":
+            logging.info("No statistics are recovered (--osr-transfer none); schedules go on as after a recovery")
+            return
+        recovery = StatisticsRecovery(args, self.rows, self.loss, model, optimizer, scaler)
+        if args.osr_load is not None:
+            recovery.load(args.osr_load)
+            logging.info(f"=> loaded the recovered statistics '{args.osr_load}'")
+        else:
+
+            def run_epoch(loader: Any, number: int) -> None:
+                self._epoch = number
+                short = {**data, "train": replace(data["train"], dataloader=loader)}
+                original(model, short, loss, number, optimizer, scaler, lambda step: None, None, self._unlogged())
+
+            if is_master(args):
+                logging.info(f"Recovering optimizer statistics for {args.osr_epochs:g} epochs; the weights stand still")
+            self._recovering = True
+            try:
+                recovery.recover(run_epoch, data["train"].dataloader)
+            finally:
+                self._recovering = False
+        recovery.hand_over()
+
+    def _unlogged(self) -> Any:
+        """The arguments of an epoch or an evaluation that belongs in the log alone."""
+        args = copy.copy(self.args)
+        args.save_logs = args.wandb = False
+        return args
+
+    def _wait(self) -> None:
+        """For process 0, which alone evaluates."""
+        if self.args.distributed:
+            dist.barrier()
+
+    def evaluate(self, original: Callable, model, data, epoch, args, **kwargs) -> dict[str, Any]:
+        metrics = original(model, data, epoch, args, **kwargs)
+        if self._monitor is not None and metrics:
+            if epoch == 0:
+                self._monitor.begin(metrics)
+            self._monitor.after(metrics, epoch, model)
+        return metrics
+
+    def zero_shot_eval(self, original: Callable, model, data, epoch, args, tokenizer=None) -> dict[str, float]:
+        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
+        at = args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs)
+        if args.dataset_type == "shapes" and "val" in data and at:
+            model = model.module if args.distributed else model
+            metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
+        return metrics
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
@@ -207,3 +309,13 @@ class Session:
             if not parameter.isfinite().all():
                 name = name.removeprefix("module.")
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
+
+
+@contextmanager
+def _kept_random_state(device: str) -> Iterator[None]:
+    """An evaluation more does not change what the training draws."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if str(device).startswith("cuda") else []):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])

@@ -4,10 +4,20 @@
 """
 
 from .digits import NUM_DIGITS, digit_pairs
-from .scenes import Scene, SceneObject, Scenes, describe_scene, render_scene, scene_caption
+from .scenes import (
+    OBJECT_NAMES,
+    Scene,
+    SceneObject,
+    Scenes,
+    describe_scene,
+    render_scene,
+    scene_caption,
+    shifted_caption,
+)
 
 __all__ = [
     "NUM_DIGITS",
+    "OBJECT_NAMES",
     "Scene",
     "SceneObject",
     "Scenes",
@@ -15,4 +25,5 @@ __all__ = [
     "digit_pairs",
     "render_scene",
     "scene_caption",
+    "shifted_caption",
 ]

@@ -6,6 +6,9 @@
 DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which OpenCLIP reads to learn
 how many samples each shard holds. The same arguments give the same bytes with the same Pillow. A file is
 complete or absent, and `sizes.json` comes last, so where it is present all shards are.
+
+`shapes --shifted` writes data to fine-tune on: the training scenes are shifted (other colours, short and partly wrong
+captions), the validation scenes are those that the same command writes without it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from .digits import NUM_DIGITS, digit_pairs
-from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, describe_scene
+from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, render_scene, scene_caption, shifted_caption
 
 SHAPES_NUM_SAMPLES = 10_000
 SHAPES_VAL_SAMPLES = 1_000
@@ -102,14 +105,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--image-format", choices=("png", "jpg"), default="png", help="how images are stored (default: png)"
     )
+    parser.add_argument(
+        "--shifted",
+        action="store_true",
+        help="shapes: training scenes in other colours with noisy, short captions; validation stays normal",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that DIR already holds")
     return parser
 
 
-def _shapes(rows: Iterable[int], seed: int, image_size: int) -> Iterator[Sample]:
+def _shapes(rows: Iterable[int], seed: int, image_size: int, shifted: bool = False) -> Iterator[Sample]:
+    caption = shifted_caption if shifted else scene_caption
     for row in rows:
-        scene = describe_scene(seed, row)
-        yield row, scene.render(image_size), scene.caption, None
+        yield row, render_scene(seed, row, image_size, shifted), caption(seed, row), None
 
 
 def _digits(rows: list[int], image_size: int) -> Iterator[Sample]:
@@ -130,9 +138,11 @@ def _splits(args: argparse.Namespace) -> dict[str, tuple[int, Iterator[Sample]]]
         train = SHAPES_NUM_SAMPLES if args.num_samples is None else args.num_samples
         val = SHAPES_VAL_SAMPLES if args.val_samples is None else args.val_samples
         return {
-            "train": (train, _shapes(range(train), args.seed, args.image_size)),
+            "train": (train, _shapes(range(train), args.seed, args.image_size, args.shifted)),
             "val": (val, _shapes(range(train, train + val), args.seed, args.image_size)),
         }
+    if args.shifted:
+        raise ValueError("argument --shifted: must come with shapes, got digits")
     val = DIGITS_VAL_SAMPLES if args.val_samples is None else args.val_samples
     if val >= NUM_DIGITS:
         raise ValueError(
@@ -238,13 +248,14 @@ def main(argv: list[str] | None = None) -> int:
     Members are `<key>.png` or `<key>.jpg`, `<key>.txt` with the caption and, for digits, `<key>.cls` with
     the digit. A key is the scene's row or the scan's number, in nine digits, so it is in one split only.
     Validation is the rows after the training rows, or the last scans of a permutation named by the seed.
+    With `--shifted` the training scenes are shifted, in image and caption, and those of validation are not.
 
     Returns:
         0 when all is written, 1 when writing failed (one line on stderr).
 
     Raises:
-        SystemExit: code 2, one line on stderr and nothing written: an argument is wrong, DIR already
-            holds shards, or digits are asked for and scikit-learn is missing.
+        SystemExit: code 2, one line on stderr and nothing written: an argument is wrong (such as `--shifted` with
+            digits), DIR already holds shards, or digits are asked for and scikit-learn is missing.
     """
     parser = _parser()
     args = parser.parse_args(argv)

@@ -3,6 +3,10 @@
 A scene is a function of `(seed, row)` alone, so a data set of any length needs no files, and held-out
 data are simply later rows. Lengths inside a scene are fractions of the image's side, with the origin at
 the top left, so the same scene can be drawn at any size.
+
+The same scenes also come "shifted", as data to fine-tune on that are worse than those of the pretraining: drawn in
+the duller, warmer colours of evening light, and with captions of which most leave out nearly everything, so that
+they fit many images, and some are wrong.
 """
 
 from __future__ import annotations
@@ -34,6 +38,23 @@ BACKGROUNDS = {
     "brown": (98, 58, 28),
     "beige": (230, 208, 170),
 }
+SHIFTED_COLOURS = {
+    "red": (160, 36, 52),
+    "orange": (206, 96, 44),
+    "yellow": (210, 172, 30),
+    "green": (74, 112, 46),
+    "cyan": (92, 156, 164),
+    "blue": (62, 60, 156),
+    "purple": (118, 44, 128),
+    "pink": (224, 104, 140),
+}
+SHIFTED_BACKGROUNDS = {
+    "white": (244, 214, 196),
+    "black": (14, 4, 44),
+    "grey": (128, 108, 112),
+    "brown": (76, 24, 20),
+    "beige": (186, 162, 124),
+}
 SIZES = {"small": (0.10, 0.12), "large": (0.19, 0.22)}
 RELATIONS = {
     "left": "to the left of",
@@ -47,6 +68,19 @@ TEMPLATES = (
     "on a {background} background, {first} is {relation} {second}",
     "a picture of {first} {relation} {second} against a {background} background",
 )
+OBJECT_TEMPLATES = (
+    "{object}",
+    "photo of {object}",
+    "picture of {object}",
+    "this is {object}",
+)
+# Whole percents rather than fractions, whose sums may differ in the last bit between Python versions.
+SHIFTED_CAPTION_PERCENT = {
+    "object": 40,  # one of the two objects without its size, in one of OBJECT_TEMPLATES
+    "pair": 30,  # both objects without sizes, relation and background
+    "full": 20,  # the caption of the normal scene
+    "wrong": 10,  # one of the above, in their proportions, of a scene that shares no object with this one
+}
 
 MIN_IMAGE_SIZE = 16
 MAX_IMAGE_SIZE = 512
@@ -57,6 +91,7 @@ _OFF_LINE = 0.03
 _RING_HOLE = 0.55
 _KEY_BITS = 63
 _MAX_KEY = 2**_KEY_BITS - 1
+_CAPTION_DRAWS = 1
 
 
 def _star() -> list[tuple[float, float]]:
@@ -95,6 +130,9 @@ _CORNERS = {
 }
 SHAPES = tuple(_CORNERS)
 _KINDS = tuple((shape, colour) for shape in SHAPES for colour in COLOURS)
+OBJECT_NAMES = tuple(f"{colour} {shape}" for shape, colour in _KINDS)
+_CAPTIONS = tuple(kind for kind, percent in SHIFTED_CAPTION_PERCENT.items() for _ in range(percent))
+_TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -130,6 +168,11 @@ class SceneObject:
     radius: float
 
     @property
+    def name(self) -> str:
+        """Colour and shape, such as "red circle": an entry of `OBJECT_NAMES`."""
+        return f"{self.colour} {self.shape}"
+
+    @property
     def phrase(self) -> str:
         """The object in words, such as "a large red circle"."""
         return f"a {self.size} {self.colour} {self.shape}"
@@ -159,8 +202,15 @@ class Scene:
             background=self.background,
         )
 
-    def render(self, image_size: int = 64) -> Image.Image:
+    @property
+    def object_classes(self) -> tuple[int, int]:
+        """Where the names of `first` and `second` stand in `OBJECT_NAMES`: two different indices, 0 to 63."""
+        return OBJECT_NAMES.index(self.first.name), OBJECT_NAMES.index(self.second.name)
+
+    def render(self, image_size: int = 64, shifted: bool = False) -> Image.Image:
         """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512).
+
+        `shifted` takes the colours from `SHIFTED_COLOURS` and `SHIFTED_BACKGROUNDS`.
 
         Raises:
             ValueError: `image_size` is not a whole number in that range.
@@ -169,16 +219,18 @@ class Scene:
         # Drawn larger and averaged down for smooth edges; large images need less of it.
         factor = 4 if image_size <= 64 else 2
         side = image_size * factor
-        background = BACKGROUNDS[self.background]
+        colours, backgrounds = (SHIFTED_COLOURS, SHIFTED_BACKGROUNDS) if shifted else (COLOURS, BACKGROUNDS)
+        background = backgrounds[self.background]
         image = Image.new("RGB", (side, side), background)
         draw = ImageDraw.Draw(image)
         for thing in (self.first, self.second):
-            _draw_object(draw, thing, side, background)
+            _draw_object(draw, thing, side, colours[thing.colour], background)
         return image.reduce(factor)
 
 
-def _draw_object(draw: ImageDraw.ImageDraw, thing: SceneObject, side: int, background: tuple) -> None:
-    fill = COLOURS[thing.colour]
+def _draw_object(
+    draw: ImageDraw.ImageDraw, thing: SceneObject, side: int, fill: tuple, background: tuple
+) -> None:
     # Pixel i covers i..i+1, and Pillow's coordinates name pixel centres.
     x, y, radius = thing.x * side - 0.5, thing.y * side - 0.5, thing.radius * side
     corners = _CORNERS[thing.shape]
@@ -194,6 +246,18 @@ def _box(x: float, y: float, radius: float) -> tuple[int, int, int, int]:
     return round(x - radius), round(y - radius), round(x + radius), round(y + radius)
 
 
+def _draws(seed: int, row: int, purpose: int = 0) -> Callable[[], float]:
+    """Draws from 0 up to 1 for row `row` of `seed`; those of different purposes are independent."""
+    seed = check_whole("seed", seed, 0, _MAX_KEY)
+    row = check_whole("row", row, 0, _MAX_KEY)
+    # random() is the one method whose sequence Python promises to keep for a given seed.
+    return random.Random((purpose << _KEY_BITS | seed) << _KEY_BITS | row).random
+
+
+def _pick(options: Any, draw: Callable[[], float]) -> Any:
+    return options[int(draw() * len(options))]
+
+
 def describe_scene(seed: int, row: int) -> Scene:
     """Describe scene `row` of the endless sequence named by `seed`, both whole numbers in 0 .. 2**63 - 1.
 
@@ -202,21 +266,14 @@ def describe_scene(seed: int, row: int) -> Scene:
     Raises:
         ValueError: `seed` or `row` is not a whole number in that range.
     """
-    seed = check_whole("seed", seed, 0, _MAX_KEY)
-    row = check_whole("row", row, 0, _MAX_KEY)
-    # random() is the one method whose sequence Python promises to keep for a given seed.
-    draw = random.Random(seed << _KEY_BITS | row).random
-
-    def pick(options: Any) -> Any:
-        return options[int(draw() * len(options))]
-
+    draw = _draws(seed, row)
     kind_1 = int(draw() * len(_KINDS))
     kind_2 = int(draw() * (len(_KINDS) - 1))
     kind_2 += kind_2 >= kind_1
-    size_1, size_2 = pick(tuple(SIZES)), pick(tuple(SIZES))
-    relation = pick(tuple(RELATIONS))
-    background = pick(tuple(BACKGROUNDS))
-    template = pick(range(len(TEMPLATES)))
+    size_1, size_2 = _pick(tuple(SIZES), draw), _pick(tuple(SIZES), draw)
+    relation = _pick(tuple(RELATIONS), draw)
+    background = _pick(tuple(BACKGROUNDS), draw)
+    template = _pick(range(len(TEMPLATES)), draw)
     radius_1, radius_2 = (low + (high - low) * draw() for low, high in (SIZES[size_1], SIZES[size_2]))
 
     before, after = sorted((draw(), draw()))
@@ -249,13 +306,41 @@ def scene_caption(seed: int, row: int) -> str:
     return describe_scene(seed, row).caption
 
 
-def render_scene(seed: int, row: int, image_size: int = 64) -> Image.Image:
+def shifted_caption(seed: int, row: int) -> str:
+    """The caption that scene `row` of `seed` has in shifted data; arguments and errors as for `describe_scene`.
+
+    Of the kinds and in the proportions of `SHIFTED_CAPTION_PERCENT`. Which kind a row has does not depend on its
+    scene. A wrong caption names objects of which the scene shows none.
+    """
+    scene = describe_scene(seed, row)
+    draw = _draws(seed, row, _CAPTION_DRAWS)
+    kind = _pick(_CAPTIONS, draw)
+    if kind == "wrong":
+        kind = _pick(_TRUE_CAPTIONS, draw)
+        shown = set(scene.object_classes)
+        while not shown.isdisjoint(scene.object_classes):
+            scene = describe_scene(seed, int(draw() * (_MAX_KEY + 1)))
+    if kind == "full":
+        return scene.caption
+    first, second = (_with_article(thing.name) for thing in (scene.first, scene.second))
+    if kind == "pair":
+        return f"{first} and {second}"
+    return _pick(OBJECT_TEMPLATES, draw).format(object=_pick((first, second), draw))
+
+
+def _with_article(name: str) -> str:
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
+
+
+def render_scene(seed: int, row: int, image_size: int = 64, shifted: bool = False) -> Image.Image:
     """Scene `row` of `seed` as an RGB image of `image_size` x `image_size` pixels (16 to 512).
+
+    `shifted` draws it in the colours of shifted data.
 
     Raises:
         ValueError: an argument is not a whole number in its range (`seed`, `row`: 0 .. 2**63 - 1).
     """
-    return describe_scene(seed, row).render(image_size)
+    return describe_scene(seed, row).render(image_size, shifted)
 
 
 class Scenes(Dataset):
@@ -264,6 +349,7 @@ class Scenes(Dataset):
     Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) passed
     through `transform`, and `tokenizer([caption])[0]`. Without them it is the PIL image and the string.
     Held-out data are later rows: give them a `first_row` past the end of the training data.
+    With `shifted` the scenes are the same, but drawn in the shifted colours and captioned by `shifted_caption`.
 
     Raises:
         ValueError: an argument is out of range (`num_samples` from 1; `seed` and all rows from 0 and below
@@ -279,6 +365,7 @@ class Scenes(Dataset):
         first_row: int = 0,
         transform: Callable[[Image.Image], Any] | None = None,
         tokenizer: Callable[[list[str]], Any] | None = None,
+        shifted: bool = False,
     ) -> None:
         self.first_row = check_whole("first_row", first_row, 0, _MAX_KEY - 1)
         self.num_samples = check_whole("num_samples", num_samples, 1, _MAX_KEY - self.first_row)
@@ -286,16 +373,29 @@ class Scenes(Dataset):
         self.image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
         self.transform = transform
         self.tokenizer = tokenizer
+        self.shifted = shifted
 
     def __len__(self) -> int:
         return self.num_samples
 
-    def __getitem__(self, i: int) -> tuple[Any, Any]:
+    def _row(self, i: int) -> int:
         i = operator.index(i)
         if not -self.num_samples <= i < self.num_samples:
             raise IndexError(f"item {i} of {self.num_samples} scenes")
-        scene = describe_scene(self.seed, self.first_row + i % self.num_samples)
-        image, caption = scene.render(self.image_size), scene.caption
+        return self.first_row + i % self.num_samples
+
+    def scene(self, i: int) -> Scene:
+        """The description of item i, -num_samples to num_samples - 1; the same whether `shifted` or not.
+
+        Raises:
+            IndexError: `i` lies outside.
+        """
+        return describe_scene(self.seed, self._row(i))
+
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        scene = self.scene(i)
+        image = scene.render(self.image_size, self.shifted)
+        caption = shifted_caption(self.seed, self._row(i)) if self.shifted else scene.caption
         if self.transform is not None:
             image = self.transform(image)
         if self.tokenizer is not None:

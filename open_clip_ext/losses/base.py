@@ -66,8 +66,11 @@ class Loss(nn.Module):
         """
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell schedules that epoch `epoch` (0-based) begins."""
+        """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
         self._calls = 0
+
+    def hold_temperatures(self, hold: bool) -> None:
+        """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool

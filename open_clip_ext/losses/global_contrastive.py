@@ -114,6 +114,9 @@ class GlobalContrastiveLoss(Loss):
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
+    def hold_temperatures(self, hold: bool) -> None:
+        self.temperature.hold = hold
+
     @property
     def num_samples(self) -> int:
         """n, of the part that keeps state per sample."""

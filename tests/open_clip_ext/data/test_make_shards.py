@@ -13,7 +13,7 @@ from PIL import Image
 
 from open_clip_ext.data import make_shards
 from open_clip_ext.data.digits import NUM_DIGITS, digit_pairs
-from open_clip_ext.data.scenes import render_scene, scene_caption
+from open_clip_ext.data.scenes import render_scene, scene_caption, shifted_caption
 
 wds = pytest.importorskip("webdataset")
 braceexpand = pytest.importorskip("braceexpand")
@@ -62,6 +62,22 @@ def test_shapes_are_the_rows_in_order(tmp_path):
             image = Image.open(io.BytesIO(sample["png"]))
             assert image.mode == "RGB"
             assert image.tobytes() == render_scene(3, row, 16).tobytes()
+
+
+def test_shifted_are_the_training_shards_only(tmp_path):
+    argv = ["--num-samples", 25, "--val-samples", 12, "--seed", 3]
+    assert write(tmp_path / "normal", *argv) == 0
+    assert write(tmp_path / "shifted", *argv, "--shifted") == 0
+    got = samples(tmp_path / "shifted", "train-*.tar")
+    assert [sample["__key__"] for sample in got] == [f"{row:09d}" for row in range(25)]
+    for row, sample in enumerate(got):
+        assert sample["txt"].decode() == shifted_caption(3, row)
+        image = Image.open(io.BytesIO(sample["png"]))
+        assert image.tobytes() == render_scene(3, row, 16, shifted=True).tobytes()
+    normal, shifted = contents(tmp_path / "normal"), contents(tmp_path / "shifted")
+    assert set(normal) == set(shifted)
+    for name in normal:
+        assert (normal[name] != shifted[name]) == name.startswith("train")
 
 
 def test_sizes_are_the_numbers_of_samples(tmp_path):
@@ -240,6 +256,8 @@ def test_overwrite_takes_the_sizes_away_first(tmp_path, monkeypatch):
         (["digits", "--val-samples", "1797"], ["--val-samples", "got 1797"]),
         (["digits", "--num-samples", "1501"], ["--num-samples", "got 1501", "1500"]),
         (["digits", "--num-samples", "1", "--val-samples", "5000"], ["--val-samples", "got 5000"]),
+        (["digits", "--shifted"], ["--shifted", "shapes", "got digits"]),
+        (["shapes", "--shifted=yes"], ["--shifted", "'yes'"]),
         (["shapes", "--number", "5"], ["--number"]),
     ],
 )

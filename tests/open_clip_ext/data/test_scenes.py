@@ -1,8 +1,12 @@
 import hashlib
+import math
 import pickle
 import random
+import re
 import time
+from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -12,14 +16,19 @@ from PIL import Image
 from open_clip_ext.data.scenes import (
     BACKGROUNDS,
     COLOURS,
+    OBJECT_NAMES,
     RELATIONS,
     SHAPES,
+    SHIFTED_BACKGROUNDS,
+    SHIFTED_CAPTION_PERCENT,
+    SHIFTED_COLOURS,
     SIZES,
     TEMPLATES,
     Scenes,
     describe_scene,
     render_scene,
     scene_caption,
+    shifted_caption,
 )
 
 ROWS = range(300)
@@ -29,6 +38,7 @@ def digest(seed, rows, image_size=32):
     total = hashlib.sha256()
     for row in rows:
         total.update(scene_caption(seed, row).encode())
+        total.update(shifted_caption(seed, row).encode())
         total.update(render_scene(seed, row, image_size).tobytes())
     return total.hexdigest()
 
@@ -41,6 +51,17 @@ def test_descriptions_never_change():
     text = "\n".join(repr(describe_scene(3, row)) for row in range(1000))
     expected = "80c7cc5e522fe41e5b3928124d155bdf61cfd6cba728c43db6fd8eed34f4b710"
     assert hashlib.sha256(text.encode()).hexdigest() == expected
+
+
+def digest_of_captions(caption):
+    return hashlib.sha256("\n".join(caption(3, row) for row in range(1000)).encode()).hexdigest()
+
+
+def test_captions_never_change():
+    expected = "59bbc62a6dad4853e5e8bcf8e1cf457252dce1dc654373239c5937f853a37161"
+    assert digest_of_captions(scene_caption) == expected
+    expected = "868ae64e53e747641fef6ff5f1879e9ffbb580dffaf57d81056875e31552e16e"
+    assert digest_of_captions(shifted_caption) == expected
 
 
 def test_global_random_state_is_neither_used_nor_changed():
@@ -144,20 +165,25 @@ def test_large_is_larger_than_small():
     assert min(radii["large"]) > 1.5 * max(radii["small"])
 
 
+@pytest.mark.parametrize(
+    ("shifted", "colours", "backgrounds"),
+    [(False, COLOURS, BACKGROUNDS), (True, SHIFTED_COLOURS, SHIFTED_BACKGROUNDS)],
+)
 @pytest.mark.parametrize("image_size", [32, 64, 224])
-def test_pixels_have_the_colours_of_the_description(image_size):
+def test_pixels_have_the_colours_of_the_description(image_size, shifted, colours, backgrounds):
     for row in range(150):
         scene = describe_scene(4, row)
-        image = render_scene(4, row, image_size)
+        image = render_scene(4, row, image_size, shifted)
+        assert image.tobytes() == scene.render(image_size, shifted=shifted).tobytes()
         for thing in (scene.first, scene.second):
             at_centre = pixel(image, thing.x, thing.y)
             if thing.shape == "ring":
-                assert at_centre == BACKGROUNDS[scene.background]
+                assert at_centre == backgrounds[scene.background]
                 if image_size >= 64:
-                    assert pixel(image, thing.x + 0.78 * thing.radius, thing.y) == COLOURS[thing.colour]
+                    assert pixel(image, thing.x + 0.78 * thing.radius, thing.y) == colours[thing.colour]
             else:
-                assert at_centre == COLOURS[thing.colour]
-        assert image.getpixel((0, 0)) == BACKGROUNDS[scene.background]
+                assert at_centre == colours[thing.colour]
+        assert image.getpixel((0, 0)) == backgrounds[scene.background]
 
 
 def test_drawn_objects_fill_their_boxes_and_nothing_else():
@@ -182,11 +208,99 @@ def test_shapes_look_different_from_each_other():
     assert len({image.tobytes() for image in drawn}) == len(SHAPES)
 
 
-def test_colours_are_far_apart():
-    named = list(COLOURS.values()) + list(BACKGROUNDS.values())
-    for i, one in enumerate(named):
-        for other in named[:i]:
-            assert sum((a - b) ** 2 for a, b in zip(one, other, strict=True)) > 60**2
+@pytest.mark.parametrize("palettes", [(COLOURS, BACKGROUNDS), (SHIFTED_COLOURS, SHIFTED_BACKGROUNDS)])
+def test_colours_are_far_apart(palettes):
+    for one, other in combinations([rgb for palette in palettes for rgb in palette.values()], 2):
+        assert math.dist(one, other) > 60
+
+
+@pytest.mark.parametrize(
+    ("palette", "shifted"), [(COLOURS, SHIFTED_COLOURS), (BACKGROUNDS, SHIFTED_BACKGROUNDS)]
+)
+def test_every_shifted_colour_is_another_of_the_same_name(palette, shifted):
+    assert list(shifted) == list(palette)
+    for name, rgb in shifted.items():
+        assert all(0 <= value <= 255 for value in rgb)
+        assert math.dist(rgb, palette[name]) > 40
+
+
+def test_names_are_all_objects_in_a_fixed_order():
+    assert len(set(OBJECT_NAMES)) == len(OBJECT_NAMES) == len(COLOURS) * len(SHAPES) == 64
+    assert OBJECT_NAMES[:3] == ("red circle", "orange circle", "yellow circle")
+    assert OBJECT_NAMES[8] == "red square" and OBJECT_NAMES[-1] == "pink heart"
+
+
+def test_classes_are_the_objects_of_the_caption():
+    for row in ROWS:
+        scene = describe_scene(2, row)
+        named = [name for name in OBJECT_NAMES if name in scene.caption]
+        first, second = (OBJECT_NAMES[index] for index in scene.object_classes)
+        assert first != second and sorted((first, second)) == sorted(named)
+        assert scene.caption.index(first) < scene.caption.index(second)
+
+
+def kind_of(seed, row):
+    """The kind of a shifted caption, told from its words and its scene."""
+    scene, caption = describe_scene(seed, row), shifted_caption(seed, row)
+    shown = [OBJECT_NAMES[index] for index in scene.object_classes]
+    named = [name for name in OBJECT_NAMES if name in caption]
+    if "background" in caption:
+        kind, right = "full", caption == scene.caption
+    elif re.fullmatch(r"an? \w+ \w+ and an? \w+ \w+", caption):
+        kind, right = "pair", named == sorted(shown, key=OBJECT_NAMES.index)
+    else:
+        assert re.fullmatch(r"(photo of |picture of |this is )?an? \w+ \w+", caption)
+        kind, right = "object", len(named) == 1 and named[0] in shown
+    if not right:
+        assert named and not set(named) & set(shown)
+    return kind, right
+
+
+def test_kinds_of_shifted_captions_have_their_proportions():
+    assert sum(SHIFTED_CAPTION_PERCENT.values()) == 100
+    count, percent = 6000, dict(SHIFTED_CAPTION_PERCENT)
+    drawn = Counter(kind_of(7, row) for row in range(count))
+    wrong = percent.pop("wrong")
+    for kind, share in percent.items():
+        assert abs(100 * drawn[kind, True] / count - share) < 2.5
+        # The wrong ones come in the same forms, in proportion.
+        assert abs(100 * drawn[kind, False] / count - wrong * share / (100 - wrong)) < 1.5
+    assert sum(drawn[kind, False] for kind in percent) / count == pytest.approx(wrong / 100, abs=0.015)
+
+
+def test_the_kind_does_not_depend_on_the_scene():
+    rows = {}
+    for row in range(6000):
+        scene = describe_scene(7, row)
+        rows.setdefault(("shape", scene.first.shape), []).append(row)
+        rows.setdefault(("background", scene.background), []).append(row)
+    for some in rows.values():
+        full = sum(kind_of(7, row) == ("full", True) for row in some)
+        assert abs(100 * full / len(some) - SHIFTED_CAPTION_PERCENT["full"]) < 6
+
+
+def test_short_captions_name_either_object_in_every_form():
+    sides, starts = Counter(), Counter()
+    for row in range(2000):
+        if kind_of(1, row) == ("object", True):
+            caption = shifted_caption(1, row)
+            sides[caption.endswith(describe_scene(1, row).first.name)] += 1
+            starts[caption.split()[0].replace("an", "a")] += 1
+            assert (" an " in f" {caption}") == ("orange" in caption)
+    total = sum(sides.values())
+    assert 0.4 < sides[True] / total < 0.6
+    assert set(starts) == {"a", "photo", "picture", "this"}
+    assert all(0.18 < number / total < 0.32 for number in starts.values())
+
+
+def test_shifted_captions_often_fit_many_images():
+    normal, shifted = (len({f(0, row) for row in range(4000)}) for f in (scene_caption, shifted_caption))
+    assert normal > 3900 and shifted < 2600
+
+
+def test_rows_and_seeds_give_different_shifted_captions():
+    assert len({shifted_caption(0, row) for row in range(40)}) > 30
+    assert len({shifted_caption(seed, 0) for seed in range(40)}) > 30
 
 
 @pytest.mark.parametrize("image_size", [16, 17, 50, 64, 65, 224, 512])
@@ -241,6 +355,23 @@ def test_items_are_the_rows():
             scenes[i]
 
 
+def test_shifted_items_are_the_shifted_rows():
+    normal, shifted = (Scenes(40, seed=9, image_size=20, first_row=100, shifted=s) for s in (False, True))
+    for i in range(-40, 40):
+        row = 100 + i % 40
+        image, caption = shifted[i]
+        assert caption == shifted_caption(9, row)
+        assert image.tobytes() == render_scene(9, row, 20, shifted=True).tobytes()
+        assert image.tobytes() != normal[i][0].tobytes()
+        assert normal[i][1] == scene_caption(9, row)
+        assert shifted.scene(i) == normal.scene(i) == describe_scene(9, row)
+    for i in (40, -41):
+        with pytest.raises(IndexError, match=str(i)):
+            shifted.scene(i)
+    again = pickle.loads(pickle.dumps(shifted))
+    assert again[3][1] == shifted[3][1] and again[3][0].tobytes() == shifted[3][0].tobytes()
+
+
 def test_later_rows_are_held_out():
     everything, later = Scenes(8), Scenes(4, first_row=4)
     assert [later[i][1] for i in range(4)] == [everything[i][1] for i in range(4, 8)]
@@ -289,10 +420,18 @@ def test_wrong_arguments_of_functions():
         render_scene(0, 0, 8)
     with pytest.raises(ValueError, match="row .*got -1"):
         scene_caption(0, -1)
+    with pytest.raises(ValueError, match="row .*got 1.5"):
+        shifted_caption(0, 1.5)
+    with pytest.raises(ValueError, match="seed .*got -1"):
+        shifted_caption(-1, 0)
+    with pytest.raises(ValueError, match="image_size .*got 513"):
+        describe_scene(0, 0).render(513, shifted=True)
     with pytest.raises(ValueError, match="seed .*got 0.5"):
         render_scene(0.5, 0)
 
 
 def test_numpy_numbers_and_the_largest_numbers():
     assert scene_caption(np.int64(5), np.int64(6)) == scene_caption(5, 6)
+    assert shifted_caption(np.int64(5), np.int64(6)) == shifted_caption(5, 6)
+    assert shifted_caption(2**63 - 1, 2**63 - 1)
     assert scene_caption(2**63 - 1, 2**63 - 1) != scene_caption(2**63 - 1, 2**63 - 2)

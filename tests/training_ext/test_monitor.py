@@ -1,0 +1,177 @@
+"""A fine-tuning is evaluated from before its first step, and says when it makes the model worse."""
+
+import json
+import math
+
+import open_clip
+import open_clip_train.main
+import pytest
+import torch
+from conftest import ext_main, run_main
+
+from open_clip_ext.data import Scenes
+from training_ext.monitor import BEST, START, is_better, known_metrics
+from training_ext.params import parse_args
+from training_ext.zero_shot import COLOUR, OBJECT, classify_scenes
+
+FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
+TUNE = "--loss tuneclip --osr-epochs 1"
+METRIC = "image_to_text_R@1"
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("pretrained")
+    assert not run_main(ext_main, f"{FLAGS} --loss clip --lr 1e-3 --epochs 1 --name pre", folder)
+    return str(folder / "pre/checkpoints/epoch_1.pt")
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """evaluations(values): what OpenCLIP's evaluation is to find, one number after the other."""
+
+    def set_to(values: list[float]) -> list[int]:
+        rest, at = list(values), []
+
+        def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None):
+            at.append(epoch)
+            value = rest.pop(0)
+            return {METRIC: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 16}
+
+        monkeypatch.setattr(open_clip_train.main, "evaluate", evaluate)
+        monkeypatch.setattr("training_ext.session.evaluate", evaluate)
+        return at
+
+    return set_to
+
+
+def test_the_starting_point_is_evaluated_and_unchanged_by_a_recovery(run, pretrained):
+    experiment = run("x", f"{FLAGS} {TUNE} --lr 1e-2 --pretrained {pretrained} --epochs 2")
+    results = [json.loads(line) for line in (experiment.path / "checkpoints/results.jsonl").read_text().splitlines()]
+    assert [result["epoch"] for result in results] == [0, 1, 2]
+    assert {METRIC, OBJECT, COLOUR} <= results[0].keys()
+    start = json.loads((experiment.path / START).read_text())
+    assert start == {name: value for name, value in results[0].items() if name not in ("epoch", "num_samples")}
+    log = experiment.log
+    assert log.count("Eval Epoch: 0 shapes") == 2
+    assert log.index("Eval Epoch: 0 ") < log.index("Recovery Epoch: ") < log.rindex("Eval Epoch: 0 ")
+    said = log.index("what it was before, to the last digit")
+    assert log.rindex("Eval Epoch: 0 ") < said < log.index("Train Epoch: 0")
+
+
+def test_a_recovery_that_changed_the_model_would_show(run, pretrained, evaluations):
+    assert evaluations([0.5, 0.4, 0.6]) == []
+    log = run("x", f"{FLAGS} {TUNE} --pretrained {pretrained} --epochs 1").log
+    assert f"The evaluation differs after the recovery, though the weights are the same: {METRIC} 0.4 (was 0.5)" in log
+
+
+def test_the_log_says_what_is_below_the_start(run, pretrained, evaluations):
+    at = evaluations([0.5, 0.4, 0.6, 0.5])
+    log = run("x", f"{FLAGS} --loss clip --lr 1e-3 --pretrained {pretrained} --epochs 3").log
+    assert at == [0, 1, 2, 3]
+    below = [line for line in log.splitlines() if "Below the starting point" in line]
+    assert len(below) == 1 and "WARNING" in below[0]
+    assert f"after epoch 1: {METRIC} 0.4000 (was 0.5000), clip_val_loss 0.6000 (was 0.5000)" in below[0]
+    assert "No metric is below the starting point after epoch 2" in log
+    assert "No metric is below the starting point after epoch 3" in log
+
+
+def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations, tmp_path):
+    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best {METRIC}"
+    evaluations([0.5, 0.7])
+    experiment = run("x", f"{flags} --epochs 1")
+    first = torch.load(experiment.path / BEST, weights_only=True)
+    at = evaluations([0.6, 0.4])
+    assert not run_main(ext_main, f"{flags} --epochs 3 --name x --resume latest", tmp_path / "logs")
+    assert at == [2, 3]
+    assert "Below the starting point after epoch 3" in experiment.log
+    kept = torch.load(experiment.path / BEST, weights_only=True)
+    assert kept["metrics"] == first["metrics"] == {"epoch": 1, METRIC: 0.7, "clip_val_loss": pytest.approx(0.3)}
+
+
+@pytest.mark.parametrize(
+    "values, best", [([0.5, 0.4, 0.6, 0.55], 2), ([0.5, 0.4, 0.3, 0.2], 0), ([0.5, 0.5, 0.5, 0.5], 0)]
+)
+@pytest.mark.parametrize("metric", [METRIC, "clip_val_loss"])
+def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, values, best, metric):
+    """As they were at their evaluation, in a file that OpenCLIP loads and `--resume latest` does not pick."""
+    evaluations(values)
+    experiment = run("x", f"{FLAGS} --loss clip --lr 1e-3 --pretrained {pretrained} --epochs 3 --keep-best {metric}")
+    path = experiment.path / BEST
+    trained = torch.load(pretrained, weights_only=True) if best == 0 else experiment.checkpoint(best)
+    model = open_clip.create_model("ViT-shapes-tiny", pretrained=str(path))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, trained["state_dict"][name]), name
+    assert torch.load(path, weights_only=True)["metrics"]["epoch"] == best
+    latest = open_clip_train.main.get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
+    assert latest.endswith("epoch_3.pt")
+    assert not list(experiment.path.rglob("*.partial"))
+    evaluations([0.5] * 3)
+    run("next", f"{FLAGS} {TUNE} --pretrained {path} --epochs 1")
+
+
+def test_an_evaluation_more_changes_nothing(run, pretrained, datasets):
+    """OpenCLIP's own loss, whose order of data comes from generators that an evaluation uses too."""
+    flags = f"{FLAGS} --lr 1e-3 --epochs 2 --pretrained {pretrained}"
+    watched = run("watched", f"{flags} --loss clip")
+    own = run("own", flags)
+    assert "Eval Epoch: 0" in watched.log and "Eval Epoch: 0" not in own.log
+    assert watched.logged() == own.logged()
+    for name, tensor in own.checkpoint(2)["state_dict"].items():
+        assert torch.equal(tensor, watched.checkpoint(2)["state_dict"][name]), name
+
+
+def test_nothing_to_evaluate_on_is_said(run, pretrained):
+    flags = f"--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --pretrained {pretrained}"
+    assert "Nothing is evaluated" in run("x", f"{flags} --loss clip --lr 1e-3").log
+
+
+def test_training_from_scratch_has_no_start(run):
+    experiment = run("x", f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --epochs 1")
+    assert "Eval Epoch: 0" not in experiment.log and "starting point" not in experiment.log
+    assert not (experiment.path / START).exists()
+
+
+def test_metrics_known_and_their_directions():
+    args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
+    args.val_data = "shapes"
+    names = known_metrics(args)
+    assert {METRIC, "text_to_image_mean_rank", "clip_val_loss", OBJECT, "imagenet-zeroshot-val-top1"} <= set(names)
+    assert "imagenetv2-zeroshot-val-top5" in names
+    assert is_better(METRIC, 0.6, 0.5) and not is_better(METRIC, 0.5, 0.5)
+    assert is_better("clip_val_loss", 0.4, 0.5) and is_better("text_to_image_mean_rank", 1.0, 2.0)
+
+
+class Knowing(torch.nn.Module):
+    """Embeds a scene's image as its second object, wrong for every fifth, and a caption as the objects it mentions."""
+
+    def __init__(self, scenes: Scenes):
+        super().__init__()
+        self.scenes, self.seen = scenes, 0
+        self.unit = torch.eye(64)
+
+    def forward(self, image):
+        classes = [self.scenes.scene(self.seen + i).object_classes for i in range(len(image))]
+        wrong = [next(k for k in range(64) if k % 8 not in (c[0] % 8, c[1] % 8)) for c in classes]
+        rows = [w if (self.seen + i) % 5 == 0 else c[1] for i, (c, w) in enumerate(zip(classes, wrong, strict=True))]
+        self.seen += len(image)
+        return {"image_features": self.unit[rows]}
+
+    def encode_text(self, tokens, normalize=True):
+        return torch.nn.functional.normalize(tokens, dim=1)
+
+
+def test_zero_shot_classification_counts(monkeypatch):
+    from open_clip_ext.data import OBJECT_NAMES
+
+    scenes = Scenes(30, seed=3, image_size=16, transform=lambda image: torch.zeros(3, 16, 16), tokenizer=lambda t: t)
+    model = Knowing(scenes)
+
+    def tokenizer(captions):
+        mentioned = [[float(f"{name} " in f"{caption} ") for name in OBJECT_NAMES] for caption in captions]
+        return torch.tensor(mentioned)
+
+    args = parse_args("--device cpu --precision fp32".split())
+    metrics = classify_scenes(model, torch.utils.data.DataLoader(scenes, batch_size=7), args, tokenizer)
+    assert metrics == {OBJECT: pytest.approx(24 / 30), COLOUR: pytest.approx(24 / 30)}
+    assert math.isclose(metrics[OBJECT], 0.8)

@@ -1,0 +1,478 @@
+"""The recovery of optimizer statistics moves what Algorithm 1 of tuneclip.txt moves, and nothing else."""
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+from copy import deepcopy
+
+import open_clip
+import open_clip_train.main
+import pytest
+import torch
+from conftest import LOSSES, TINY, Experiment, ext_main, run_main
+from torch.nn.functional import normalize
+
+from training_ext.data import RowLoader
+from training_ext.params import parse_args
+from training_ext.statistics_recovery import FIRST_EPOCH, UNFINISHED, StandingWeights, plain_name
+
+TUNE = "--loss tuneclip --lr 1e-3"
+RN = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 64, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None},
+    "text_cfg": {"context_length": 32, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1},
+}
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory) -> str:
+    """A file of weights, whose temperature is 0.05."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    command = "--dataset-type shapes --train-num-samples 48 --loss fastclip-v3 --lr 1e-3 --tau-init 0.05 --workers 0"
+    assert not run_main(ext_main, f"{command} --epochs 1 --name pre", folder)
+    return str(folder / "pre/checkpoints/epoch_1.pt")
+
+
+class Epoch:
+    """What OpenCLIP's epoch was given."""
+
+    def __init__(self, number, model, loss, optimizer, scaler):
+        self.number = number
+        self.weights = {plain_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
+        names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        self.moments = {names[p]: deepcopy(state) for p, state in optimizer.state.items()}
+        self.lrs = [group["lr"] for group in optimizer.param_groups]
+        self.scaler = deepcopy(scaler.state_dict()) if scaler else None
+        self.loss_state = loss.loss.full_state() if hasattr(loss, "loss") else {}
+        self.normalizer = getattr(getattr(loss, "loss", None), "normalizer", None)
+        self.gamma = getattr(self.normalizer, "gamma", None)
+
+
+@pytest.fixture
+def epochs(monkeypatch) -> list[Epoch]:
+    """Every epoch of OpenCLIP, the recovery's included, as it begins."""
+    seen = []
+    original = open_clip_train.main.train_one_epoch
+
+    def recorded(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs):
+        seen.append(Epoch(epoch, model, loss, optimizer, scaler))
+        return original(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs)
+
+    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", recorded)
+    return seen
+
+
+def equal(one, other) -> bool:
+    """Equal to the last bit, through dicts."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path):
+    """u, m and v of two epochs, from the paper's equations by loops over pairs."""
+    batches = []
+    original = RowLoader.__iter__
+
+    def recorded(self):
+        for images, tokens in original(self):
+            batches.append((images.clone(), tokens.clone(), self.latest_rows().clone()))
+            yield images, tokens
+
+    monkeypatch.setattr(RowLoader, "__iter__", recorded)
+    path = tmp_path / "recovered.state"
+    flags = f"--pretrained {pretrained} --osr-epochs 2 --osr-save {path} --epochs 1 --workers 0"
+    run("x", f"{datasets['shapes']} {TUNE} {flags}")
+    saved = torch.load(path, weights_only=True)
+    monkeypatch.undo()
+
+    model = open_clip.create_model("ViT-shapes-tiny", pretrained=pretrained, output_dict=True).double().train()
+    parameters = {name: p for name, p in model.named_parameters() if name != "logit_scale"}
+    m, v = ({name: torch.zeros_like(p) for name, p in parameters.items()} for _ in range(2))
+    u = torch.full((48, 2), math.nan, dtype=torch.float64)
+    steps = 12
+    for step, (images, tokens, rows) in enumerate(batches[:steps]):
+        gamma = 0.9 + 0.1 * 0.5 * (1 + math.cos(math.pi * (step // 6) / 4))
+        image, text, scale = model(images.double(), tokens).values()
+        s = normalize(image, dim=1) @ normalize(text, dim=1).T
+        total = 0.0
+        for i, row in enumerate(rows.tolist()):
+            for side, similarities in enumerate((s[i], s[:, i])):
+                gaps = [similarities[j] - s[i, i] + 0.1 for j in range(8) if j != i]
+                phi = 1e-14 + sum(torch.exp(gap.clamp(min=0) ** 2 * scale.detach()) for gap in gaps) / 7
+                old = u[row, side]
+                u[row, side] = phi.detach() if old.isnan() else (1 - gamma) * old + gamma * phi.detach()
+                total = total + phi / u[row, side].item() / scale.detach() / 8
+        gradients = torch.autograd.grad(total, parameters.values())
+        for name, gradient in zip(parameters, gradients, strict=True):
+            m[name] = 0.9 * m[name] + 0.1 * gradient
+            v[name] = 0.98 * v[name] + 0.02 * gradient**2
+
+    assert saved["moments"].keys() == parameters.keys()
+    largest = max(tensor.abs().max() for tensor in m.values())
+    for name, state in saved["moments"].items():
+        assert state["step"] == steps
+        assert torch.allclose(state["exp_avg"].double(), m[name], rtol=1e-3, atol=1e-5 * largest), name
+        assert torch.allclose(state["exp_avg_sq"].double(), v[name], rtol=1e-3, atol=1e-7 * largest**2), name
+    assert torch.allclose(saved["loss_state"]["state.log_u"].double(), u.log(), atol=1e-5)
+
+
+OURS = ("fastclip-v3", "neuclip", "amorlip", "queue", "joint", "isogclr", "fastclip-v2")
+ANY_LOSS = {
+    "tuneclip": TUNE,
+    "clip": "--loss clip --lr 1e-3",
+    "siglip": "--loss siglip --lr 1e-3",
+    **{name: f"{LOSSES[name]} --lr 1e-3" for name in OURS},
+}
+
+
+@pytest.mark.parametrize("loss", ANY_LOSS)
+def test_weights_stand_still_and_statistics_move(run, datasets, pretrained, epochs, loss):
+    """1.5 epochs of 6 steps are 9; the training takes over what they left."""
+    run("x", f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0")
+    first, second, training = epochs
+    assert [epoch.number for epoch in epochs] == [FIRST_EPOCH, FIRST_EPOCH + 1, 0]
+    assert equal(training.weights, first.weights) and equal(second.weights, first.weights)
+    assert set(first.lrs) == {0.0} and 0.0 not in training.lrs
+    assert not first.moments and second.moments
+    assert {int(state["step"]) for state in training.moments.values()} == {9}
+    assert not equal(training.moments, second.moments)
+    if training.loss_state:
+        assert training.loss_state["steps"] == 9
+        assert not equal(training.loss_state, first.loss_state)
+    if "temperature.tau" in training.loss_state:  # these stand still, too
+        assert equal(training.loss_state["temperature.tau"], first.loss_state["temperature.tau"])
+        assert training.loss_state["temperature.first_moment"].ne(first.loss_state["temperature.first_moment"]).any()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--precision amp", "--precision amp_bf16", "--accum-freq 2", "--skip-scheduler", "--grad-clip-norm 1"]
+)
+@pytest.mark.parametrize("loss", ["tuneclip", "clip"])
+def test_with_what_openclip_offers(run, datasets, pretrained, epochs, flags, loss):
+    flags = f"{flags} --osr-epochs 1 --epochs 1 --workers 0"
+    run("x", f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} {flags}")
+    recovery, training = epochs
+    assert equal(training.weights, recovery.weights)
+    steps = 3 if "accum" in flags else 6
+    # A gradient scaler leaves out the steps at which its scale was too large.
+    counted = {int(state["step"]) for state in training.moments.values()}
+    assert counted == {steps} if "amp " not in flags else max(counted) in range(1, 7)
+    assert 0.0 not in training.lrs
+
+
+def test_batch_norm_and_a_temperature_beyond_the_clamp(run, datasets, tmp_path, epochs):
+    """BatchNorm's buffers move in each step, and OpenCLIP clamps each step; neither may show."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/RN-tiny.json").write_text(str(RN).replace("'", '"').replace("None", "null"))
+    open_clip.add_model_config(tmp_path / "configs")
+    torch.manual_seed(0)
+    model = open_clip.create_model("RN-tiny")
+    model.logit_scale.data.fill_(5.0)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    data = f"{datasets['shapes']} --model RN-tiny --pretrained {tmp_path}/weights.pt --workers 0"
+    for loss in ("clip", "tuneclip"):
+        epochs.clear()
+        experiment = run(loss, f"{data} --loss {loss} --lr 1e-3 --osr-epochs 2 --epochs 1")
+        start = dict(model.state_dict())
+        assert any("running_mean" in name for name in start)
+        assert equal(epochs[-1].weights, start)
+        last = experiment.checkpoint(1)["state_dict"]
+        assert not equal(last, start)
+        # OpenCLIP's own loss learns the temperature under its clamp; a fixed one stays where the checkpoint has it.
+        assert last["logit_scale"] == 5.0 if loss == "tuneclip" else last["logit_scale"] <= math.log(100)
+
+
+@pytest.mark.parametrize("transfer", ["both", "moments", "table", "none"])
+def test_what_is_transferred(run, datasets, pretrained, epochs, transfer):
+    flags = f"--osr-epochs 2 --osr-transfer {transfer} --epochs 1 --workers 0"
+    run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} {flags}")
+    training = epochs[-1]
+    assert training.number == 0 and len(epochs) == (1 if transfer == "none" else 3)
+    assert bool(training.moments) == (transfer in ("both", "moments"))
+    unvisited = training.loss_state["state.log_u"] == -math.inf
+    assert not unvisited.any() if transfer in ("both", "table") else unvisited.all()
+    assert training.loss_state["steps"] == (12 if transfer in ("both", "table") else 0)
+    assert training.gamma == pytest.approx(0.95)  # the schedule's third epoch, whatever is transferred
+
+
+def test_gamma_runs_on_one_clock(run, datasets, pretrained, epochs):
+    run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 4.5 --epochs 2 --workers 0")
+    expected = [0.9 + 0.05 * (1 + math.cos(math.pi * epoch / 4)) for epoch in range(4)] + [0.9] * 3
+    assert [epoch.gamma for epoch in epochs] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("loss", ["tuneclip", "neuclip", "clip"])
+@pytest.mark.parametrize("data", ["shapes", "shards"])
+def test_loaded_statistics_are_those_recovered(run, datasets, pretrained, epochs, tmp_path, loss, data):
+    """A run that loads them goes on as the run that recovered them, to the last bit where OpenCLIP's data repeat."""
+    path = tmp_path / "recovered.state"
+    workers = "--workers 0" if data == "shapes" else "--workers 2"
+    num_samples = "" if data == "shapes" else "--train-num-samples 48"
+    common = f"{datasets[data]} {num_samples} {ANY_LOSS[loss]} --pretrained {pretrained} --epochs 2 {workers}"
+    one = run("one", f"{common} --osr-epochs 1.5 --osr-save {path}")
+    after_recovery = epochs[2]
+    epochs.clear()
+    other = run("other", f"{common} --osr-load {path}")
+    assert [epoch.number for epoch in epochs] == [0, 1]
+    assert equal(epochs[0].moments, after_recovery.moments)
+    assert equal(epochs[0].loss_state, after_recovery.loss_state)
+    assert epochs[0].gamma == after_recovery.gamma
+    if loss != "clip":  # OpenCLIP draws the order of the data from a generator that the recovery has used
+        assert one.logged()[-12:] == other.logged()
+        assert equal(one.checkpoint(2)["state_dict"], other.checkpoint(2)["state_dict"])
+
+
+def test_a_sweep_over_loaded_statistics(run, datasets, pretrained, epochs, tmp_path):
+    path = tmp_path / "recovered.state"
+    common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --workers 0"
+    run("one", f"{common} --osr-epochs 1 --osr-save {path} --epochs 1")
+    recovered = epochs[1]
+    for number, flags in enumerate(["--lr 1e-3", "--margin 0.3", "--wd 0.1 --epochs 3", "--osr-transfer moments"]):
+        epochs.clear()
+        run(str(number), f"{common} --osr-load {path} --epochs 1 {flags}")
+        assert equal(epochs[0].moments, recovered.moments), flags
+
+
+@pytest.mark.parametrize("loss", ["tuneclip", "neuclip", "fastclip-v2"])
+def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, monkeypatch, tmp_path, loss):
+    """Killed in its second epoch, and again in the training's first: the end is that of an uninterrupted run."""
+    common = f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} --osr-epochs 3 --epochs 2 --workers 0"
+    whole = run("whole", common)
+    assert not (whole.path / UNFINISHED).exists()
+
+    original = open_clip_train.main.train_one_epoch
+    seen = []
+
+    def killed(at):
+        def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
+            seen.append(epoch)
+            if epoch == at:
+                raise KeyboardInterrupt
+            return original(model, data, loss, epoch, *rest, **kwargs)
+
+        return epoch_or_death
+
+    flags = f"{common} --name broken"
+    for at, first in ((FIRST_EPOCH + 1, FIRST_EPOCH), (0, FIRST_EPOCH + 1)):
+        seen.clear()
+        monkeypatch.setattr(open_clip_train.main, "train_one_epoch", killed(at))
+        with pytest.raises(KeyboardInterrupt):
+            run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
+        assert seen[0] == first and seen[-1] == at
+        assert not list((tmp_path / "logs/broken").rglob("*.pt"))
+    seen.clear()
+    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", killed(None))
+    assert not run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
+    assert seen == [0, 1]  # the recovery was complete
+
+    broken = Experiment(tmp_path / "logs", "broken")
+    assert whole.logged()[-12:] == broken.logged()[-12:]
+    assert equal(whole.checkpoint(2)["state_dict"], broken.checkpoint(2)["state_dict"])
+    assert equal(whole.checkpoint(2)["optimizer"]["state"], broken.checkpoint(2)["optimizer"]["state"])
+    assert not (broken.path / UNFINISHED).exists()
+
+
+def test_a_training_after_a_recovery_resumes(run, datasets, pretrained, epochs):
+    common = f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 --workers 0"
+    whole = run("whole", f"{common} --epochs 3")
+    epochs.clear()
+    resumed = run("again", f"{common} --epochs 3 --resume {whole.path}/checkpoints/epoch_1.pt")
+    assert [epoch.number for epoch in epochs] == [1, 2]
+    assert equal(whole.checkpoint(3)["state_dict"], resumed.checkpoint(3)["state_dict"])
+
+
+def test_an_optimizer_that_moves_at_learning_rate_0(datasets, pretrained, tmp_path, monkeypatch, capsys):
+    """Found after its first step, not after epochs."""
+    original = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        result = original(self, *args, **kwargs)
+        steps.append(1)
+        with torch.no_grad():
+            self.param_groups[1]["params"][3].view(-1)[0] += 1e-6
+        return result
+
+    steps = []
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    command = f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 --epochs 1 --workers 0 --name x"
+    assert run_main(ext_main, command, tmp_path) == 2
+    assert len(steps) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--opt: adamw moves the weights (" in line and "--osr-epochs 0" in line
+
+
+def test_standing_weights_sees_the_last_bit():
+    model = torch.nn.BatchNorm1d(4)
+    weights = StandingWeights(model)
+    assert weights.moved() is None
+    digest = weights.digest()
+    with torch.no_grad():
+        model.bias[2] = -0.0  # equal to 0.0, but not the same bits
+        model.running_mean += 1
+    assert weights.moved() == "bias"
+    weights.restore_buffers()
+    assert equal(model.running_mean, torch.zeros(4))
+    model.bias.data.zero_()
+    assert weights.moved() is None and StandingWeights(model).digest() == digest
+    model.weight.data[0] += 1e-6
+    assert StandingWeights(model).digest() != digest
+
+
+def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
+    log = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0").log
+    lines = [line for line in log.splitlines() if "Recovery Epoch: " in line]
+    assert len(lines) == 9
+    assert "Recovery Epoch: 1/2 [ 8/48 (17%)]" in lines[0] and "Left: 0:0" in lines[0]
+    assert "Recovery Epoch: 2/2 [24/24 (100%)]" in lines[-1] and lines[-1].endswith("Left: 0:00:00")
+    assert str(FIRST_EPOCH) not in log
+    assert "Recovering optimizer statistics for 1.5 epochs" in log
+
+
+def test_two_processes(datasets, pretrained, tmp_path):
+    """Recovered by two processes, loaded by one."""
+    path = tmp_path / "recovered.state"
+    common = f"{TINY} {datasets['shapes']} {TUNE} --pretrained {pretrained} --epochs 1 --workers 0 --logs {tmp_path}"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = shlex.split(f"-m -- open_clip_ext.main {common} --val-num-samples 16 --osr-epochs 1.5 --name two")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [*torchrun, *command, "--osr-save", str(path)], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "what it was before, to the last digit" in Experiment(tmp_path, "two").log
+    saved = torch.load(path, weights_only=True)
+    assert {int(state["step"]) for state in saved["moments"].values()} == {5}  # 3 + round(1.5) steps of 16
+    assert saved["loss_state"]["state.log_u"].shape == (48, 2)
+    assert not run_main(ext_main, f"{common} --osr-load {path} --name one", tmp_path)
+
+
+def test_defaults_are_the_papers(monkeypatch):
+    """tuneclip.txt Table 6, where nothing is given; what is given counts."""
+    args = parse_args("--loss tuneclip --pretrained openai --model ViT-B-32 --train-data x.tar".split())
+    settings = "lr beta1 beta2 wd lr_scheduler warmup epochs osr_epochs margin margin_power gamma gamma_decay_epochs"
+    assert [getattr(args, name) for name in settings.split()] == [
+        1e-5, 0.9, 0.98, 0.02, "cosine", 0, 5, 5.0, 0.1, 2.0, 0.9, 4,
+    ]
+    assert args.precision == "amp" and args.osr_transfer == "both"
+    given = "--lr 5e-4 --beta2 0.95 --wd 0.2 --warmup 10000 --epochs 32 --osr-epochs 0 --gamma 0.5"
+    args = parse_args(f"--loss tuneclip --pretrained openai --model ViT-B-32 --train-data x.tar {given}".split())
+    values = [5e-4, 0.9, 0.95, 0.2, 10000, 32, 0.0, 0.5]
+    assert [getattr(args, n) for n in "lr beta1 beta2 wd warmup epochs osr_epochs gamma".split()] == values
+    assert parse_args("--loss tuneclip --train-data x.tar".split()).osr_epochs == 0  # nothing to recover from scratch
+    args = parse_args("--loss fastclip-v3 --pretrained openai --train-data x.tar".split())
+    assert (args.osr_epochs, args.wd, args.epochs) == (0, 0.2, 32)
+
+
+@pytest.fixture(scope="module")
+def recovered(pretrained, tmp_path_factory):
+    """(command line, file): what a recovery of half an epoch gave."""
+    folder = tmp_path_factory.mktemp("recovered")
+    path = folder / "recovered.state"
+    command = f"--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1 --pretrained {pretrained}"
+    assert not run_main(ext_main, f"{command} --loss tuneclip --osr-epochs 0.5 --osr-save {path} --name x", folder)
+    return command, path
+
+
+REFUSED = [
+    ("--loss clip", ["another loss", "tuneclip", "clip"]),
+    ("--loss tuneclip --surrogate identity", ["another loss", "--surrogate hinge", "--surrogate identity"]),
+    ("--loss tuneclip --normalizer queue", ["another loss", "--normalizer table", "--normalizer queue"]),
+    ("--loss tuneclip --train-num-samples 40", ["another data", "48 rows", "40 rows"]),
+    ("--loss tuneclip --shapes-seed 1", ["another data", "48 rows"]),
+    ("--loss tuneclip --shapes-shifted", ["another data", "48 rows"]),
+    ("--loss tuneclip --beta2 0.95", ["another optimizer", "0.98", "0.95"]),
+    ("--loss tuneclip --opt timm/adamw", ["another optimizer", "adamw with", "timm/adamw"]),
+    ("--loss tuneclip --model ViT-B-32", ["another model", "ViT-shapes-tiny", "ViT-B-32"]),
+    ("--loss tuneclip --osr-epochs 2", ["--osr-epochs", "2", "0.5"]),
+    ("--loss tuneclip --osr-save x.state", ["--osr-save", "--osr-load"]),
+]
+
+
+@pytest.mark.parametrize("flags, parts", REFUSED)
+def test_statistics_of_something_else_are_refused(refused, recovered, flags, parts):
+    command, path = recovered
+    line = refused(f"{command} {flags} --osr-load {path}")
+    assert all(part in line for part in [*parts, "--osr"]), line
+
+
+@pytest.mark.parametrize("flags", ["--tau-init 0.06", "--lock-image"])
+def test_statistics_of_other_weights_are_refused(recovered, tmp_path, capsys, flags):
+    """Known only when the model is there."""
+    command, path = recovered
+    assert run_main(ext_main, f"{command} --loss tuneclip {flags} --osr-load {path} --name y", tmp_path) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    name = "weights" if "tau" in flags else "trained parameters"
+    assert f"--osr-load: '{path}' was recovered with another {name}" in line
+
+
+def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
+    command, path = recovered
+    torn = tmp_path / "torn.state"
+    torn.write_bytes(path.read_bytes()[:-1000])
+    newer = tmp_path / "newer.state"
+    torch.save({**torch.load(path, weights_only=True), "format": 99}, newer)
+    for file, part in [
+        (tmp_path / "absent", "there is no file"), (tmp_path, "there is no file"), (torn, "cannot be read"),
+        (pretrained, "was not written by --osr-save"), (newer, "a newer open_clip_ext (format 99)"),
+    ]:
+        line = refused(f"{command} --loss tuneclip --osr-load {file}")
+        assert "--osr-load" in line and str(file) in line and part in line
+
+
+SCENES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--loss tuneclip --osr-epochs -1", ["--osr-epochs", "-1", ">= 0"]),
+        ("--loss tuneclip --osr-epochs nan", ["--osr-epochs", "nan", ">= 0"]),
+        ("--loss tuneclip --osr-epochs inf", ["--osr-epochs", "inf", ">= 0"]),
+        ("--loss tuneclip --osr-epochs 1 --osr-transfer all", ["--osr-transfer", "'all'", "both, moments, table"]),
+        ("--loss tuneclip --osr-transfer both", ["--osr-transfer", "--osr-epochs"]),
+        ("--loss tuneclip --osr-save x", ["--osr-save", "--osr-epochs"]),
+        ("--loss tuneclip --osr-epochs 1 --osr-transfer none --osr-save x", ["--osr-save", "none"]),
+        ("--loss clip --osr-epochs 1 --osr-transfer table", ["--osr-transfer", "'table'", "--loss clip", "moments"]),
+        ("--loss tuneclip --osr-epochs 1 --osr-save no/x", ["--osr-save", "no/x", "does not exist"]),
+        ("--loss tuneclip --keep-best R@1 --val-num-samples 16", ["--keep-best", "'R@1'", "image_to_text_R@1"]),
+        ("--loss tuneclip --keep-best image_to_text_R@1", ["--keep-best", "--val-data"]),
+        ("--osr-epochs 1", ["--osr-epochs", "needs --loss"]),
+        ("--keep-best image_to_text_R@1", ["--keep-best", "needs --loss"]),
+        ("--loss tuneclip --dataset-type synthetic --shapes-shifted", ["--shapes-shifted", "synthetic"]),
+    ],
+)
+def test_wrong_flags(refused, flags, parts):
+    line = refused(f"{SCENES} {flags}")
+    assert all(part in line for part in parts), line
+
+
+def test_where_a_file_must_not_be(refused, recovered, tmp_path):
+    command, path = recovered
+    line = refused(f"{command} --loss tuneclip --osr-epochs 1 --osr-save {path}")
+    assert str(path) in line and "exists" in line
+    (tmp_path / "logs/run/checkpoints").mkdir(parents=True)
+    inside = tmp_path / "logs/run/checkpoints/recovered.pt"
+    line = refused(f"{command} --loss tuneclip --osr-epochs 1 --osr-save {inside} --name run")
+    assert str(inside) in line and "--resume latest" in line
+
+
+def test_an_interrupted_recovery_of_something_else(datasets, pretrained, tmp_path, monkeypatch, capsys):
+    def death(model, data, loss, epoch, *rest, **kwargs):
+        if epoch == FIRST_EPOCH + 1:
+            raise KeyboardInterrupt
+        return original(model, data, loss, epoch, *rest, **kwargs)
+
+    original = open_clip_train.main.train_one_epoch
+    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", death)
+    common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --epochs 1 --workers 0 --name x"
+    with pytest.raises(KeyboardInterrupt):
+        run_main(ext_main, f"{common} --osr-epochs 2", tmp_path)
+    before = (tmp_path / "x" / UNFINISHED).read_bytes()
+    for flags, part in [("--osr-epochs 3", "has 2; give that"), ("--osr-epochs 2 --beta1 0.8", "another optimizer")]:
+        assert run_main(ext_main, f"{common} {flags} --resume latest", tmp_path) == 2
+        line = capsys.readouterr().err.strip().splitlines()[-1]
+        assert part in line and UNFINISHED in line
+    assert (tmp_path / "x" / UNFINISHED).read_bytes() == before

@@ -1,0 +1,120 @@
+"""Whether fine-tuning makes the model worse: every evaluation is compared with the one before the first step."""
+
+import json
+import logging
+import os
+import zipfile
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from open_clip_ext.errors import InputError
+from training_ext import zero_shot
+from training_ext.checkpoint import atomic_save
+from training_ext.statistics_recovery import plain_name
+
+START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
+COUNTS = ("epoch", "num_samples")
+SIDES = ("image_to_text", "text_to_image")
+VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
+VALIDATION += ("clip_val_loss",)
+IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
+IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
+
+
+def known_metrics(args) -> list[str]:
+    """Metrics that the evaluation of this command line gives."""
+    names = list(VALIDATION) if args.val_data else []
+    names += zero_shot.METRICS if args.val_data and args.dataset_type == "shapes" else ()
+    return names + [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
+
+
+def check_metric(args) -> None:
+    """Raise InputError unless --keep-best names a metric of the evaluation."""
+    names = known_metrics(args)
+    if args.keep_best is None or args.keep_best in names:
+        return
+    if not names:
+        raise InputError(f"--keep-best: {args.keep_best!r} needs an evaluation; give --val-data or --imagenet-val")
+    raise InputError(f"--keep-best: {args.keep_best!r} is not one of {', '.join(names)}")
+
+
+def smaller_is_better(metric: str) -> bool:
+    return metric.endswith(("loss", "rank"))
+
+
+def is_better(metric: str, value: float, other: float) -> bool:
+    return value < other if smaller_is_better(metric) else value > other
+
+
+class Monitor:
+    """Watches the evaluations of one run, on process 0.
+
+    Args:
+        args: completed by OpenCLIP.
+    """
+
+    def __init__(self, args):
+        self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
+        self.metric = args.keep_best
+        self.start = self._read_start()
+        self._best = self._read_best()
+
+    def _path(self, name: str) -> str | None:
+        return None if self.folder is None else os.path.join(self.folder, name)
+
+    def _read_start(self) -> dict[str, float]:
+        path = self._path(START)
+        if path is None:
+            return {}
+        with suppress(FileNotFoundError), open(path) as file:
+            return json.load(file)
+        return {}
+
+    def _read_best(self) -> float | None:
+        path = self._path(BEST)
+        if path is None or self.metric is None or not os.path.exists(path):
+            return None
+        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return kept["metrics"].get(self.metric)
+
+    def begin(self, metrics: dict[str, Any]) -> None:
+        """Take `metrics` for the starting point."""
+        self.start = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
+        if path := self._path(START):
+            with open(f"{path}.partial", "w") as file:
+                json.dump(self.start, file, indent=1)
+            os.replace(f"{path}.partial", path)
+
+    def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module) -> None:
+        """Compare with the starting point, and keep the weights if they are the best so far."""
+        values = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
+        shared = [name for name in values if name in self.start]
+        worse = [name for name in shared if is_better(name, self.start[name], values[name])]
+        if worse and epoch > 0:
+            those = ", ".join(f"{name} {values[name]:.4f} (was {self.start[name]:.4f})" for name in worse)
+            logging.warning(f"Below the starting point after epoch {epoch}: {those}")
+        elif shared and epoch > 0:
+            logging.info(f"No metric is below the starting point after epoch {epoch}")
+        self._keep(values, epoch, model)
+
+    def _keep(self, values: dict[str, float], epoch: int, model: torch.nn.Module) -> None:
+        value = values.get(self.metric)
+        if value is None or (self._best is not None and not is_better(self.metric, value, self._best)):
+            return
+        self._best = value
+        if path := self._path(BEST):
+            weights = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+            atomic_save(torch.save, {"state_dict": weights, "metrics": {"epoch": epoch, **values}}, path)
+            logging.info(f"Best {self.metric} so far: {value:.4f}, kept in {path}")
+
+    def check_unchanged(self, metrics: dict[str, Any]) -> None:
+        """Say whether an evaluation after the recovery of statistics is what it was before."""
+        values = {name: float(value) for name, value in metrics.items() if name in self.start}
+        other = [name for name, value in values.items() if value != self.start[name]]
+        if other:
+            those = ", ".join(f"{name} {values[name]!r} (was {self.start[name]!r})" for name in other)
+            logging.warning(f"The evaluation differs after the recovery, though the weights are the same: {those}")
+        elif values:
+            logging.info("The evaluation after the recovery of statistics is what it was before, to the last digit")

@@ -1,0 +1,68 @@
+"""The file of a recovery of optimizer statistics: `--osr-save`, `--osr-load`, and the one of an interrupted recovery.
+
+Plain tensors, numbers and strings, by the parameters' names, so that it does not depend on the number of processes.
+"""
+
+import zipfile
+from typing import Any
+
+import torch
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from training_ext.checkpoint import atomic_save, state_settings
+from training_ext.data import DataRows
+
+KIND = "open_clip_ext statistics recovery"
+FORMAT = 1
+TRANSFERS = ("both", "moments", "table", "none")
+# Known before the model is made, in the order in which a difference is reported.
+KNOWN_EARLY = ("model", "data", "loss", "optimizer")
+
+
+def identity(args, rows: DataRows) -> dict[str, Any]:
+    """What statistics are of, as far as the command line tells. The margin, rates and schedules are not part of it:
+    they may be swept over the same statistics."""
+    parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
+    return {
+        "model": args.model,
+        "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
+        "loss": " ".join([args.loss, *(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in parts)]),
+        "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
+    }
+
+
+def save(path: str, content: dict[str, Any]) -> None:
+    """Write `content`, complete or not at all."""
+    atomic_save(torch.save, {"kind": KIND, "format": FORMAT, **content}, path)
+
+
+def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
+    """The file's content; its tensors stay on disk.
+
+    Raises:
+        InputError: it is missing, torn, or another file.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except (FileNotFoundError, IsADirectoryError):
+        raise InputError(f"{flag}: there is no file {path!r}") from None
+    except Exception as error:
+        raise InputError(f"{flag}: {path!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise InputError(f"{flag}: {path!r} was not written by --osr-save")
+    if content["format"] != FORMAT:
+        age = "a newer" if content["format"] > FORMAT else "an older"
+        raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {content['format']})")
+    return content
+
+
+def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
+    """Raise InputError unless the statistics are of what `own` says: one or more entries of an identity."""
+    saved = content["identity"]
+    for name, value in own.items():
+        if saved[name] != value:
+            raise InputError(
+                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, and not {value}; "
+                "recover it anew with --osr-epochs"
+            )
