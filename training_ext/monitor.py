@@ -26,7 +26,7 @@ IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 def known_metrics(args) -> list[str]:
     """Metrics that the evaluation of this command line gives."""
     names = list(VALIDATION) if args.val_data else []
-    names += zero_shot.METRICS if args.val_data and args.dataset_type == "shapes" else ()
+    names += [zero_shot.METRIC] if args.val_data and args.dataset_type == "shapes" else []
     return names + [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
 
 

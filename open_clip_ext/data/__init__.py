@@ -5,7 +5,6 @@
 
 from .digits import NUM_DIGITS, digit_pairs
 from .scenes import (
-    OBJECT_NAMES,
     Scene,
     SceneObject,
     Scenes,
@@ -17,7 +16,6 @@ from .scenes import (
 
 __all__ = [
     "NUM_DIGITS",
-    "OBJECT_NAMES",
     "Scene",
     "SceneObject",
     "Scenes",

@@ -130,7 +130,6 @@ _CORNERS = {
 }
 SHAPES = tuple(_CORNERS)
 _KINDS = tuple((shape, colour) for shape in SHAPES for colour in COLOURS)
-OBJECT_NAMES = tuple(f"{colour} {shape}" for shape, colour in _KINDS)
 _CAPTIONS = tuple(kind for kind, percent in SHIFTED_CAPTION_PERCENT.items() for _ in range(percent))
 _TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
@@ -169,7 +168,7 @@ class SceneObject:
 
     @property
     def name(self) -> str:
-        """Colour and shape, such as "red circle": an entry of `OBJECT_NAMES`."""
+        """Colour and shape, such as "red circle"; the two objects of a scene have different ones."""
         return f"{self.colour} {self.shape}"
 
     @property
@@ -201,11 +200,6 @@ class Scene:
             second=self.second.phrase,
             background=self.background,
         )
-
-    @property
-    def object_classes(self) -> tuple[int, int]:
-        """Where the names of `first` and `second` stand in `OBJECT_NAMES`: two different indices, 0 to 63."""
-        return OBJECT_NAMES.index(self.first.name), OBJECT_NAMES.index(self.second.name)
 
     def render(self, image_size: int = 64, shifted: bool = False) -> Image.Image:
         """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512).
@@ -317,8 +311,8 @@ def shifted_caption(seed: int, row: int) -> str:
     kind = _pick(_CAPTIONS, draw)
     if kind == "wrong":
         kind = _pick(_TRUE_CAPTIONS, draw)
-        shown = set(scene.object_classes)
-        while not shown.isdisjoint(scene.object_classes):
+        shown = {scene.first.name, scene.second.name}
+        while not shown.isdisjoint({scene.first.name, scene.second.name}):
             scene = describe_scene(seed, int(draw() * (_MAX_KEY + 1)))
     if kind == "full":
         return scene.caption

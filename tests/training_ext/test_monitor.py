@@ -1,7 +1,7 @@
 """A fine-tuning is evaluated from before its first step, and says when it makes the model worse."""
 
 import json
-import math
+import re
 
 import open_clip
 import open_clip_train.main
@@ -10,13 +10,14 @@ import torch
 from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.data.scenes import COLOURS
 from training_ext.monitor import BEST, START, is_better, known_metrics
 from training_ext.params import parse_args
-from training_ext.zero_shot import COLOUR, OBJECT, classify_scenes
+from training_ext.zero_shot import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"
-METRIC = "image_to_text_R@1"
+RECALL = "image_to_text_R@1"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def evaluations(monkeypatch):
         def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None):
             at.append(epoch)
             value = rest.pop(0)
-            return {METRIC: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 16}
+            return {RECALL: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 16}
 
         monkeypatch.setattr(open_clip_train.main, "evaluate", evaluate)
         monkeypatch.setattr("training_ext.session.evaluate", evaluate)
@@ -49,7 +50,7 @@ def test_the_starting_point_is_evaluated_and_unchanged_by_a_recovery(run, pretra
     experiment = run("x", f"{FLAGS} {TUNE} --lr 1e-2 --pretrained {pretrained} --epochs 2")
     results = [json.loads(line) for line in (experiment.path / "checkpoints/results.jsonl").read_text().splitlines()]
     assert [result["epoch"] for result in results] == [0, 1, 2]
-    assert {METRIC, OBJECT, COLOUR} <= results[0].keys()
+    assert {RECALL, METRIC} <= results[0].keys()
     start = json.loads((experiment.path / START).read_text())
     assert start == {name: value for name, value in results[0].items() if name not in ("epoch", "num_samples")}
     log = experiment.log
@@ -62,7 +63,7 @@ def test_the_starting_point_is_evaluated_and_unchanged_by_a_recovery(run, pretra
 def test_a_recovery_that_changed_the_model_would_show(run, pretrained, evaluations):
     assert evaluations([0.5, 0.4, 0.6]) == []
     log = run("x", f"{FLAGS} {TUNE} --pretrained {pretrained} --epochs 1").log
-    assert f"The evaluation differs after the recovery, though the weights are the same: {METRIC} 0.4 (was 0.5)" in log
+    assert f"The evaluation differs after the recovery, though the weights are the same: {RECALL} 0.4 (was 0.5)" in log
 
 
 def test_the_log_says_what_is_below_the_start(run, pretrained, evaluations):
@@ -71,13 +72,13 @@ def test_the_log_says_what_is_below_the_start(run, pretrained, evaluations):
     assert at == [0, 1, 2, 3]
     below = [line for line in log.splitlines() if "Below the starting point" in line]
     assert len(below) == 1 and "WARNING" in below[0]
-    assert f"after epoch 1: {METRIC} 0.4000 (was 0.5000), clip_val_loss 0.6000 (was 0.5000)" in below[0]
+    assert f"after epoch 1: {RECALL} 0.4000 (was 0.5000), clip_val_loss 0.6000 (was 0.5000)" in below[0]
     assert "No metric is below the starting point after epoch 2" in log
     assert "No metric is below the starting point after epoch 3" in log
 
 
 def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations, tmp_path):
-    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best {METRIC}"
+    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best {RECALL}"
     evaluations([0.5, 0.7])
     experiment = run("x", f"{flags} --epochs 1")
     first = torch.load(experiment.path / BEST, weights_only=True)
@@ -86,13 +87,13 @@ def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations
     assert at == [2, 3]
     assert "Below the starting point after epoch 3" in experiment.log
     kept = torch.load(experiment.path / BEST, weights_only=True)
-    assert kept["metrics"] == first["metrics"] == {"epoch": 1, METRIC: 0.7, "clip_val_loss": pytest.approx(0.3)}
+    assert kept["metrics"] == first["metrics"] == {"epoch": 1, RECALL: 0.7, "clip_val_loss": pytest.approx(0.3)}
 
 
 @pytest.mark.parametrize(
     "values, best", [([0.5, 0.4, 0.6, 0.55], 2), ([0.5, 0.4, 0.3, 0.2], 0), ([0.5, 0.5, 0.5, 0.5], 0)]
 )
-@pytest.mark.parametrize("metric", [METRIC, "clip_val_loss"])
+@pytest.mark.parametrize("metric", [RECALL, "clip_val_loss"])
 def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, values, best, metric):
     """As they were at their evaluation, in a file that OpenCLIP loads and `--resume latest` does not pick."""
     evaluations(values)
@@ -136,42 +137,49 @@ def test_metrics_known_and_their_directions():
     args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
     args.val_data = "shapes"
     names = known_metrics(args)
-    assert {METRIC, "text_to_image_mean_rank", "clip_val_loss", OBJECT, "imagenet-zeroshot-val-top1"} <= set(names)
+    assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", METRIC, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
-    assert is_better(METRIC, 0.6, 0.5) and not is_better(METRIC, 0.5, 0.5)
+    assert is_better(RECALL, 0.6, 0.5) and not is_better(RECALL, 0.5, 0.5)
     assert is_better("clip_val_loss", 0.4, 0.5) and is_better("text_to_image_mean_rank", 1.0, 2.0)
 
 
 class Knowing(torch.nn.Module):
-    """Embeds a scene's image as its second object, wrong for every fifth, and a caption as the objects it mentions."""
+    """Embeds a scene's image as its own kind, every fifth as another, and a caption as the kind it is of."""
 
     def __init__(self, scenes: Scenes):
         super().__init__()
         self.scenes, self.seen = scenes, 0
-        self.unit = torch.eye(64)
 
     def forward(self, image):
-        classes = [self.scenes.scene(self.seen + i).object_classes for i in range(len(image))]
-        wrong = [next(k for k in range(64) if k % 8 not in (c[0] % 8, c[1] % 8)) for c in classes]
-        rows = [w if (self.seen + i) % 5 == 0 else c[1] for i, (c, w) in enumerate(zip(classes, wrong, strict=True))]
-        self.seen += len(image)
-        return {"image_features": self.unit[rows]}
+        rows = []
+        for _ in image:
+            kind = KINDS.index(kind_of(self.scenes.scene(self.seen)))
+            rows.append((kind + 1) % 180 if self.seen % 5 == 0 else kind)
+            self.seen += 1
+        return {"image_features": torch.eye(180)[rows]}
 
     def encode_text(self, tokens, normalize=True):
-        return torch.nn.functional.normalize(tokens, dim=1)
+        return torch.eye(180)[tokens]
 
 
-def test_zero_shot_classification_counts(monkeypatch):
-    from open_clip_ext.data import OBJECT_NAMES
-
+def test_zero_shot_classification_counts():
     scenes = Scenes(30, seed=3, image_size=16, transform=lambda image: torch.zeros(3, 16, 16), tokenizer=lambda t: t)
-    model = Knowing(scenes)
 
     def tokenizer(captions):
-        mentioned = [[float(f"{name} " in f"{caption} ") for name in OBJECT_NAMES] for caption in captions]
-        return torch.tensor(mentioned)
+        kinds = []
+        for caption in captions:
+            colours = sorted(word for word in caption.replace(",", "").split() if word in COLOURS)
+            background = re.search(r"(\w+) background", caption)[1]
+            kinds.append(KINDS.index((*colours, background)))
+        return torch.tensor(kinds)
 
     args = parse_args("--device cpu --precision fp32".split())
-    metrics = classify_scenes(model, torch.utils.data.DataLoader(scenes, batch_size=7), args, tokenizer)
-    assert metrics == {OBJECT: pytest.approx(24 / 30), COLOUR: pytest.approx(24 / 30)}
-    assert math.isclose(metrics[OBJECT], 0.8)
+    metrics = classify_scenes(Knowing(scenes), torch.utils.data.DataLoader(scenes, batch_size=7), args, tokenizer)
+    assert metrics == {METRIC: 24 / 30}
+
+
+def test_examples_of_a_kind_differ_in_all_else():
+    for kind in (KINDS[0], KINDS[7], KINDS[179]):
+        captions = {example(kind, number) for number in range(CAPTIONS)}
+        assert len(captions) == CAPTIONS
+        assert {"small", "large"} <= set(" ".join(captions).split())

@@ -16,7 +16,6 @@ from PIL import Image
 from open_clip_ext.data.scenes import (
     BACKGROUNDS,
     COLOURS,
-    OBJECT_NAMES,
     RELATIONS,
     SHAPES,
     SHIFTED_BACKGROUNDS,
@@ -224,17 +223,14 @@ def test_every_shifted_colour_is_another_of_the_same_name(palette, shifted):
         assert math.dist(rgb, palette[name]) > 40
 
 
-def test_names_are_all_objects_in_a_fixed_order():
-    assert len(set(OBJECT_NAMES)) == len(OBJECT_NAMES) == len(COLOURS) * len(SHAPES) == 64
-    assert OBJECT_NAMES[:3] == ("red circle", "orange circle", "yellow circle")
-    assert OBJECT_NAMES[8] == "red square" and OBJECT_NAMES[-1] == "pink heart"
+NAMES = tuple(f"{colour} {shape}" for colour in COLOURS for shape in SHAPES)
 
 
-def test_classes_are_the_objects_of_the_caption():
+def test_names_are_of_the_objects_of_the_caption():
     for row in ROWS:
         scene = describe_scene(2, row)
-        named = [name for name in OBJECT_NAMES if name in scene.caption]
-        first, second = (OBJECT_NAMES[index] for index in scene.object_classes)
+        named = [name for name in NAMES if name in scene.caption]
+        first, second = scene.first.name, scene.second.name
         assert first != second and sorted((first, second)) == sorted(named)
         assert scene.caption.index(first) < scene.caption.index(second)
 
@@ -242,12 +238,12 @@ def test_classes_are_the_objects_of_the_caption():
 def kind_of(seed, row):
     """The kind of a shifted caption, told from its words and its scene."""
     scene, caption = describe_scene(seed, row), shifted_caption(seed, row)
-    shown = [OBJECT_NAMES[index] for index in scene.object_classes]
-    named = [name for name in OBJECT_NAMES if name in caption]
+    shown = [scene.first.name, scene.second.name]
+    named = [name for name in NAMES if name in caption]
     if "background" in caption:
         kind, right = "full", caption == scene.caption
     elif re.fullmatch(r"an? \w+ \w+ and an? \w+ \w+", caption):
-        kind, right = "pair", named == sorted(shown, key=OBJECT_NAMES.index)
+        kind, right = "pair", named == sorted(shown, key=NAMES.index)
     else:
         assert re.fullmatch(r"(photo of |picture of |this is )?an? \w+ \w+", caption)
         kind, right = "object", len(named) == 1 and named[0] in shown
