@@ -118,7 +118,13 @@ class ListLosses(argparse.Action):
         parser.exit(0)
 
 
+SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
+
+
+def starts_from_weights(args) -> bool:
+    """Whether the model comes with trained weights; with --resume they may come later."""
+    return bool(args.pretrained) or args.model.startswith(SCHEMAS)
 
 
 def trains_logit_scale(args) -> bool:
@@ -151,7 +157,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     args.uses_ext_loss = not preset.is_open_clip
     args.given_settings = given
     for name, value in preset.training_defaults.items():
-        if name not in args.given_flags and (name != "osr_epochs" or args.pretrained):
+        if name not in args.given_flags and (name != "osr_epochs" or starts_from_weights(args)):
             setattr(args, name, value)
     resolve_recovery(args)
     # One clock for the loss, from the start of the recovery.

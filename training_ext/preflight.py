@@ -7,6 +7,7 @@ from pathlib import Path
 import open_clip
 import torch
 import torch.distributed as dist
+from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train.data import expand_urls
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
@@ -21,6 +22,7 @@ from open_clip_ext.options import positive
 from training_ext import checkpoint, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
 from training_ext.loss import build_loss
+from training_ext.params import SCHEMAS
 from training_ext.shards import check_local_shards
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
@@ -49,6 +51,8 @@ def check(args) -> DataRows | None:
     resumed = find_resumed(args)
     rows = None
     monitor.check_metric(args)
+    if args.loss is not None:
+        check_pretrained(args)
     check_recovery(args)
     if args.uses_ext_loss:
         check_numbers(args, world_size)
@@ -135,6 +139,18 @@ def check_experiment(args) -> None:
         raise InputError(
             f"--name: the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest"
         )
+
+
+def check_pretrained(args) -> None:
+    """OpenCLIP looks for the weights when it has written its first files."""
+    given = args.pretrained
+    if not given or args.model.startswith(SCHEMAS) or os.path.isfile(given) or is_pretrained_cfg(args.model, given):
+        return
+    if os.path.isdir(given):
+        raise InputError(f"--pretrained: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(args.model))
+    known = f"the tags {tags}" if tags else "no tags"
+    raise InputError(f"--pretrained: there is no file {given!r}, and --model {args.model} has {known}")
 
 
 def check_recovery(args) -> None:

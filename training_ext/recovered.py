@@ -25,7 +25,7 @@ def identity(args, rows: DataRows) -> dict[str, Any]:
     they may be swept over the same statistics."""
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
     return {
-        "model": args.model,
+        "model": args.model.rstrip("/").rpartition("/")[2],  # without the folder of a local one
         "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
         "loss": " ".join([args.loss, *(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",

@@ -24,7 +24,7 @@ from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.monitor import Monitor
 from training_ext.optimizer import TemperatureGroup
-from training_ext.params import trains_logit_scale
+from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
 from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
@@ -233,7 +233,7 @@ class Session:
         if epoch > 0:
             return
         evaluates = any(name in data for name in EVALUATED)
-        from_weights = bool(args.pretrained or args.resume)
+        from_weights = starts_from_weights(args) or bool(args.resume)
         if from_weights and evaluates:
             with _kept_random_state(args.device):
                 open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)

@@ -1,5 +1,6 @@
 """The recovery of optimizer statistics moves what Algorithm 1 of tuneclip.txt moves, and nothing else."""
 
+import json
 import math
 import os
 import shlex
@@ -12,6 +13,7 @@ import open_clip_train.main
 import pytest
 import torch
 from conftest import LOSSES, TINY, Experiment, ext_main, run_main
+from safetensors.torch import save_file
 from torch.nn.functional import normalize
 
 from training_ext.data import RowLoader
@@ -349,7 +351,32 @@ def test_two_processes(datasets, pretrained, tmp_path):
     assert not run_main(ext_main, f"{common} --osr-load {path} --name one", tmp_path)
 
 
-def test_defaults_are_the_papers(monkeypatch):
+@pytest.mark.parametrize("kind", ["safetensors", "bare weights", "hub folder", "resumed weights"])
+def test_where_weights_come_from(run, datasets, pretrained, epochs, tmp_path, kind):
+    """All that OpenCLIP takes: each is evaluated first, recovered, and trained from."""
+    model = open_clip.create_model("ViT-shapes-tiny", pretrained=pretrained)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if kind == "hub folder":
+        config = {"model_cfg": open_clip.get_model_config("ViT-shapes-tiny"), "preprocess_cfg": {}}
+        (tmp_path / "hub").mkdir()
+        (tmp_path / "hub/open_clip_config.json").write_text(json.dumps(config))
+        save_file(weights, tmp_path / "hub/open_clip_model.safetensors")
+        given = f"--model local-dir:{tmp_path}/hub"
+    elif kind == "safetensors":
+        save_file(weights, tmp_path / "weights.safetensors")
+        given = f"--pretrained {tmp_path}/weights.safetensors"
+    else:
+        torch.save(weights, tmp_path / "weights.pt")
+        given = f"--{'pretrained' if kind == 'bare weights' else 'resume'} {tmp_path}/weights.pt"
+    flags = f"{TUNE} --workers 0 --epochs 1 --val-num-samples 8 --osr-epochs 0.5"
+    experiment = run("x", f"{datasets['shapes']} {given} {flags}")
+    assert equal(epochs[-1].weights, weights) and epochs[0].number == FIRST_EPOCH
+    assert "what it was before, to the last digit" in experiment.log
+    if kind != "resumed weights":
+        assert parse_args(f"{given} --loss tuneclip --train-data x.tar".split()).osr_epochs == 5
+
+
+def test_defaults_are_the_papers():
     """tuneclip.txt Table 6, where nothing is given; what is given counts."""
     args = parse_args("--loss tuneclip --pretrained openai --model ViT-B-32 --train-data x.tar".split())
     settings = "lr beta1 beta2 wd lr_scheduler warmup epochs osr_epochs margin margin_power gamma gamma_decay_epochs"
@@ -440,6 +467,9 @@ SCENES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
         ("--loss tuneclip --keep-best R@1 --val-num-samples 16", ["--keep-best", "'R@1'", "image_to_text_R@1"]),
         ("--loss tuneclip --keep-best image_to_text_R@1", ["--keep-best", "--val-data"]),
         ("--osr-epochs 1", ["--osr-epochs", "needs --loss"]),
+        ("--loss clip --pretrained no.pt", ["--pretrained", "'no.pt'", "no tags"]),
+        ("--loss clip --model RN50 --pretrained opnai", ["--pretrained", "'opnai'", "tags openai, yfcc15m"]),
+        ("--loss clip --pretrained .", ["--pretrained", "is a folder", "--model local-dir:."]),
         ("--keep-best image_to_text_R@1", ["--keep-best", "needs --loss"]),
         ("--loss tuneclip --dataset-type synthetic --shapes-shifted", ["--shapes-shifted", "synthetic"]),
     ],
