@@ -6,10 +6,13 @@ PIP_ARGS ?=
 BIN = $(VENV)/bin
 READY = $(VENV)/installed
 
-.PHONY: demo test lint clean
+.PHONY: demo finetune test lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+finetune: $(READY)
+	$(BIN)/python examples/finetune.py
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
@@ -24,4 +27,4 @@ $(READY): setup.py pyproject.toml
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) demo build *.egg-info
+	rm -rf $(VENV) demo finetune build *.egg-info

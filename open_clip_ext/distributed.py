@@ -131,11 +131,16 @@ def groups_of_equal_rows(index: Tensor) -> Tensor:
     return group
 
 
+def count_of_equal_rows(index: Tensor) -> Tensor:
+    """How often each entry of `index` (B,) occurs in it, (B,) float32."""
+    group = groups_of_equal_rows(index)
+    ones = torch.ones(len(index), device=index.device)
+    return torch.zeros_like(ones).index_put_((group,), ones, accumulate=True)[group]
+
+
 def mean_over_equal_rows(index: Tensor, values: Tensor) -> Tensor:
     """Replace each of `values` (B, c) by the mean over the entries whose `index` (B,) is equal."""
     group = groups_of_equal_rows(index)
     # index_put_ adds in a fixed order on CUDA, index_add_ does not.
     total = torch.zeros_like(values).index_put_((group,), values, accumulate=True)
-    ones = torch.ones_like(values[:, 0])
-    count = torch.zeros_like(ones).index_put_((group,), ones, accumulate=True)
-    return total[group] / count[group][:, None]
+    return total[group] / count_of_equal_rows(index)[:, None].to(values)

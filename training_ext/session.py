@@ -235,8 +235,9 @@ class Session:
         evaluates = any(name in data for name in EVALUATED)
         from_weights = starts_from_weights(args) or bool(args.resume)
         if from_weights and evaluates:
-            with _kept_random_state(args.device):
-                open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
+            if not self._monitor.start:  # else it was evaluated before the interruption of this experiment
+                with _kept_random_state(args.device):
+                    open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
             self._wait()
         elif from_weights and is_master(args):
             logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")

@@ -29,6 +29,7 @@ from open_clip_ext.pairs import (
     attach_gradients,
     local_part,
 )
+from open_clip_ext.probe import NormalizerProbe
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperature import Temperature
 
@@ -106,11 +107,13 @@ class GlobalContrastiveLoss(Loss):
         self.both_sides = negatives == "both"
         self.needs_index = normalizer.needs_index or temperature.needs_index
         self.trains_logit_scale = temperature.trains_logit_scale
+        self.probe = NormalizerProbe(self.surrogate, eps, self.both_sides)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
         self._step_taus: Tensor | None = None
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
+        self.probe.restart()
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
@@ -149,6 +152,8 @@ class GlobalContrastiveLoss(Loss):
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~all_alpha.isfinite().all()[None]]))
             self._last = (taus, batch.log_batch, all_alpha)
+            if moves:
+                self.probe.observe(batch, all_alpha)
             log_values = self.objective.log_values(batch.log_batch, all_alpha)
             value = self.temperature.value(taus, log_values)
             gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, alpha, all_alpha)
@@ -223,6 +228,8 @@ class GlobalContrastiveLoss(Loss):
             "alpha_image_std": deviation[0],
             "alpha_text_mean": mean[1],
             "alpha_text_std": deviation[1],
+            "max_weight": (log_batch - alpha).max().exp(),
+            **self.probe.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }
 

@@ -15,7 +15,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import ShardedRows, groups_of_equal_rows, mean_over_equal_rows
+from open_clip_ext.distributed import ShardedRows, count_of_equal_rows, groups_of_equal_rows, mean_over_equal_rows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option, refuse_unused
@@ -76,6 +76,7 @@ class MovingAverageTable(Normalizer):
         self.gamma_decay_epochs = gamma_decay_epochs
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=rows_on == "host")
         self._latest: Tensor | None = None  # log u of the last update's batch, (B, 2)
+        self._unvisited = torch.tensor(num_samples)  # rows, counted on the device of the batches
         self.epoch: int | None = None
         self.gamma = 1.0 if gamma_schedule == "cosine" else gamma
 
@@ -107,6 +108,9 @@ class MovingAverageTable(Normalizer):
         new = torch.where(old == -math.inf, estimate, new)
         self._latest = torch.where(batch.finite, new, old)
         self.log_u.assign(batch.index, self._latest)
+        first_visits = (old[:, 0] == -math.inf) & batch.finite
+        visited = (first_visits / count_of_equal_rows(batch.index)).sum().round().long()
+        self._unvisited = self._unvisited.to(old.device) - visited
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         # In training this is the batch of the last update, whose rows are at hand.
@@ -115,7 +119,7 @@ class MovingAverageTable(Normalizer):
         return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        return {"gamma": torch.tensor(self.gamma)}
+        return {"gamma": torch.tensor(self.gamma), "unvisited": self._unvisited / self.num_samples}
 
     def full_state(self) -> dict[str, Tensor]:
         table = self.log_u.gather()
@@ -123,6 +127,7 @@ class MovingAverageTable(Normalizer):
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         self.log_u.load(state["log_u"])
+        self._unvisited = (state["log_u"][:, 0] == -math.inf).sum()
 
 
 def _mean_over_equal_rows(index: Tensor, log_values: Tensor) -> Tensor:

@@ -1,0 +1,149 @@
+"""How far the normalizers in use are from exact ones, seen while training.
+
+Some anchors of a batch are kept with what the estimator said of them, log u_i or a network's alpha_i, and meet the
+samples of the following steps. After k steps the mean over what they met is log g_i over about k times as many
+negatives as the batch has: next to exact, but for the way the encoders went in those k steps. neuclip.txt Appendix B.6
+measures the same against the whole data set, which `normalizers_report` does.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.pairs import add_eps
+from open_clip_ext.surrogates import Surrogate
+
+
+@dataclass
+class Anchors:
+    """Anchors that are being watched; k of them, sides as everywhere.
+
+    Args:
+        embeddings: (2, k, d), images first.
+        positives: s_ii, (k,).
+        taus: temperatures, 0-d or (2, k).
+        alpha: what the estimator in use said, (2, k).
+        log_batch: what their own batch alone says, (2, k).
+        log_sum: log of the sum of exp(l / tau) over the negatives met so far, (2, k).
+        effective: effective number of negatives in their own batch, 0-d.
+        negatives: number met so far.
+    """
+
+    embeddings: Tensor
+    positives: Tensor
+    taus: Tensor
+    alpha: Tensor
+    log_batch: Tensor
+    log_sum: Tensor
+    effective: Tensor
+    negatives: int
+    steps: int = 1
+
+
+class NormalizerProbe:
+    """Compares the normalizers of a few anchors with those over the samples of many steps.
+
+    A sample that comes again within these steps would be its own negative, so an epoch begins anew.
+
+    Args:
+        surrogate, eps, both_sides: as the loss has them.
+        anchors: watched at a time, the first of a global batch.
+        window: steps that they meet before others take their place.
+        least: steps from which on they are compared.
+    """
+
+    def __init__(
+        self,
+        surrogate: Surrogate,
+        eps: float,
+        both_sides: bool = False,
+        anchors: int = 32,
+        window: int = 100,
+        least: int = 10,
+    ):
+        self.surrogate = surrogate
+        self.eps = eps
+        self.both_sides = both_sides
+        self.anchors = anchors
+        self.window = window
+        self.least = least
+        self._watched: Anchors | None = None
+        self._shown: dict[str, Tensor] = {}
+
+    def restart(self) -> None:
+        self._watched = None
+        self._shown = {}
+
+    @torch.no_grad()
+    def observe(self, batch: Batch, alpha: Tensor) -> None:
+        """See one step.
+
+        Args:
+            batch: the global batch.
+            alpha: log-normalizers in use of all its anchors, (2, B).
+        """
+        if self._watched is not None and self._watched.steps == self.window:
+            self._shown = self._compare(self._watched)
+            self._watched = None
+        if self._watched is None:
+            self._watched = self._begin(batch, alpha)
+            return
+        watched = self._watched
+        met = self._exponents(watched, batch).logsumexp(dim=2)
+        watched.log_sum = torch.where(batch.finite, torch.logaddexp(watched.log_sum, met), watched.log_sum)
+        watched.negatives += self._columns(batch)
+        watched.steps += 1
+
+    def _columns(self, batch: Batch) -> int:
+        return len(batch.positives) * (2 if self.both_sides else 1)
+
+    def _begin(self, batch: Batch, alpha: Tensor) -> Anchors:
+        k = min(self.anchors, len(batch.positives))
+        anchors = Anchors(
+            embeddings=torch.stack([batch.image[:k], batch.text[:k]]),
+            positives=batch.positives[:k],
+            taus=batch.tau[:, :k].clone() if batch.tau.dim() else batch.tau.clone(),
+            alpha=alpha[:, :k].clone(),
+            log_batch=batch.log_batch[:, :k].clone(),
+            log_sum=alpha.new_empty(0),
+            effective=alpha.new_empty(()),
+            negatives=self._columns(batch) - (2 if self.both_sides else 1),
+        )
+        exponents = self._exponents(anchors, batch)
+        own = torch.arange(k, device=alpha.device)
+        for first in range(0, exponents.shape[2], len(batch.positives)):
+            exponents[:, own, own + first] = -math.inf
+        anchors.log_sum = exponents.logsumexp(dim=2)
+        anchors.effective = (2 * anchors.log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
+        return anchors
+
+    def _exponents(self, anchors: Anchors, batch: Batch) -> Tensor:
+        """l(s_ij - s_ii) / tau of the anchors and all of the batch, (2, k, B), or (2, k, 2 B) with both sides."""
+        others, own = (batch.text, batch.image), (batch.image, batch.text)
+        similarities = [
+            torch.cat([anchor @ side.T for side in sides], dim=1)
+            for anchor, *sides in zip(anchors.embeddings, others, *([own] if self.both_sides else []), strict=True)
+        ]
+        tau = anchors.taus[:, :, None] if anchors.taus.dim() else anchors.taus
+        return self.surrogate.value(torch.stack(similarities) - anchors.positives[:, None]) / tau
+
+    def _compare(self, anchors: Anchors) -> dict[str, Tensor]:
+        exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
+        difference = anchors.alpha - exact
+        return {
+            "normalizer_mse": difference.square().mean(),
+            "normalizer_bias": difference.mean(),
+            "minibatch_mse": (anchors.log_batch - exact).square().mean(),
+        }
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Mean squared error and bias of the log-normalizers in use, and the error of the minibatch's own, 0-d each; of
+        the anchors before while too little is known of the present ones. Besides, the effective number of negatives
+        of the present anchors in their batch, (sum w)^2 / sum w^2 of w = exp(l / tau), from 1 to B - 1."""
+        if self._watched is None:
+            return {}
+        compared = self._compare(self._watched) if self._watched.steps >= self.least else self._shown
+        return {**compared, "effective_negatives": self._watched.effective}

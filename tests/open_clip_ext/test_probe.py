@@ -1,0 +1,128 @@
+"""The diagnostics that every step keeps, against float64 loops."""
+
+import math
+
+import pytest
+import torch
+from reference import unit
+
+from open_clip_ext import create_loss
+
+ERRORS = ("normalizer_mse", "normalizer_bias", "minibatch_mse")
+
+
+def surrogate_of(name):
+    return (lambda gap: gap) if name == "identity" else (lambda gap: max(gap + 0.1, 0.0) ** 2)
+
+
+def log_mean(similarities, positive, tau, surrogate, eps):
+    return math.log(eps + sum(math.exp(surrogate(s - positive) / tau) for s in similarities) / len(similarities))
+
+
+@pytest.mark.parametrize("negatives", ["cross", "both"])
+@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+@pytest.mark.parametrize("temperature", ["fixed", "individual"])
+def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate, temperature):
+    """40 pairs a step, of which the first 32 are watched from the first step on."""
+    generator = torch.Generator().manual_seed(0)
+    more = {"tau_start": 0.1} if temperature == "individual" else {}
+    loss = create_loss(
+        "sogclr", num_samples=2000, negatives=negatives, surrogate=surrogate, temperature=temperature, **more
+    )
+    l, eps = surrogate_of(surrogate), 1e-14
+    met = []
+    for step in range(12):
+        e1, e2 = unit(generator, 40, 8), unit(generator, 40, 8)
+        met.append((e1, e2))
+        loss(e1, e2, torch.tensor(10.0).double(), index=torch.arange(40) + 40 * step)
+        shown = loss.diagnostics()
+        assert all((name in shown) == (step >= 9) for name in ERRORS)
+        if step == 0:
+            taus, log_batch, alpha = (tensor.clone() for tensor in loss._last)
+
+    anchors = met[0]
+    exact, effective = [], []
+    for side in (0, 1):
+        for i in range(32):
+            anchor, positive = anchors[side][i], float(anchors[0][i] @ anchors[1][i])
+            tau = float(taus[side, i]) if taus.dim() else float(taus)
+            similarities, own = [], []
+            for step, batch in enumerate(met):
+                for other in (1 - side, side) if negatives == "both" else (1 - side,):
+                    found = [float(anchor @ batch[other][j]) for j in range(40) if (step, j) != (0, i)]
+                    similarities += found
+                    own += found if step == 0 else []
+            exact.append(log_mean(similarities, positive, tau, l, eps))
+            weights = [math.exp(l(s - positive) / tau) for s in own]
+            effective.append(sum(weights) ** 2 / sum(w * w for w in weights))
+    exact = torch.tensor(exact).double()
+    said, minibatch = alpha[:, :32].reshape(-1), log_batch[:, :32].reshape(-1)
+    assert shown["normalizer_mse"] == pytest.approx(float((said - exact).square().mean()))
+    assert shown["normalizer_bias"] == pytest.approx(float((said - exact).mean()))
+    assert shown["minibatch_mse"] == pytest.approx(float((minibatch - exact).square().mean()))
+    assert shown["effective_negatives"] == pytest.approx(sum(effective) / len(effective))
+
+
+def test_a_window_ends_and_the_last_comparison_stays():
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("queue", queue_size=200)
+    loss.probe.window, loss.probe.least = 6, 3
+    seen = []
+    for _ in range(9):
+        loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(5.0))
+        seen.append(loss.diagnostics().get("normalizer_mse"))
+    assert seen[:2] == [None, None] and len(set(map(float, seen[2:6]))) == 4
+    assert seen[5] == seen[6] == seen[7] != seen[8]
+    loss.set_epoch(1)
+    assert "normalizer_mse" not in loss.diagnostics() and "effective_negatives" not in loss.diagnostics()
+
+
+def test_an_exact_estimator_has_no_error_and_the_minibatch_has():
+    """All of 60 pairs in the queue, met again and again: what it says is what the anchors meet."""
+    generator = torch.Generator().manual_seed(0)
+    e1, e2 = unit(generator, 60, 8), unit(generator, 60, 8)
+    loss = create_loss("queue", queue_size=60, mixing=0.0, temperature="fixed")
+    for _ in range(3):
+        for rows in torch.arange(60).split(6):
+            loss(e1[rows], e2[rows], torch.tensor(4.0).double())
+    loss.probe.restart()
+    for rows in torch.arange(60).split(6):
+        loss(e1[rows], e2[rows], torch.tensor(4.0).double())
+    shown = loss.diagnostics()
+    # The queue leaves out the anchor's own batch of 6, which the exact mean counts.
+    assert shown["normalizer_mse"] < 0.01 < shown["minibatch_mse"]
+
+
+def test_a_batch_that_is_not_finite_is_not_met():
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("queue", queue_size=60)
+    loss.probe.least = 1
+    loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
+    bad = unit(generator, 6, 8)
+    bad[2] = math.nan
+    loss(bad, unit(generator, 6, 8), torch.tensor(4.0))
+    assert loss.diagnostics()["normalizer_mse"].isfinite()
+
+
+def test_rows_never_visited():
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("sogclr", num_samples=20)
+    for index, left in [([0, 1, 2, 3], 16), ([3, 3, 4, 4], 15), ([0, 1, 2, 3], 15), ([19, 18, 19, 18], 13)]:
+        loss(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0), index=torch.tensor(index))
+        assert loss.diagnostics()["unvisited"] == pytest.approx(left / 20)
+    other = create_loss("sogclr", num_samples=20)
+    other.load_full_state(loss.full_state())
+    other(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0), index=torch.tensor([5, 6, 7, 0]))
+    assert other.diagnostics()["unvisited"] == pytest.approx(10 / 20)
+
+
+def test_the_largest_weight():
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("sogclr", num_samples=8, gamma=0.25)
+    e1, e2 = unit(generator, 4, 8), unit(generator, 4, 8)
+    loss(e1, e2, torch.tensor(10.0), index=torch.arange(4))
+    assert loss.diagnostics()["max_weight"] == pytest.approx(1.0)  # u_i = g_i at a first visit
+    loss(unit(generator, 4, 8), e2, torch.tensor(10.0), index=torch.arange(4))
+    _, log_batch, alpha = loss._last
+    assert loss.diagnostics()["max_weight"] == pytest.approx(float((log_batch - alpha).exp().max()))
+    assert 1 < loss.diagnostics()["max_weight"] <= 4  # at most 1 / gamma
