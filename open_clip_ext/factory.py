@@ -156,8 +156,8 @@ PRESETS = {
             temperature="fixed",
             surrogate="hinge",
             defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
-            # tuneclip.txt Section 5 and Table 6, which say nothing of a warm-up of the learning rate: the recovery
-            # takes its place.
+            # tuneclip.txt Section 5 and Table 6, but for what is the machine's. They say nothing of a warm-up of the
+            # learning rate: the recovery takes its place.
             training_defaults={
                 "lr": 1e-5, "beta1": 0.9, "beta2": 0.98, "wd": 0.02, "lr_scheduler": "cosine", "warmup": 0,
                 "epochs": 5, "osr_epochs": 5.0, "zeroshot_frequency": 1,

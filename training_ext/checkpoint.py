@@ -83,6 +83,8 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"--resume: {path!r} is not a complete checkpoint: {reason}") from None
+    if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
+        raise InputError(f"--resume: {path!r} holds weights only; give it as --pretrained")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 

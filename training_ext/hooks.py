@@ -56,6 +56,7 @@ SEAMS = (
         why="processes that were started with another loss or other data must be found before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "torch.save",
@@ -228,3 +229,4 @@ def run(session: Session) -> None:
     with scoped(session, RUN):
         if open_clip_main(None):
             raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    session.finish()

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import zipfile
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ import torch
 from open_clip_ext.errors import InputError
 from training_ext import zero_shot
 from training_ext.checkpoint import atomic_save
+from training_ext.data import trains
 from training_ext.statistics_recovery import plain_name
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
@@ -25,19 +25,29 @@ IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 def known_metrics(args) -> list[str]:
     """Metrics that the evaluation of this command line gives."""
-    names = list(VALIDATION) if args.val_data else []
-    names += [zero_shot.METRIC] if args.val_data and args.dataset_type == "shapes" else []
-    return names + [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
+    names = []
+    if args.val_data and args.val_frequency:
+        names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
+    if args.zeroshot_frequency:
+        names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
+    return names
 
 
 def check_metric(args) -> None:
     """Raise InputError unless --keep-best names a metric of the evaluation."""
     names = known_metrics(args)
-    if args.keep_best is None or args.keep_best in names:
+    if args.keep_best is None:
+        return
+    given = f"--keep-best: {args.keep_best!r}"
+    if not trains(args):
+        raise InputError(f"{given} without training; give --train-data")
+    if not args.logs or args.logs.lower() == "none":
+        raise InputError(f"{given} with --logs {args.logs}, which keeps nothing; give a folder")
+    if args.keep_best in names:
         return
     if not names:
-        raise InputError(f"--keep-best: {args.keep_best!r} needs an evaluation; give --val-data or --imagenet-val")
-    raise InputError(f"--keep-best: {args.keep_best!r} is not one of {', '.join(names)}")
+        raise InputError(f"{given} needs an evaluation; give --val-data or --imagenet-val, and let it happen")
+    raise InputError(f"{given} is not one of {', '.join(names)}")
 
 
 def smaller_is_better(metric: str) -> bool:
@@ -58,26 +68,17 @@ class Monitor:
     def __init__(self, args):
         self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
         self.metric = args.keep_best
-        self.start = self._read_start()
-        self._best = self._read_best()
+        self.start: dict[str, float] = {}
+        self._best: float | None = None
+        # A training that is resumed under another name began in the folder of its checkpoint.
+        resumed = os.path.dirname(os.path.dirname(args.resume)) if args.resume else None
+        for folder in (self.folder, resumed if self.folder else None):
+            if folder is not None:
+                self.start = self.start or _read_start(os.path.join(folder, START))
+                self._best = self._best or _read_best(os.path.join(folder, BEST), self.metric)
 
     def _path(self, name: str) -> str | None:
         return None if self.folder is None else os.path.join(self.folder, name)
-
-    def _read_start(self) -> dict[str, float]:
-        path = self._path(START)
-        if path is None:
-            return {}
-        with suppress(FileNotFoundError), open(path) as file:
-            return json.load(file)
-        return {}
-
-    def _read_best(self) -> float | None:
-        path = self._path(BEST)
-        if path is None or self.metric is None or not os.path.exists(path):
-            return None
-        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        return kept["metrics"].get(self.metric)
 
     def begin(self, metrics: dict[str, Any]) -> None:
         """Take `metrics` for the starting point."""
@@ -85,6 +86,8 @@ class Monitor:
         if path := self._path(START):
             with open(f"{path}.partial", "w") as file:
                 json.dump(self.start, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(f"{path}.partial", path)
 
     def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module) -> None:
@@ -118,3 +121,25 @@ class Monitor:
             logging.warning(f"The evaluation differs after the recovery, though the weights are the same: {those}")
         elif values:
             logging.info("The evaluation after the recovery of statistics is what it was before, to the last digit")
+
+
+def _read_start(path: str) -> dict[str, float]:
+    try:
+        with open(path) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        logging.warning(f"The starting point in '{path}' cannot be read: {error}")
+        return {}
+
+
+def _read_best(path: str, metric: str | None) -> float | None:
+    if metric is None or not os.path.exists(path):
+        return None
+    try:
+        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return kept["metrics"].get(metric)
+    except Exception as error:
+        logging.warning(f"The best weights in '{path}' cannot be read: {' '.join(str(error).split())[:200]}")
+        return None

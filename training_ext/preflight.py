@@ -24,10 +24,11 @@ from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, rea
 from training_ext.loss import build_loss
 from training_ext.params import SCHEMAS
 from training_ext.shards import check_local_shards
+from training_ext.statistics_recovery import unfinished_path
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE = ("loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq")
-SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load")
+SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save")
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
@@ -53,7 +54,7 @@ def check(args) -> DataRows | None:
     monitor.check_metric(args)
     if args.loss is not None:
         check_pretrained(args)
-    check_recovery(args)
+    check_recovery(args, resumes_training=resumed is not None)
     if args.uses_ext_loss:
         check_numbers(args, world_size)
         check_pairs(args)
@@ -144,16 +145,17 @@ def check_experiment(args) -> None:
 def check_pretrained(args) -> None:
     """OpenCLIP looks for the weights when it has written its first files."""
     given = args.pretrained
-    if not given or args.model.startswith(SCHEMAS) or os.path.isfile(given) or is_pretrained_cfg(args.model, given):
+    model = args.model.replace("/", "-")  # as OpenCLIP does
+    if not given or args.model.startswith(SCHEMAS) or os.path.isfile(given) or is_pretrained_cfg(model, given):
         return
     if os.path.isdir(given):
         raise InputError(f"--pretrained: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
-    tags = ", ".join(open_clip.list_pretrained_tags_by_model(args.model))
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(model))
     known = f"the tags {tags}" if tags else "no tags"
     raise InputError(f"--pretrained: there is no file {given!r}, and --model {args.model} has {known}")
 
 
-def check_recovery(args) -> None:
+def check_recovery(args, resumes_training: bool) -> None:
     if args.osr_epochs > 0 and not trains(args):
         for name in ("osr_epochs", "osr_load"):
             if name in args.given_flags:
@@ -163,11 +165,11 @@ def check_recovery(args) -> None:
         return
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise InputError(f"--osr-save: the folder of {path!r} does not exist")
-    if os.path.exists(path) and args.resume is None:
+    unfinished = args.name is not None and args.resume == "latest" and os.path.exists(unfinished_path(args) or "")
+    if os.path.exists(path) and not (resumes_training or unfinished):
         raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
-    folder = os.path.join(args.logs, args.name or "", "checkpoints")
-    if path.endswith(".pt") and os.path.abspath(path).startswith(os.path.abspath(folder)):
-        raise InputError(f"--osr-save: --resume latest would take {path!r} for a checkpoint; choose another folder")
+    if path.endswith(".pt"):
+        raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; end it in something else")
 
 
 def check_numbers(args, world_size: int) -> None:

@@ -3,6 +3,7 @@
 Plain tensors, numbers and strings, by the parameters' names, so that it does not depend on the number of processes.
 """
 
+import logging
 import zipfile
 from typing import Any
 
@@ -16,20 +17,35 @@ from training_ext.data import DataRows
 KIND = "open_clip_ext statistics recovery"
 FORMAT = 1
 TRANSFERS = ("both", "moments", "table", "none")
-# Known before the model is made, in the order in which a difference is reported.
-KNOWN_EARLY = ("model", "data", "loss", "optimizer")
+# What makes another model of the same name and weights.
+FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
 
 def identity(args, rows: DataRows) -> dict[str, Any]:
     """What statistics are of, as far as the command line tells. The margin, rates and schedules are not part of it:
     they may be swept over the same statistics."""
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
+    forced = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
-        "model": args.model.rstrip("/").rpartition("/")[2],  # without the folder of a local one
+        "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without a local one's folder
         "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
         "loss": " ".join([args.loss, *(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }
+
+
+def settings(args) -> dict[str, Any]:
+    """The loss's other settings, which may differ where the statistics are loaded."""
+    options = factory.options_of(factory.parts_of(args.loss, vars(args)))
+    return {option.name: getattr(args, option.name) for option in options}
+
+
+def tell_differences(content: dict[str, Any], args, path: str) -> None:
+    """Log which settings of the loss are not those that the statistics were recovered with."""
+    own = settings(args)
+    others = [f"{name} {value}, now {own[name]}" for name, value in content["settings"].items() if own[name] != value]
+    if others:
+        logging.warning(f"The statistics '{path}' were recovered with other settings: {'; '.join(others)}")
 
 
 def save(path: str, content: dict[str, Any]) -> None:
@@ -46,7 +62,9 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (FileNotFoundError, IsADirectoryError):
-        raise InputError(f"{flag}: there is no file {path!r}") from None
+        raise InputError(
+            f"{flag}: there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead"
+        ) from None
     except Exception as error:
         raise InputError(f"{flag}: {path!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
@@ -60,9 +78,9 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
 def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
     """Raise InputError unless the statistics are of what `own` says: one or more entries of an identity."""
     saved = content["identity"]
+    instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
     for name, value in own.items():
         if saved[name] != value:
             raise InputError(
-                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, and not {value}; "
-                "recover it anew with --osr-epochs"
+                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, and not {value}; {instead}"
             )

@@ -22,16 +22,14 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loss import TrainingLoss, build_loss
-from training_ext.monitor import Monitor
+from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
-from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all
+from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
 from training_ext.zero_shot import classify_scenes
-
-EVALUATED = ("val", "imagenet-val", "imagenet-v2")
 
 RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
 
@@ -62,7 +60,7 @@ class Session:
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
         device = original(args)
-        if args.distributed:
+        if args.distributed and (args.uses_ext_loss or args.osr_epochs > 0):
             check_alike(args, self.rows)
         return device
 
@@ -203,17 +201,30 @@ class Session:
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 
-    def train_one_epoch(self, original: Callable, model, data, loss, epoch, optimizer, scaler, *rest, **kwargs) -> Any:
-        args = self.args
+    def train_one_epoch(
+        self, original: Callable, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs
+    ) -> Any:
         self._entry_to_save = None
         if self._monitor is None and args.loss is not None:
-            self._begin(original, model, data, loss, epoch, optimizer, scaler, **kwargs)
-        if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
+
+            def run_still(loader: Any, number: int) -> None:
+                """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
+                self._epoch = number
+                if self.loss is None:
+                    seed_all(args.seed, AT_EPOCH, number, args.rank)
+                other_data = {**data, "train": replace(data["train"], dataloader=loader)}
+                no_schedule, unlogged = (lambda step: None), self._unlogged()
+                original(model, other_data, loss, number, optimizer, scaler, no_schedule, dist_model, unlogged)
+
+            self._begin(run_still, model, data, epoch, optimizer, scaler, **kwargs)
+        if epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
         self._epoch = epoch
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
-        result = original(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs)
+        result = original(
+            model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs
+        )
         if self.loss is None:
             return result
         self._raise_if_not_finite(model)
@@ -223,34 +234,39 @@ class Session:
                 self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
         return result
 
-    def _begin(self, original: Callable, model, data, loss, epoch, optimizer, scaler, tb_writer=None) -> None:
+    def finish(self) -> None:
+        """The training has ended well, its last checkpoint is there."""
+        if self.args.osr_epochs > 0 and trains(self.args):
+            remove_unfinished(self.args)
+
+    def _begin(self, run_still: Callable, model, data, epoch, optimizer, scaler, tb_writer=None) -> None:
         """Before the first epoch of a run: what the model is worth, and the recovery of its optimizer's statistics.
 
         The first epoch of a resumed training is not epoch 0, and has had both.
         """
         args = self.args
         self._monitor = Monitor(args)
-        if epoch > 0:
-            return
-        evaluates = any(name in data for name in EVALUATED)
         from_weights = starts_from_weights(args) or bool(args.resume)
+        evaluates = bool(known_metrics(args))
+        if epoch > 0:
+            if is_master(args) and starts_from_weights(args) and evaluates and not self._monitor.start:
+                logging.warning("The starting point is not known here: nothing is compared with it")
+            return
         if from_weights and evaluates:
-            if not self._monitor.start:  # else it was evaluated before the interruption of this experiment
-                with _kept_random_state(args.device):
-                    open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
+            with _kept_random_state(args.device):
+                open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
             self._wait()
         elif from_weights and is_master(args):
             logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")
         if args.osr_epochs > 0:
-            self._recover(original, model, data, loss, optimizer, scaler)
+            self._recover(run_still, model, data, optimizer, scaler)
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
-                unlogged = self._unlogged()
                 with _kept_random_state(args.device):
-                    metrics = evaluate(model, data, 0, unlogged, tokenizer=self._tokenizer)
+                    metrics = evaluate(model, data, 0, self._unlogged(), tokenizer=self._tokenizer)
                 self._monitor.check_unchanged(metrics)
                 self._wait()
 
-    def _recover(self, original: Callable, model, data, loss, optimizer, scaler) -> None:
+    def _recover(self, run_still: Callable, model, data, optimizer, scaler) -> None:
         args = self.args
         if args.osr_transfer == "none":
             logging.info("No statistics are recovered (--osr-transfer none); schedules go on as after a recovery")
@@ -260,17 +276,12 @@ class Session:
             recovery.load(args.osr_load)
             logging.info(f"=> loaded the recovered statistics '{args.osr_load}'")
         else:
-
-            def run_epoch(loader: Any, number: int) -> None:
-                self._epoch = number
-                short = {**data, "train": replace(data["train"], dataloader=loader)}
-                original(model, short, loss, number, optimizer, scaler, lambda step: None, None, self._unlogged())
-
             if is_master(args):
                 logging.info(f"Recovering optimizer statistics for {args.osr_epochs:g} epochs; the weights stand still")
             self._recovering = True
             try:
-                recovery.recover(run_epoch, data["train"].dataloader)
+                with _kept_random_state(args.device):
+                    recovery.recover(run_still, data["train"].dataloader)
             finally:
                 self._recovering = False
         recovery.hand_over()
@@ -283,7 +294,7 @@ class Session:
 
     def _wait(self) -> None:
         """For process 0, which alone evaluates."""
-        if self.args.distributed:
+        if self.args.distributed and not self.args.horovod:
             dist.barrier()
 
     def evaluate(self, original: Callable, model, data, epoch, args, **kwargs) -> dict[str, Any]:
@@ -298,7 +309,7 @@ class Session:
         metrics = original(model, data, epoch, args, tokenizer=tokenizer)
         at = args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs)
         if args.dataset_type == "shapes" and "val" in data and at:
-            model = model.module if args.distributed else model
+            model = model.module if args.distributed and not args.horovod else model
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         return metrics
 

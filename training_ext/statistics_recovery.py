@@ -8,9 +8,10 @@ data with the weights standing still at omega_0 and move only
     m <- beta_1 m + (1 - beta_1) g
     v <- beta_2 v + (1 - beta_2) g^2
 
-They are OpenCLIP's own epochs with every learning rate 0, at which AdamW leaves the weights as they are to the last
-bit; that is checked after the first step and after each epoch. BatchNorm's buffers are put back. What is recovered is
-whatever the loss keeps (a table, a network, temperatures' momentum), and with OpenCLIP's own losses the moments alone.
+They are OpenCLIP's own epochs with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is
+checked after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and
+buffers are what they were to the last bit. What is recovered is whatever the loss keeps (a table, a network,
+temperatures' momentum), and with OpenCLIP's own losses the moments alone.
 
 Readings fixed here:
 
@@ -37,6 +38,7 @@ from open_clip_train.distributed import broadcast_object
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import NonFiniteError
 from training_ext import recovered
 from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
@@ -59,17 +61,19 @@ class StandingWeights:
         self._now = {plain_name(name): tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
 
-    def restore_buffers(self) -> None:
+    @torch.no_grad()
+    def restore(self) -> str | None:
+        """Put everything back to the last bit; the first parameter whose value had moved, or None."""
+        first_moved = None
         for name, tensor in self._now.items():
-            if name not in self._parameters:
-                tensor.copy_(self._then[name])
-
-    def moved(self) -> str | None:
-        """The first parameter that is not what it was, to the last bit."""
-        for name in self._parameters:
-            if not torch.equal(_bits(self._now[name]), _bits(self._then[name])):
-                return name
-        return None
+            now, then = tensor.cpu(), self._then[name]
+            if torch.equal(_bits(now), _bits(then)):
+                continue
+            # p - 0 * update turns -0.0 into 0.0
+            if name in self._parameters and not torch.equal(now, then):
+                first_moved = first_moved or name
+            tensor.copy_(then)
+        return first_moved
 
     def digest(self) -> str:
         total = hashlib.sha256()
@@ -180,10 +184,7 @@ class StatisticsRecovery:
                     self.loss.loss.set_epoch(epoch)
                 short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
                 run_epoch(short, FIRST_EPOCH + epoch)
-                self.weights.restore_buffers()
                 self._check()
-                if self.loss is not None:
-                    self.loss.loss.raise_if_not_finite()
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
             self._save(self.args.osr_save, len(lengths))
@@ -216,11 +217,21 @@ class StatisticsRecovery:
                 self.loss.loss.hold_temperatures(False)
 
     def _check(self) -> None:
-        if name := self.weights.moved():
-            raise InputError(
-                f"--opt: {self.args.opt} moves the weights ({name}) at learning rate 0, so that statistics of standing "
-                "weights cannot be recovered; use adamw, or --osr-epochs 0"
-            )
+        if self.loss is not None:
+            self.loss.loss.raise_if_not_finite()
+        for parameter, state in self.optimizer.state.items():
+            for name, moment in state.items():
+                if torch.is_tensor(moment) and not moment.isfinite().all():
+                    raise NonFiniteError(
+                        f"recovery of statistics: {name} of {self.names[parameter]} is not finite; the data or the "
+                        "pretrained weights have a NaN or an infinity"
+                    )
+        instead = "so that statistics of standing weights cannot be recovered; use adamw, or --osr-epochs 0"
+        if name := self.weights.restore():
+            raise InputError(f"--opt: {self.args.opt} moves the weights ({name}) at learning rate 0, {instead}")
+        first_moments = [state["exp_avg"] for state in self.optimizer.state.values() if "exp_avg" in state]
+        if first_moments and not any(moment.any() for moment in first_moments):
+            raise InputError(f"--opt: the moments of {self.args.opt} stay 0 at learning rate 0, {instead}")
 
     # What the training takes over
 
@@ -232,6 +243,7 @@ class StatisticsRecovery:
             for group in self.optimizer.param_groups:
                 group.pop("step", None)
         if self.loss is not None and transfer not in ("both", "table"):
+            self.loss.loss = None  # two tables at a time may be one too many
             self.loss.loss = build_loss(self.args, self.rows.num_rows, self.args.device)
 
     # Files
@@ -262,6 +274,7 @@ class StatisticsRecovery:
             return
         content = {
             "identity": self.identity(),
+            "settings": recovered.settings(self.args),
             "epochs": self.args.osr_epochs,
             "done": done,
             "moments": {self.names[p]: dict(moments) for p, moments in self.optimizer.state.items()},
@@ -279,6 +292,8 @@ class StatisticsRecovery:
         """
         content = recovered.read(path, flag)
         recovered.check(content, self.identity(), path, flag)
+        if self.args.rank == 0:
+            recovered.tell_differences(content, self.args, path)
         own = self.optimizer.state_dict()
         moments = content["moments"]
         own["state"] = {number: moments[name] for number, name in enumerate(self._trained()) if name in moments}

@@ -90,6 +90,42 @@ def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations
     assert kept["metrics"] == first["metrics"] == {"epoch": 1, RECALL: 0.7, "clip_val_loss": pytest.approx(0.3)}
 
 
+def test_a_training_resumed_elsewhere_knows_them_too(run, pretrained, evaluations):
+    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best {RECALL}"
+    evaluations([0.5, 0.7, 0.6])
+    checkpoint = run("x", f"{flags} --epochs 2").path / "checkpoints/epoch_1.pt"
+    evaluations([0.6])
+    other = run("y", f"{flags} --epochs 2 --resume {checkpoint}")
+    assert "No metric is below the starting point after epoch 2" in other.log
+    assert not (other.path / BEST).exists()
+    (checkpoint.parent.parent / START).write_text("")
+    (checkpoint.parent.parent / BEST).write_bytes(b"torn")
+    evaluations([0.6])
+    third = run("z", f"{flags} --epochs 2 --resume {checkpoint}")
+    assert "starting_point.json' cannot be read" in third.log and "best.pt' cannot be read" in third.log
+    assert "The starting point is not known here" in third.log
+    assert (third.path / BEST).exists()
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        ("--val-num-samples 16 --val-frequency 0", "let it happen"),
+        ("--val-num-samples 16 --logs none", "--logs none"),
+    ],
+)
+def test_a_best_that_could_not_be_kept(tmp_path, capsys, flags, part):
+    command = f"--dataset-type shapes --train-num-samples 32 --workers 0 --loss clip --keep-best {RECALL}"
+    assert ext_main([*command.split(), *flags.split()]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_the_best_weights_are_not_a_training_to_resume(run, pretrained, refused, tmp_path):
+    experiment = run("x", f"{FLAGS} --loss clip --lr 1e-3 --epochs 1 --keep-best {RECALL}")
+    line = refused(f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --resume {experiment.path / BEST} --epochs 1")
+    assert "--resume" in line and "give it as --pretrained" in line
+
+
 @pytest.mark.parametrize(
     "values, best", [([0.5, 0.4, 0.6, 0.55], 2), ([0.5, 0.4, 0.3, 0.2], 0), ([0.5, 0.5, 0.5, 0.5], 0)]
 )
@@ -136,6 +172,7 @@ def test_training_from_scratch_has_no_start(run):
 def test_metrics_known_and_their_directions():
     args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
     args.val_data = "shapes"
+    assert known_metrics(parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())) == []
     names = known_metrics(args)
     assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", METRIC, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
