@@ -13,13 +13,11 @@ import json
 import os
 import re
 import shlex
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
-from threading import Lock
 
-from command import evaluations, run
+from command import Runs, evaluations
 from tqdm import tqdm
 
 MODEL = "--model ViT-shapes-tiny --device cpu --precision fp32 --dataset-type shapes --val-num-samples 1000 --workers 1"
@@ -64,82 +62,49 @@ def main() -> None:
     if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "OSR + HGCL" not in args.variants:
         parser.error("--variants: the ablations load what 'OSR + HGCL' recovers; add it")
 
-    runs = Runs(args)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    pretrained = args.pretrained or runs.pretrain()
-    results = runs.fine_tune(pretrained)
+    pretrained = args.pretrained or pretrain(args)
+    results = fine_tune(pretrained, args)
     (args.folder / "results.json").write_text(json.dumps(results, indent=1))
     report(results)
     draw(results, args, args.folder / "curves.png")
     print(f"\nresults: {args.folder / 'results.json'}\ncurves: {args.folder / 'curves.png'}")
 
 
-class Runs:
-    """Runs of the command, several at a time, each left out if it has ended before."""
+def pretrain(args) -> Path:
+    epochs, size = 10, 20000
+    with tqdm(total=epochs * size, desc="pretraining", unit=" pairs", unit_scale=True) as bar:
+        experiment = Runs(args.folder / "logs", bar).train("pretrained", f"{MODEL} {PRETRAINING}", epochs, size)
+    return experiment / "checkpoints" / f"epoch_{epochs}.pt"
 
-    def __init__(self, args):
-        self.args = args
-        self.logs = args.folder / "logs"
-        self._lock = Lock()
 
-    def _train(self, name: str, flags: str, epochs: int, bar: tqdm, size: int, recovered: float = 0) -> Path:
-        """The last checkpoint of the run `name`, which shows `size` pairs an epoch on `bar`."""
-        experiment = self.logs / name
-        last = experiment / "checkpoints" / f"epoch_{epochs}.pt"
-        shown = 0
+def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
+    """Metrics of every evaluation, by variant, for each seed."""
+    common = f"{MODEL} --pretrained {shlex.quote(str(pretrained))} --shapes-shifted --shapes-seed 1"
+    common += f" --train-num-samples {args.samples} {OPTIMIZER.format(lr=args.lr)}"
+    recovers = {variant: args.osr_epochs * ("--osr-epochs" in flags) for variant, flags in VARIANTS.items()}
+    total = args.seeds * sum(args.epochs + recovers[variant] for variant in args.variants) * args.samples
+    with (
+        ThreadPoolExecutor(args.jobs) as pool,
+        tqdm(total=round(total), desc="fine-tuning", unit=" pairs", unit_scale=True) as bar,
+    ):
+        runs = Runs(args.folder / "logs", bar)
 
-        def show(stage: str, epoch: int, part: float, loss: str) -> None:
-            nonlocal shown
-            before = epoch - 1 if stage == "Recovery" else recovered + epoch
-            now = round(min(before + part, recovered + epochs) * size)
-            with self._lock:
-                bar.update(now - shown)
-            shown = now
+        def tune(variant: str, seed: int) -> list[dict]:
+            name = f"{re.sub('[ ,+]+', '-', variant).lower()}-{seed}"
+            flags = VARIANTS[variant].format(
+                osr_epochs=args.osr_epochs,
+                state=args.folder / f"hgcl-{seed}.state",
+                one_epoch=args.samples // BATCH,
+            )
+            flags = f"{common} --seed {seed} {flags}"
+            return evaluations(runs.train(name, flags, args.epochs, args.samples, recovers[variant]))
 
-        if not last.exists():
-            command = [sys.executable, "-m", "open_clip_ext.main", *shlex.split(f"{MODEL} {flags}")]
-            command += ["--epochs", str(epochs), "--logs", str(self.logs), "--name", name]
-            if experiment.exists():
-                command += ["--resume", "latest"]
-            run(command, name, show)
-        with self._lock:
-            bar.update(round((recovered + epochs) * size) - shown)
-        return last
-
-    def pretrain(self) -> Path:
-        epochs, size = 10, 20000
-        with tqdm(total=epochs * size, desc="pretraining", unit=" pairs", unit_scale=True) as bar:
-            return self._train("pretrained", PRETRAINING, epochs, bar, size)
-
-    def fine_tune(self, pretrained: Path) -> dict[str, list[list[dict]]]:
-        """Metrics of every evaluation, by variant, for each seed."""
-        args = self.args
-        common = f"--pretrained {shlex.quote(str(pretrained))} --shapes-shifted --shapes-seed 1"
-        common += f" --train-num-samples {args.samples} {OPTIMIZER.format(lr=args.lr)}"
-        size = args.samples
-        recovers = {variant: args.osr_epochs * ("--osr-epochs" in flags) for variant, flags in VARIANTS.items()}
-        total = args.seeds * sum(args.epochs + recovers[variant] for variant in args.variants) * size
-        with (
-            ThreadPoolExecutor(args.jobs) as pool,
-            tqdm(total=round(total), desc="fine-tuning", unit=" pairs", unit_scale=True) as bar,
-        ):
-
-            def tune(variant: str, seed: int) -> list[dict]:
-                name = f"{re.sub('[ ,+]+', '-', variant).lower()}-{seed}"
-                flags = VARIANTS[variant].format(
-                    osr_epochs=args.osr_epochs,
-                    state=args.folder / f"hgcl-{seed}.state",
-                    one_epoch=args.samples // BATCH,
-                )
-                self._train(name, f"{common} --seed {seed} {flags}", args.epochs, bar, size, recovers[variant])
-                return evaluations(self.logs / name)
-
-            results = {}
-            for loads in (False, True):
-                chosen = [variant for variant in args.variants if ("--osr-load" in VARIANTS[variant]) == loads]
-                jobs = {variant: [pool.submit(tune, variant, seed) for seed in range(args.seeds)] for variant in chosen}
-                results |= {variant: [job.result() for job in jobs[variant]] for variant in chosen}
-            return results
+        results = {}
+        for loads in (False, True):
+            chosen = [variant for variant in args.variants if ("--osr-load" in VARIANTS[variant]) == loads]
+            jobs = {variant: [pool.submit(tune, variant, seed) for seed in range(args.seeds)] for variant in chosen}
+            results |= {variant: [job.result() for job in jobs[variant]] for variant in chosen}
+        return results
 
 
 def report(results: dict[str, list[list[dict]]]) -> None:

@@ -88,27 +88,37 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 
-def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | None) -> None:
-    """Raise InputError unless training with `args` can go on from a checkpoint with this entry."""
+def check_entry(
+    entry: dict[str, Any] | None,
+    path: str,
+    args,
+    rows: DataRows | None,
+    flag: str = "--resume",
+    instead: str = "give --pretrained PATH to start from its weights only",
+) -> None:
+    """Raise InputError unless training with `args` can go on from a checkpoint with this entry.
+
+    Args:
+        flag, instead: what the message begins and ends with.
+    """
     given = f"--loss {args.loss}" if args.loss else "OpenCLIP's own loss"
-    instead = "give --pretrained PATH to start from its weights only"
     if entry is None:
         if args.uses_ext_loss:
-            raise InputError(f"--resume: {path!r} was not trained with {given}; {instead}")
+            raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
         return
     if entry["format"] != FORMAT:
         age = "a newer" if entry["format"] > FORMAT else "an older"
-        raise InputError(f"--resume: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
+        raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:
             given += _parts(vars(args))
         saved = f"--loss {entry['loss']}{_parts(entry)}"
-        raise InputError(f"--resume: {path!r} was trained with {saved}, not with {given}; {instead}")
+        raise InputError(f"{flag}: {path!r} was trained with {saved}, not with {given}; {instead}")
     for name in state_settings(args):
-        value, saved, flag = getattr(args, name), entry[name], "--" + name.replace("_", "-")
+        value, saved, own = getattr(args, name), entry[name], "--" + name.replace("_", "-")
         if value != saved:
-            right = f"give {saved}" if not isinstance(saved, bool) else f"give {flag}" if saved else "leave it out"
-            raise InputError(f"{flag}: {value} where {path!r} has {saved}; {right}")
+            right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
+            raise InputError(f"{own}: {value} where {path!r} has {saved}; {right}")
     recovery = entry.get("osr_epochs", 0.0)  # absent in files of before there was a recovery
     if args.osr_epochs != recovery:
         raise InputError(
@@ -117,7 +127,7 @@ def check_entry(entry: dict[str, Any] | None, path: str, args, rows: DataRows | 
         )
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
         raise InputError(
-            f"--resume: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
+            f"{flag}: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
             f"{rows.num_rows}, or the same number of other samples); {instead}"
         )
 

@@ -1,0 +1,253 @@
+"""Compare the methods on generated scenes, or on any data: one command for each experiment.
+
+    python examples/compare.py methods --size small
+
+| experiment | what is compared |
+|---|---|
+| methods | every method at equal samples, over sizes of the data set and of the batch |
+| leverage | R@1 against the batch size at equal samples, for OpenCLIP's loss and for ours |
+| neuclip | NeuCLIP's network: objective, resets, updates, size, optimizer, learning rate (tables 14-19, figure 3) |
+| error | the estimators' errors against the batch size and the size of the data set (figures 2c and 4) |
+| amorlip | AmorLIP's schedule, width, target network and objective (tables 2 and 3, figure 4) |
+
+`small` is one cell of data and batch with one seed, under 40 minutes on 2 CPU cores for `methods`; `medium` is the
+grid with three seeds, a night or more; `large` is one GPU with n / B in the thousands. A run that has ended is not run
+again, and one that was interrupted goes on. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+from command import Runs, evaluations
+from tqdm import tqdm
+
+RECIPE = (
+    "--model ViT-shapes-tiny --device {device} --precision fp32 --workers 1 --lr 1e-3 --wd 0.1 --warmup 200 "
+    "--log-every-n-steps 10 --aug-cfg scale=(0.95,1.0)"
+)
+SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
+OURS = "--rho 5 --lr-tau 1e-3"
+NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024"
+METHODS = {
+    "clip": "--loss clip",
+    "siglip": "--loss siglip",
+    "cyclip": "--loss cyclip",
+    "minibatch": f"--loss fastclip-v3 --normalizer batch {OURS}",
+    "fastclip-v3": f"--loss fastclip-v3 {OURS}",
+    "fastclip-v3, gamma 0.6": f"--loss fastclip-v3 {OURS} --gamma 0.6",
+    "isogclr": "--loss isogclr",
+    "amorlip": "--loss amorlip --lr-tau 1e-3",
+    "neuclip": NETWORK,
+    "neuclip, lr 0.05": f"{NETWORK} --npn-lr 0.05",
+    "neuclip, mixing 0.6": f"{NETWORK} --npn-lr 0.05 --mixing 0.6",
+    "queue, mixing 0.6": f"--loss queue {OURS} --queue-size 1024",
+}
+NEUCLIP = {
+    "as the paper": NETWORK,
+    "l2-log": f"{NETWORK} --npn-objective l2-log",
+    "mlp": f"--loss neuclip {OURS} --normalizer mlp",
+    "mlp, l2-log": f"--loss neuclip {OURS} --normalizer mlp --npn-objective l2-log",
+    "joint": f"{NETWORK} --npn-joint",
+    **{f"T_r {every}": f"{NETWORK} --npn-restart-every {every}" for every in (0, 50, 2000)},
+    **{f"T_u {updates}": f"{NETWORK} --npn-updates {updates}" for updates in (0, 1, 30)},
+    **{f"m {m}": f"{NETWORK.replace('1024', str(m))}" for m in (256, 4096)},
+    **{f"AdaGrad {lr}": f"{NETWORK} --npn-lr {lr}" for lr in (0.3, 0.1, 0.05, 0.01)},
+    **{f"Adam {lr}": f"{NETWORK} --npn-opt adam --npn-lr {lr}" for lr in (0.01, 0.001)},
+}
+AMORLIP = {
+    "as released": "--loss amorlip --lr-tau 1e-3",
+    **{f"T_online {every}": f"--loss amorlip --lr-tau 1e-3 --amor-online-every {every}" for every in (1, 32)},
+    **{f"width {width}": f"--loss amorlip --lr-tau 1e-3 --mlp-width {width}" for width in (0.25, 1)},
+    **{f"EMA {ema}": f"--loss amorlip --lr-tau 1e-3 --amor-ema {ema}" for ema in (0.92, 0.99)},
+    **{f"beta {beta}": f"--loss amorlip --lr-tau 1e-3 --amor-beta {beta}" for beta in (0.5, 1.0)},
+    **{o: f"--loss amorlip --lr-tau 1e-3 --amor-objective {o}" for o in ("kl", "js")},
+    "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
+}
+SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, lr 0.05", "queue, mixing 0.6")
+# By size: rows of the data set, batch sizes, samples seen, seeds.
+GRIDS = {
+    "small": ([8000], [32], 96_000, 1),
+    "medium": ([2000, 8000, 32000], [16, 32, 64, 128], 192_000, 3),
+    "large": ([500_000], [128, 256], 2_000_000, 1),
+}
+EXPERIMENTS = {
+    "methods": METHODS,
+    "leverage": {name: METHODS[name] for name in SEVERAL},
+    "neuclip": NEUCLIP,
+    "error": {name: METHODS[name] for name in SEVERAL[1:]},
+    "amorlip": AMORLIP,
+}
+BATCHES = {"leverage": [8, 16, 32, 64, 128, 256], "error": [8, 32, 128]}
+METRICS = {
+    "image_to_text_R@1": "R@1 image to text, %",
+    "text_to_image_R@1": "R@1 text to image, %",
+    "shapes-zeroshot-top1": "zero-shot, %",
+    "normalizer_mse": "error of log-normalizers",
+}
+ERROR = re.compile(r"Train Epoch: (\d+) .*Normalizer_mse: (\S+) \(")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    variant: str
+    n: int
+    batch: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{re.sub('[^a-z0-9.]+', '-', self.variant.lower())}-n{self.n}-b{self.batch}-s{self.seed}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    folder = Path("compare")
+    parser.add_argument("experiment", choices=EXPERIMENTS)
+    parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
+    parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
+    parser.add_argument("--data", default=SCENES, help="OpenCLIP's data flags, in place of generated scenes; {n}: rows")
+    parser.add_argument("--flags", default="", help="more flags for every run, such as --model ViT-B-32")
+    parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"where everything goes (default: {folder})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one a core)")
+    args = parser.parse_args()
+    variants = EXPERIMENTS[args.experiment]
+    if unknown := set(args.variants or ()) - set(variants):
+        parser.error(f"--variants: {unknown.pop()!r} is not one of {', '.join(variants)}")
+    if args.variants:
+        variants = {name: variants[name] for name in args.variants}
+
+    rows, batches, samples, seeds = GRIDS[args.size]
+    batches = BATCHES.get(args.experiment, batches)
+    cells = [Cell(v, n, batch, s) for s in range(seeds) for n in rows for batch in batches for v in variants]
+    results = train(cells, variants, samples, args)
+    base = args.folder / f"{args.experiment}-{args.size}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    kept = [{**vars(cell), "epochs": metrics} for cell, metrics in results.items()]
+    base.with_suffix(".json").write_text(json.dumps(kept, indent=1))
+    text = table(results, samples)
+    if args.experiment == "leverage":
+        text += "\n" + leverage(results)
+    base.with_suffix(".md").write_text(text)
+    draw(results, args, base.with_suffix(".png"))
+    print(f"\n{text}\n{base}.json, .md and .png")
+
+
+def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> dict[Cell, list[dict]]:
+    """Metrics of every evaluation of every run, with the mean error of the log-normalizers in the epoch before it."""
+    with (
+        ThreadPoolExecutor(args.jobs) as pool,
+        tqdm(total=len(cells) * samples, desc=args.experiment, unit=" pairs", unit_scale=True) as bar,
+    ):
+        runs = Runs(args.folder / "logs", bar)
+
+        def one(cell: Cell) -> list[dict]:
+            flags = f"{RECIPE.format(device=args.device)} {args.data.replace('{n}', str(cell.n))} {args.flags}"
+            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]}"
+            experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
+            errors: dict[int, list[float]] = {}
+            for epoch, error in ERROR.findall((experiment / "out.log").read_text()):
+                errors.setdefault(int(epoch) + 1, []).append(float(error))
+            means = {epoch: {"normalizer_mse": mean(values)} for epoch, values in errors.items()}
+            return [metrics | means.get(metrics["epoch"], {}) for metrics in evaluations(experiment)]
+
+        jobs = {cell: pool.submit(one, cell) for cell in cells}
+        return {cell: job.result() for cell, job in jobs.items()}
+
+
+def last(results: dict[Cell, list[dict]], metric: str, **chosen) -> list[float]:
+    """The last value of a metric, for every run with these properties."""
+    runs = [metrics for cell, metrics in results.items() if chosen.items() <= vars(cell).items()]
+    factor = 1 if metric == "normalizer_mse" else 100
+    return [factor * metrics[-1][metric] for metrics in runs if metric in metrics[-1]]
+
+
+def table(results: dict[Cell, list[dict]], samples: int) -> str:
+    lines = ["| n | batch | variant | " + " | ".join(METRICS.values()) + " |", "|" + "---|" * (3 + len(METRICS))]
+    for n, batch, variant in dict.fromkeys((cell.n, cell.batch, cell.variant) for cell in results):
+        texts = []
+        for metric in METRICS:
+            values = last(results, metric, n=n, batch=batch, variant=variant)
+            spread = f" ({stdev(values):.1f})" if len(values) > 1 else ""
+            texts.append(f"{mean(values):.{2 if metric == 'normalizer_mse' else 1}f}{spread}" if values else "")
+        lines.append(f"| {n:,} | {batch} | {variant} | " + " | ".join(texts) + " |")
+    return f"After {samples:,} samples.\n\n" + "\n".join(lines) + "\n"
+
+
+def leverage(results: dict[Cell, list[dict]]) -> str:
+    """The batch that OpenCLIP's loss needs for the R@1 that ours has, over ours, by interpolation between batches."""
+    curves: dict[str, dict[int, float]] = {}
+    for cell in results:
+        one_point = {"variant": cell.variant, "batch": cell.batch}
+        both = last(results, "image_to_text_R@1", **one_point) + last(results, "text_to_image_R@1", **one_point)
+        curves.setdefault(cell.variant, {})[cell.batch] = mean(both)
+    base = sorted(curves.pop("clip").items()) if "clip" in curves else []
+    highest = max((value for _, value in base), default=math.inf)
+    header = "| variant | batch | R@1, mean of both sides, % | batch of clip with the same | leverage |"
+    lines = [header, "|---|---|---|---|---|"]
+    for variant, curve in curves.items():
+        for batch, value in sorted(curve.items()):
+            needed = next(
+                (
+                    b0 * (b1 / b0) ** ((value - v0) / (v1 - v0))
+                    for (b0, v0), (b1, v1) in zip(base, base[1:], strict=False)
+                    if v0 <= value <= v1 and v1 > v0
+                ),
+                None,
+            )
+            outside = "more than all" if value > highest else "less than all"
+            text = f"{needed:.0f}" if needed else outside
+            times = f"{needed / batch:.1f}" if needed else ""
+            lines.append(f"| {variant} | {batch} | {value:.1f} | {text} | {times} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shown = [metric for metric in METRICS if any(metric in metrics[-1] for metrics in results.values())]
+    figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 5.2), constrained_layout=True)
+    variants = list(dict.fromkeys(cell.variant for cell in results))
+    several = len({(cell.n, cell.batch) for cell in results}) > 1
+    for axis, metric in zip(axes, shown, strict=True):
+        for number, variant in enumerate(variants):
+            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
+            if several:
+                for n in dict.fromkeys(cell.n for cell in results):
+                    batches = sorted({cell.batch for cell in results if cell.n == n})
+                    points = [(n / b, last(results, metric, n=n, batch=b, variant=variant)) for b in batches]
+                    points = [(x, mean(values)) for x, values in points if values]
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style) if points else None
+                    style["label"] = None
+                axis.set(xscale="log", xlabel="n / B")
+            else:
+                runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
+                factor = 1 if metric == "normalizer_mse" else 100
+                epochs = [m["epoch"] for m in runs[0] if metric in m]
+                curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
+                if epochs:
+                    axis.plot(epochs, [mean(values) for values in zip(*curves, strict=True)], **style)
+                axis.set(xlabel="epoch")
+        if metric == "normalizer_mse":
+            axis.set(yscale="log")
+        axis.set(title=METRICS[metric])
+        axis.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=math.ceil(len(variants) / 2))
+    figure.suptitle(f"{args.experiment}, {args.size}")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""The log-normalizers that the estimators estimate, computed over the whole data set (neuclip.txt Eq. 1 and 9).
+
+    alpha_1i = log(eps + g_1i),    g_1i = mean over all j != i of exp(l(s_ij - s_ii) / tau_i)    image i as anchor
+    alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
+
+for a sample of anchors, as in neuclip.txt Appendix B.6. Similarities are float32; sums are float64 and relative to each
+anchor's largest exponent, so that no temperature overflows.
+
+Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. What exists per side is stacked in front,
+(2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of blocks of rows
+(n_1, d), (n_2, d), ... that may be mapped from disk; image and text come in the same blocks.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.pairs import add_eps
+from open_clip_ext.surrogates import Identity, Surrogate
+
+Embeddings = Tensor | Sequence[Tensor]
+
+CHUNK_MIB = 64
+LEAST_GROUP = 16  # anchors that share a random batch
+_GATHERED_ROWS = 1 << 14  # of random batches, at once
+_LOWEST = -1e30  # below every exponent, and finite: differences of it are numbers
+
+
+class Rows:
+    """Embeddings (n, d), read in chunks and by row.
+
+    Args:
+        blocks: the embeddings.
+        device: where they are wanted; None: where they are.
+
+    Raises:
+        ValueError: there are none, or the blocks do not fit together.
+    """
+
+    def __init__(self, blocks: Embeddings, device: torch.device | str | None = None):
+        self.blocks = [blocks] if isinstance(blocks, Tensor) else list(blocks)
+        if not self.blocks or any(block.dim() != 2 or block.shape[1] != self.dimension for block in self.blocks):
+            raise ValueError("embeddings must be (n, d), in one tensor or in blocks of rows")
+        self.device = self.blocks[0].device if device is None else torch.device(device)
+        self._ends = torch.tensor(list(accumulate(len(block) for block in self.blocks)))
+
+    @property
+    def dimension(self) -> int:
+        return self.blocks[0].shape[1]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """All rows in order, (c, d) float32 with c <= size."""
+        for block in self.blocks:
+            for chunk in block.split(size):
+                yield chunk.to(self.device, torch.float32)
+
+    def take(self, index: Tensor) -> Tensor:
+        """The rows `index` (m,) int64, (m, d) float32."""
+        index = index.cpu()
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise ValueError(f"rows must lie in [0, {len(self)})")
+        ordered, order = index.sort()
+        bounds = torch.searchsorted(ordered, self._ends).tolist()
+        parts, start = [], 0
+        for block, end, stop in zip(self.blocks, self._ends.tolist(), bounds, strict=True):
+            if stop > start:
+                parts.append(block[(ordered[start:stop] - (end - len(block))).to(block.device)])
+            start = stop
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order))
+        return torch.cat(parts).to(self.device, torch.float32)[back.to(self.device)]
+
+
+class Anchors:
+    """k anchors of the data set with their temperatures and positives.
+
+    Args:
+        image, text: the embeddings.
+        index: rows of the anchors, (k,) int64.
+        tau: temperatures > 0, 0-d or (2, k).
+        surrogate: l; None: the identity.
+        both_sides: whether samples of the anchor's own side are negatives, too (isogclr.txt Eq. 11).
+
+    Raises:
+        ValueError: shapes, rows or temperatures do not fit; the message names the argument.
+    """
+
+    def __init__(
+        self, image: Rows, text: Rows, index: Tensor, tau: Tensor | float,
+        surrogate: Surrogate | None = None, both_sides: bool = False,
+    ):
+        if [block.shape for block in image.blocks] != [block.shape for block in text.blocks]:
+            raise ValueError("image and text must be of the same shape, in the same blocks")
+        if len(image) < 2:
+            raise ValueError(f"image: {len(image)} pair(s) have no negatives; at least 2 are needed")
+        self.rows = (image, text)
+        self.index = index.cpu()
+        self.embeddings = [rows.take(self.index) for rows in self.rows]
+        self.positives = (self.embeddings[0].double() * self.embeddings[1].double()).sum(dim=1).float()
+        tau = torch.as_tensor(tau, dtype=torch.float32).to(image.device)
+        if tau.dim() and tuple(tau.shape) != (2, len(index)):
+            raise ValueError(f"tau must be 0-d or (2, {len(index)}); got {tuple(tau.shape)}")
+        if not (tau > 0).all():
+            raise ValueError(f"tau must be > 0; got {tau.min().item():g}")
+        self.tau = tau.expand(2, len(index))
+        self.surrogate = surrogate or Identity()
+        self.sides = [(side, (1 - side, side) if both_sides else (1 - side,)) for side in range(2)]
+        self.negatives = (2 if both_sides else 1) * (len(image) - 1)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def exponents(self, side: int, part: slice, columns: Tensor, out: Tensor) -> Tensor:
+        """l(s_ij - s_ii) / tau_i of some anchors of a side against `columns` (c, d), in `out` or a tensor like it."""
+        torch.mm(self.embeddings[side][part], columns.T, out=out)
+        gap = out.sub_(self.positives[part, None])
+        return self.surrogate.value(gap).div_(self.tau[side, part, None])
+
+
+class LogSums:
+    """log of sums of exponentials that arrive in parts, for (2, k) anchors."""
+
+    def __init__(self, anchors: int, device: torch.device):
+        self.peak = torch.full((2, anchors), _LOWEST, device=device)
+        self.total = torch.zeros(2, anchors, dtype=torch.float64, device=device)
+
+    def add(self, side: int, part: slice, exponents: Tensor) -> None:
+        """Count `exponents` (a, c) of the anchors `part` in; they are overwritten."""
+        before = self.peak[side, part]
+        peak = torch.maximum(before, exponents.amax(dim=1))
+        self.total[side, part] *= (before - peak).double().exp()
+        self.total[side, part] += exponents.sub_(peak[:, None]).exp_().sum(dim=1)
+        self.peak[side, part] = peak
+
+    def value(self) -> Tensor:
+        """(2, k) float64; -inf where nothing was counted."""
+        return self.total.log() + self.peak.double()
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """No TF32, which OpenCLIP allows: its 10 bits of a similarity are 0.1 in an exponent at tau = 0.01."""
+    allowed = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For many small products: on shared cores threads wait for each other many times longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@torch.no_grad()
+def exact_log_normalizers(
+    image: Embeddings,
+    text: Embeddings,
+    anchors: Tensor,
+    tau: Tensor | float,
+    surrogate: Surrogate | None = None,
+    eps: float = 1e-14,
+    both_sides: bool = False,
+    device: torch.device | str | None = None,
+    chunk_mib: float = CHUNK_MIB,
+    progress: Callable[[int], object] | None = None,
+) -> Tensor:
+    """log(eps + g_i) of each anchor over all other pairs, (2, k) float64: neuclip.txt Eq. 9, without bias or variance.
+
+    Args:
+        image, text: the embeddings of the n >= 2 pairs.
+        anchors: rows of the anchors, (k,) int64, in any order.
+        tau: temperatures > 0, 0-d or (2, k).
+        surrogate: l of `open_clip_ext.surrogates`; None: the identity.
+        eps: eps of Eq. 1, > 0.
+        both_sides: whether samples of the anchor's own side are negatives, too.
+        device: where to compute; None: where the embeddings are.
+        chunk_mib: size of a block of similarities in MiB, > 0. The identity needs one at a time, a hinge about four;
+            beside them there are the anchors' own embeddings.
+        progress: called with the number of pairs that were newly counted, n in all.
+
+    Raises:
+        ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
+    """
+    rows = [Rows(blocks, device) for blocks in (image, text)]
+    picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
+    sums = LogSums(len(picked), picked.tau.device)
+    height, width = _chunk_shape(chunk_mib, len(picked))
+    space = torch.empty(height * width, device=picked.tau.device)
+    first = 0
+    with full_precision():
+        for columns in zip(*(side.chunks(width) for side in rows), strict=True):
+            count = len(columns[0])
+            for start in range(0, len(picked), height):
+                part = slice(start, min(start + height, len(picked)))
+                own = _own_places(picked.index[part], first, count)
+                out = space[: (part.stop - start) * count].view(part.stop - start, count)
+                for side, column_sides in picked.sides:
+                    for column_side in column_sides:
+                        exponents = picked.exponents(side, part, columns[column_side], out)
+                        exponents[own] = -math.inf
+                        sums.add(side, part, exponents)
+            first += count
+            if progress is not None:
+                progress(count)
+    return add_eps(sums.value() - math.log(picked.negatives), eps)
+
+
+def _chunk_shape(chunk_mib: float, anchors: int) -> tuple[int, int]:
+    """Anchors and columns of a block of similarities."""
+    elements = int(chunk_mib * 2**18)
+    if elements < 1:
+        raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
+    height = max(1, min(anchors, math.isqrt(elements)))
+    return height, max(1, elements // height)
+
+
+def _own_places(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Where in a block of the columns `first` .. `first + count - 1` the anchors `index` meet their own pair."""
+    column = index - first
+    place = ((column >= 0) & (column < count)).nonzero()[:, 0]
+    return place, column[place]
+
+
+@torch.no_grad()
+def minibatch_log_normalizers(
+    image: Embeddings,
+    text: Embeddings,
+    anchors: Tensor,
+    tau: Tensor | float,
+    batch_size: int,
+    surrogate: Surrogate | None = None,
+    eps: float = 1e-14,
+    both_sides: bool = False,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> Tensor:
+    """The minibatch estimate log(eps + g_i) of each anchor, (2, k) float64: Eq. 9 over a random batch of B pairs, the
+    anchor and B - 1 others ("Mini-batch Approximation", neuclip.txt Section 3).
+
+    `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do: their estimates are not
+    independent, but each anchor's others are B - 1 of the n - 1, all choices equally likely. The batch depends on
+    `seed`, B and the group's first anchor alone. With B = n the estimate is exact.
+
+    Args:
+        batch_size: B, from 2 to n.
+        seed: of the batches.
+        progress: called with the number of anchors that were newly done.
+        others: as in `exact_log_normalizers`.
+
+    Raises:
+        InputError: B is out of range.
+        ValueError: as `exact_log_normalizers`.
+    """
+    rows = [Rows(blocks, device) for blocks in (image, text)]
+    picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
+    if not 2 <= batch_size <= len(rows[0]):
+        raise InputError(f"batch_size: {batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs")
+    sums = LogSums(len(picked), picked.tau.device)
+    size = group_size(batch_size)
+    groups = [slice(start, min(start + size, len(picked))) for start in range(0, len(picked), size)]
+    at_once = max(1, _GATHERED_ROWS // batch_size)
+    with full_precision(), _one_thread():
+        for first in range(0, len(groups), at_once):
+            parts = groups[first : first + at_once]
+            batches = [_draw(len(rows[0]), batch_size, seed, picked.index[part]) for part in parts]
+            taken = [side.take(torch.cat(batches)).split(batch_size) for side in rows]
+            for part, batch, *columns in zip(parts, batches, *taken, strict=True):
+                left_out = _left_out(picked.index[part], batch).to(picked.tau.device)
+                out = torch.empty(left_out.shape, device=picked.tau.device)
+                for side, column_sides in picked.sides:
+                    for column_side in column_sides:
+                        exponents = picked.exponents(side, part, columns[column_side], out)
+                        sums.add(side, part, exponents.masked_fill_(left_out, -math.inf))
+                if progress is not None:
+                    progress(part.stop - part.start)
+    return add_eps(sums.value() - math.log(len(picked.sides[0][1]) * (batch_size - 1)), eps)
+
+
+def group_size(batch_size: int) -> int:
+    """Anchors that share a random batch of B. A batch for each anchor alone would take longer than all else; few
+    batches would make the mean error uncertain: of 10,000 anchors there are 625 up to B = 1024, 157 at 4096."""
+    return max(LEAST_GROUP, batch_size // 64)
+
+
+def _draw(num_rows: int, batch_size: int, seed: int, group: Tensor) -> Tensor:
+    """B of the rows in random order, (B,), for a group of anchors."""
+    draw = random.Random(f"{seed} {batch_size} {int(group[0])}")
+    return torch.tensor(draw.sample(range(num_rows), batch_size))
+
+
+def _left_out(anchors: Tensor, batch: Tensor) -> Tensor:
+    """(g, B) bool: of B random pairs each anchor's own, or the last if that is not among them, so that B - 1 remain."""
+    left_out = anchors[:, None] == batch[None, :]
+    left_out[~left_out.any(dim=1), -1] = True
+    return left_out
+
+
+@torch.no_grad()
+def nearest_rows(
+    image: Embeddings,
+    text: Embeddings,
+    other_image: Tensor,
+    other_text: Tensor,
+    device: torch.device | str | None = None,
+    chunk_mib: float = CHUNK_MIB,
+) -> Tensor:
+    """The rows of the data set that are most similar to other pairs, by the sum of both sides' cosines: (m,) int64.
+
+    Args:
+        image, text: the embeddings of the n pairs.
+        other_image, other_text: (m, d) unit vectors, such as embeddings of the same pairs under slightly older weights.
+        device, chunk_mib: as in `exact_log_normalizers`.
+    """
+    rows = [Rows(blocks, device) for blocks in (image, text)]
+    others = [other.to(rows[0].device, torch.float32) for other in (other_image, other_text)]
+    best = torch.full((len(other_image),), -math.inf, device=rows[0].device)
+    nearest = torch.zeros(len(other_image), dtype=torch.int64, device=rows[0].device)
+    first = 0
+    with full_precision():
+        for columns in zip(*(side.chunks(_chunk_shape(chunk_mib, len(best))[1]) for side in rows), strict=True):
+            cosines = torch.addmm(others[0] @ columns[0].T, others[1], columns[1].T)
+            highest, place = cosines.max(dim=1)
+            nearest = torch.where(highest > best, place + first, nearest)
+            best = torch.maximum(best, highest)
+            first += len(columns[0])
+    return nearest.cpu()

@@ -1,0 +1,394 @@
+"""The report on a checkpoint's normalizers, against computations of its own from the same checkpoint and data."""
+
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from conftest import LOSSES, TINY, Experiment, run_main
+from PIL import Image
+from safetensors.torch import load_file
+from test_failures import free_port
+from torch.nn.functional import normalize
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.main import main as ext_main
+from open_clip_ext.normalizers_report import main as report_main
+from training_ext import embeddings
+from training_ext.checkpoint import KEY
+
+ROOT = Path(__file__).parents[2]
+EPS = 1e-14
+# Batches of 10 leave 8 of the 48 rows that were never visited.
+SETTINGS = "--loss fastclip-v3 --gamma-decay-epochs 2 --rho 5"
+RUNS = {
+    "table": f"shapes {SETTINGS} --epochs 1 --workers 0 --batch-size 10",
+    "csv": f"csv {SETTINGS} --epochs 1 --workers 0",
+    "shards": f"shards {SETTINGS} --epochs 1 --workers 1",
+    "neuclip": f"shapes {LOSSES['neuclip']} --epochs 1 --workers 0",
+    "queue": f"shapes {LOSSES['queue']} --epochs 1 --workers 0",
+    "isogclr": f"shapes {LOSSES['isogclr']} --shapes-shifted --surrogate hinge --epochs 1 --workers 0",
+    "clip": "shapes --epochs 1 --workers 0",
+    "siglip": "synthetic --loss siglip --epochs 1 --workers 0",
+    "resampled": f"resampled {LOSSES['neuclip']} --epochs 1 --workers 0",
+}
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, datasets):
+    """trained(name) -> the experiment of RUNS[name] and its command line; each is trained once."""
+    folder, done = tmp_path_factory.mktemp("trained"), {}
+
+    def trained(name: str) -> tuple[Experiment, str]:
+        if name not in done:
+            kind, rest = RUNS[name].split(" ", 1)
+            arguments = f"{datasets[kind]} {rest} --name {name}"
+            assert run_main(ext_main, arguments, folder) == 0
+            done[name] = Experiment(folder, name), arguments
+        return done[name]
+
+    return trained
+
+
+@pytest.fixture
+def report(trained, tmp_path):
+    """report(name, more) -> the JSON file and the anchors' values of a report on RUNS[name]."""
+
+    def report(name: str, more: str = "", out: Path | None = None) -> tuple[dict, dict[str, torch.Tensor]]:
+        experiment, arguments = trained(name)
+        out = out or tmp_path / "out"
+        path = experiment.path / "checkpoints/epoch_1.pt"
+        assert run_main(report_main, f"{arguments} --checkpoint {path} --out {out} {more}", tmp_path) == 0
+        return json.loads((out / "normalizers.json").read_text()), load_file(out / "normalizers.safetensors")
+
+    return report
+
+
+def pairs_of(kind: str, datasets, shifted: bool = False) -> list[tuple[Image.Image, str]]:
+    if kind == "shapes":
+        return [scene for scene in Scenes(48, image_size=48, shifted=shifted)]
+    if kind == "csv":
+        lines = Path(datasets["csv"].split()[1]).read_text().splitlines()[1:]
+        return [(Image.open(path), caption) for path, caption in (line.split("\t") for line in lines)]
+    pairs = []
+    for shard in sorted(Path(datasets["shards"].split()[1]).parent.glob("train-*.tar")):
+        with tarfile.open(shard) as tar:
+            files = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}
+        for name in sorted(name for name in files if name.endswith(".txt")):
+            image = next(data for other, data in files.items() if other.startswith(name[:-3]) and other != name)
+            pairs.append((Image.open(io.BytesIO(image)).convert("RGB"), files[name].decode()))
+    return pairs
+
+
+def embed(experiment: Experiment, pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float64 unit embeddings by OpenCLIP alone."""
+    path = str(experiment.path / "checkpoints/epoch_1.pt")
+    model, _, transform = open_clip.create_model_and_transforms("ViT-shapes-tiny", pretrained=path)
+    tokens = open_clip.get_tokenizer("ViT-shapes-tiny")([caption for _, caption in pairs])
+    with torch.no_grad():
+        image = model.eval().encode_image(torch.stack([transform(image) for image, _ in pairs]))
+        text = model.encode_text(tokens)
+    return normalize(image.double(), dim=1), normalize(text.double(), dim=1)
+
+
+def log_mean(similarities, positives, tau, without=None, surrogate=lambda gap: gap):
+    exponents = surrogate(similarities - positives[:, None]) / tau
+    count = exponents.shape[1]
+    if without is not None:
+        exponents = exponents.masked_fill(without, -math.inf)
+        count = (~without).sum(dim=1)
+    log_eps = torch.tensor(math.log(EPS), dtype=torch.float64)
+    return torch.logaddexp(exponents.logsumexp(dim=1) - torch.as_tensor(count).log(), log_eps)
+
+
+def true_normalizers(image, text, tau, surrogate=lambda gap: gap):
+    """neuclip.txt Eq. 9 for all pairs, (2, n)."""
+    positives, own = (image * text).sum(dim=1), torch.eye(len(image), dtype=torch.bool)
+    taus = torch.as_tensor(tau, dtype=torch.float64).expand(2, len(image))[:, :, None]
+    sides = enumerate((image @ text.T, text @ image.T))
+    return torch.stack([log_mean(s, positives, taus[i], own, surrogate) for i, s in sides])
+
+
+def tau_of(experiment: Experiment) -> float:
+    return math.exp(-experiment.checkpoint(1)["state_dict"]["logit_scale"].double().item())
+
+
+def state_of(experiment: Experiment) -> dict:
+    return experiment.checkpoint(1)["optimizer"][KEY]["state"]
+
+
+def agrees(error: dict, difference: torch.Tensor) -> None:
+    assert error["mse"] == pytest.approx(difference.square().mean().item(), rel=1e-3, abs=1e-7)
+    assert error["bias"] == pytest.approx(difference.mean().item(), rel=1e-3, abs=1e-4)
+    assert error["spread"] == pytest.approx(difference.std(correction=0).item(), rel=1e-3, abs=1e-4)
+    assert error["quantiles"]["50"] == pytest.approx(difference.quantile(0.5).item(), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("name, kind", [("table", "shapes"), ("csv", "csv"), ("shards", "shards")])
+def test_a_table_is_compared_row_by_row(report, trained, datasets, name, kind):
+    shown, values = report(name, "--batch-sizes 8,48")
+    experiment, _ = trained(name)
+    image, text = embed(experiment, pairs_of(kind, datasets))
+    true = true_normalizers(image, text, tau_of(experiment))
+    assert values["anchors"].tolist() == list(range(48))
+    torch.testing.assert_close(values["exact"], true, rtol=0, atol=1e-4)
+    log_u = state_of(experiment)["state.log_u"].double().T
+    table, batch, full = shown["estimators"]
+    assert (table["name"], batch["name"], full["name"]) == ("table", "batch of 8", "batch of 48")
+    known = log_u.isfinite()
+    assert known.all() == (name != "table")
+    for i, side in enumerate(("image", "text")):
+        agrees(table[side], (log_u - true)[i, known[i]])
+        assert table[side]["without_estimate"] == (~known[i]).sum()
+        assert full[side]["mse"] < 1e-8
+    agrees(table["both"], (log_u - true)[known])
+    agrees(batch["both"], (values["batch of 8"] - true).flatten())
+    assert shown["tau"] == pytest.approx(tau_of(experiment), rel=1e-5)
+    assert (shown["rows"], shown["rows_left_out"], shown["anchors"]) == (48, 0, 48)
+    assert shown["normalizer"] == "table" and shown["mixing"] == 0 and shown["eps"] == EPS
+
+
+def test_prototypes_predict_from_the_embeddings(report, trained, datasets):
+    shown, values = report("neuclip", "--batch-sizes 16")
+    experiment, _ = trained("neuclip")
+    image, text = embed(experiment, pairs_of("shapes", datasets))
+    tau, positives, state = tau_of(experiment), (image * text).sum(dim=1), state_of(experiment)
+    weight = normalize(state["state.weight"][:, : int(state["state.active"])].double(), dim=2)
+    sides = zip((image, text), weight, strict=True)
+    alpha = torch.stack([log_mean(anchors @ w.T, positives, tau) for anchors, w in sides])
+    torch.testing.assert_close(values["prototypes"], alpha, rtol=0, atol=1e-4)
+    agrees(shown["estimators"][0]["both"], (alpha - true_normalizers(image, text, tau)).flatten())
+
+
+def test_a_queue_leaves_out_the_anchors_own_pairs(report, trained, datasets):
+    shown, values = report("queue", "--batch-sizes 16")
+    experiment, _ = trained("queue")
+    image, text = embed(experiment, pairs_of("shapes", datasets))
+    tau, positives = tau_of(experiment), (image * text).sum(dim=1)
+    texts, images = state_of(experiment)["state.ring"].double()
+    nearest = (images @ image.T + texts @ text.T).argmax(dim=1)
+    # Anchors come in groups of a batch, 8, as in training; none sees what is queued of its group.
+    without = (torch.arange(48) // 8)[:, None] == (nearest // 8)[None, :]
+    assert without.any() and not without.all(dim=1).any()
+    sides = ((image @ texts.T), (text @ images.T))
+    alpha = torch.stack([log_mean(side, positives, tau, without) for side in sides])
+    torch.testing.assert_close(values["queue"], alpha, rtol=0, atol=1e-4)
+    assert shown["mixing"] == 0.6 and shown["mixing_applied"] is False
+
+
+def test_individual_temperatures_and_a_hinge_are_the_checkpoints(report, trained, datasets):
+    shown, values = report("isogclr")
+    experiment, _ = trained("isogclr")
+    image, text = embed(experiment, pairs_of("shapes", datasets, shifted=True))
+    tau = state_of(experiment)["temperature.tau"].T
+    true = true_normalizers(image, text, tau, lambda gap: (gap + 0.1).clamp(min=0) ** 2)
+    torch.testing.assert_close(values["exact"], true, rtol=0, atol=1e-3)
+    assert shown["tau"]["text"]["mean"] == pytest.approx(tau[1].mean().item(), rel=1e-5)
+    assert (shown["surrogate"], shown["margin"], shown["temperature"]) == ("hinge", 0.1, "individual")
+
+
+def test_a_checkpoint_without_estimator_has_the_minibatch_ones(report, trained, datasets, capsys):
+    shown, values = report("clip", "--anchors 20 --report-seed 3 --batch-sizes 4,24")
+    experiment, _ = trained("clip")
+    image, text = embed(experiment, pairs_of("shapes", datasets))
+    true = true_normalizers(image, text, tau_of(experiment))
+    anchors = values["anchors"]
+    assert len(anchors.unique()) == 20 and anchors.tolist() == sorted(anchors.tolist())
+    torch.testing.assert_close(values["exact"], true[:, anchors], rtol=0, atol=1e-4)
+    assert [estimator["name"] for estimator in shown["estimators"]] == ["batch of 4", "batch of 24"]
+    assert shown["normalizer"] is None
+    assert "batch of 24" in capsys.readouterr().out
+
+
+def test_a_report_is_whole_and_the_picture_is_one(report, tmp_path):
+    report("table", "--anchors 10")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"normalizers.json", "normalizers.png", "normalizers.safetensors", "embeddings"}
+    with Image.open(tmp_path / "out/normalizers.png") as picture:
+        assert picture.width > picture.height > 500
+
+
+def test_an_interrupted_embedding_goes_on_after_its_whole_blocks(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
+    original, embedded = embeddings._embed_piece, []
+
+    def counting(model, piece, args):
+        embedded.extend(piece.rows)
+        if piece.block == stop:
+            raise KeyboardInterrupt
+        return original(model, piece, args)
+
+    monkeypatch.setattr(embeddings, "_embed_piece", counting)
+    stop = 3
+    with pytest.raises(KeyboardInterrupt):
+        report("table")
+    assert not (tmp_path / "out/normalizers.json").exists()
+    stop, embedded[:] = None, []
+    first = report("table")
+    assert embedded == list(range(30, 48))
+    embedded.clear()
+    (tmp_path / "out/embeddings/block-000001.safetensors").unlink()
+    again = report("table")
+    assert embedded == list(range(10, 20))
+    assert again[0] == first[0] and all(
+        torch.equal(again[1][name].nan_to_num(), first[1][name].nan_to_num()) for name in first[1]
+    )
+
+
+def test_workers_read_the_same_rows(report, tmp_path, monkeypatch):
+    monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
+    alone = report("shards", "--workers 0")
+    several = report("shards", "--workers 3", out=tmp_path / "several")
+    assert alone[0] == several[0] and torch.equal(alone[1]["exact"], several[1]["exact"])
+
+
+def test_rows_that_cannot_be_read_are_left_out_and_counted(trained, tmp_path, datasets):
+    experiment, arguments = trained("csv")
+    lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
+    broken = tmp_path / "broken.png"
+    broken.write_bytes(b"not an image")
+    lines[6] = f"{broken}\t" + lines[6].split("\t")[1]
+    moved = tmp_path / "moved.csv"
+    moved.write_text("\n".join(lines))
+    arguments = arguments.replace(datasets["csv"].split()[1], str(moved))
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    assert run_main(report_main, f"{arguments} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
+    shown, values = (json.loads((tmp_path / "out/normalizers.json").read_text()), tmp_path / "out")
+    values = load_file(values / "normalizers.safetensors")
+    assert shown["rows_left_out"] == 1 and "row 5" in shown["first_problem"]
+    kept = [row for row in range(48) if row != 5]
+    assert values["anchors"].tolist() == kept
+    log_u = state_of(experiment)["state.log_u"].double().T[:, kept]
+    torch.testing.assert_close(values["table"], log_u.where(log_u.isfinite(), torch.nan), equal_nan=True)
+
+
+def test_samples_of_a_shard_that_cannot_be_read_are_left_out(trained, tmp_path, datasets):
+    experiment, arguments = trained("resampled")
+    folder = Path(datasets["shards"].split()[1]).parent
+    shutil.copytree(folder, tmp_path / "shards")
+    name = "train-000002.tar"
+    with tarfile.open(folder / name) as old, tarfile.open(tmp_path / "shards" / name, "w") as new:
+        for member in old:
+            content = old.extractfile(member).read()
+            if member.name.startswith(Path(old.getnames()[4]).stem) and not member.name.endswith(".txt"):
+                content = b"not an image"
+            member.size = len(content)
+            new.addfile(member, io.BytesIO(content))
+    arguments = arguments.replace(str(folder), str(tmp_path / "shards"))
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    assert run_main(report_main, f"{arguments} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
+    values = load_file(tmp_path / "out/normalizers.safetensors")
+    assert values["anchors"].tolist() == [row for row in range(48) if row != 2 * 8 + 2]
+    assert name in json.loads((tmp_path / "out/normalizers.json").read_text())["first_problem"]
+    image, text = embed(experiment, [pair for row, pair in enumerate(pairs_of("shards", datasets)) if row != 18])
+    torch.testing.assert_close(values["exact"], true_normalizers(image, text, tau_of(experiment)), rtol=0, atol=1e-4)
+
+
+def test_equal_pairs_have_the_normalizer_one(report):
+    shown, values = report("siglip")
+    torch.testing.assert_close(values["exact"], torch.zeros(2, 48, dtype=torch.float64), rtol=0, atol=1e-4)
+    assert shown["loss"] == "siglip" and shown["estimators"] == []
+
+
+def test_two_processes_write_the_report_of_one(report, trained, tmp_path, monkeypatch):
+    monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
+    experiment, arguments = trained("table")
+    alone, values = report("table", "--batch-sizes 8,20")
+    code = "import sys; from training_ext import embeddings; embeddings.BLOCK_ROWS = 10; " \
+        "from open_clip_ext.normalizers_report import main; sys.exit(main())"
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    command = f"{TINY} {arguments} --dist-backend gloo --checkpoint {path} --batch-sizes 8,20 --out {tmp_path}/two"
+    port, processes = free_port(), []
+    for rank in range(2):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+        }
+        processes.append(subprocess.Popen([sys.executable, "-c", code, *command.split()], env=environment))
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    together = json.loads((tmp_path / "two/normalizers.json").read_text())
+    others = load_file(tmp_path / "two/normalizers.safetensors")
+    assert all(torch.allclose(values[name], others[name], atol=1e-4, equal_nan=True) for name in values)
+    for one, two in zip(alone.pop("estimators"), together.pop("estimators"), strict=True):
+        for side in ("image", "text", "both"):
+            first, second = one[side], two[side]
+            assert first.pop("quantiles") == pytest.approx(second.pop("quantiles"), abs=1e-4)
+            assert first == pytest.approx(second, abs=1e-4)
+    for shown in (alone, together):
+        shown.pop("exact")
+    assert alone == together
+
+
+@pytest.fixture
+def refused(trained, tmp_path, capsys):
+    """refused(name, more, path, change) -> the one line of stderr; nothing may be written."""
+
+    def refused(name: str, more: str = "", path: object = None, change: tuple[str, str] = ("", "")) -> str:
+        experiment, arguments = trained(name)
+        path = path or experiment.path / "checkpoints/epoch_1.pt"
+
+        def snapshot():
+            return {file: file.is_dir() or file.read_bytes() for top in (tmp_path, experiment.path)
+                    for file in top.rglob("*")}
+
+        before = snapshot()
+        capsys.readouterr()
+        arguments = arguments.replace(*change)
+        assert run_main(report_main, f"{arguments} --checkpoint {path} {more}", tmp_path) == 2
+        error = capsys.readouterr().err.strip()
+        assert len(error.splitlines()) == 1 and error.startswith("open_clip_ext: error: "), error
+        assert snapshot() == before
+        return error
+
+    return refused
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ("--anchors 0", "--anchors: 0 is out of range"),
+        ("--anchors many", "--anchors: invalid int value"),
+        ("--batch-sizes 1", "--batch-sizes: 1 is out of range; it must be from 2 to the 48 rows"),
+        ("--batch-sizes 8,49", "--batch-sizes: 49 is out of range"),
+        ("--batch-sizes 8;9", "--batch-sizes: '8;9' is no list of numbers"),
+        ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
+        ("--wrokers 2", "unknown: --wrokers 2; did you mean --workers?"),
+        ("--gamma 2", "--gamma: 2.0 is out of range"),
+        ("--batch-size 0", "--batch-size: 0 is out of range"),
+        ("--model RN50", "--model: "),
+    ],
+)
+def test_wrong_flags_are_refused(refused, more, message):
+    assert message in refused("table", more)
+
+
+def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
+    assert "--checkpoint: " in refused("table", path=tmp_path / "none.pt")
+    torn = tmp_path / "torn.pt"
+    torn.write_bytes((trained("table")[0].path / "checkpoints/epoch_1.pt").read_bytes()[:5000])
+    assert "is not a complete checkpoint" in refused("table", path=torn)
+    torch.save({"epoch": 1, "state_dict": {}}, torn)
+    assert "holds no CLIP model" in refused("table", path=torn)
+    of_clip = trained("clip")[0].path / "checkpoints/epoch_1.pt"
+    assert "was not trained with --loss fastclip-v3; repeat" in refused("table", path=of_clip)
+    assert "was trained with --loss fastclip-v3" in refused("table", change=(SETTINGS, "--loss sogclr"))
+    other = refused("table", change=("--train-num-samples 48", "--train-num-samples 47"))
+    assert "was trained on other data (48 rows; --train-data has 47" in other
+    assert "--train-data" in refused("csv", change=("--train-data", "--val-data"))
+
+
+def test_amorlip_has_no_true_value_over_all_data(refused):
+    assert "predict a partition function that depends on the batch size" in refused("clip", "--loss amorlip")
+
+
+def test_embeddings_of_another_run_are_refused(report, refused, tmp_path):
+    report("table")
+    assert "are of another run, by weights" in refused("neuclip", f"--out {tmp_path}/out")

@@ -1,0 +1,339 @@
+"""Embeddings of the train data: every row once, in the order of the rows, without augmentation, kept on disk.
+
+A block of rows is one file below the cache's folder, written under a temporary name and renamed: what is there is
+whole, and an interrupted run goes on after it.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from open_clip import get_input_dtype
+from open_clip_train import data as open_clip_data
+from open_clip_train.precision import get_autocast
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from tqdm import tqdm
+
+from open_clip_ext.errors import InputError
+from training_ext.data import shapes_dataset
+from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
+
+BLOCK_ROWS = 4096
+KEY_FILE = "key.json"
+
+Sample = tuple[int, Any, Any]  # row, image tensor, tokens
+
+
+class MapSource:
+    """Rows of a map-style data set of (image, tokens)."""
+
+    def __init__(self, dataset: Dataset):
+        self.dataset = dataset
+
+    def read(self, start: int, stop: int, report: Callable[[str], None]) -> Iterator[Sample]:
+        """The rows `start` .. `stop - 1` that can be read, in order; the others are told to `report`."""
+        for row in range(start, stop):
+            try:
+                image, tokens = self.dataset[row]
+            except Exception as error:  # image libraries raise whatever they like
+                report(f"row {row}: {error!r}")
+            else:
+                yield row, image, tokens
+
+
+class ShardSource:
+    """Rows of a webdataset as training counts them (`shards`).
+
+    Args:
+        shards: offsets and sizes.
+        transform: from a PIL image to a tensor.
+        tokenizer: from a caption to tokens (1, L).
+    """
+
+    def __init__(self, shards: Shards, transform: Callable, tokenizer: Callable):
+        self.shards = shards
+        self.transform = transform
+        self.tokenizer = tokenizer
+
+    def read(self, start: int, stop: int, report: Callable[[str], None]) -> Iterator[Sample]:
+        """As `MapSource.read`."""
+        for url, first in self.shards.offsets.items():
+            if first < stop and start < first + self.shards.size_of(url):
+                yield from self._read_shard(url, start, stop, report)
+
+    def _read_shard(self, url: str, start: int, stop: int, report: Callable[[str], None]) -> Iterator[Sample]:
+        def tell(error: Exception) -> bool:
+            report(f"{os.path.basename(url)}: {error!r}")
+            return True
+
+        def wanted(samples: Iterator[dict]) -> Iterator[dict]:
+            for sample in samples:
+                if "txt" not in sample:
+                    continue
+                row = int(sample["txt"].partition(ROW_SEPARATOR.encode())[0])
+                if row >= stop:
+                    return
+                if row >= start and open_clip_data.filter_no_caption_or_no_image(sample):
+                    yield sample
+
+        wds = open_clip_data.wds
+        tagged = ShardRows(self.shards, open_clip_data.tarfile_to_samples_nothrow)([{"url": url}], tell)
+        decoded = wds.decode("pilrgb", handler=tell)(wanted(tagged))
+        for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
+            try:
+                row, caption = split_row(sample["text"])
+                yield row, self.transform(sample["image"]), self.tokenizer(caption)[0]
+            except Exception as error:
+                tell(error)
+
+
+Source = MapSource | ShardSource
+
+
+def source_of(args, kind: str, shards: Shards | None, transforms: tuple, tokenizer: Callable) -> Source:
+    """The train data of a command line.
+
+    Args:
+        kind: of `data.DataRows`.
+        shards: of a webdataset.
+        transforms: OpenCLIP's for training, which tells the size of generated scenes, and for evaluation.
+        tokenizer: OpenCLIP's.
+    """
+    train_transform, transform = transforms
+    if kind == "webdataset":
+        return ShardSource(shards, transform, tokenizer)
+    if kind == "csv":
+        columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
+        return MapSource(open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer))
+    if kind == "shapes":
+        size = train_transform.transforms[0].size
+        return MapSource(shapes_dataset(args, True)(transform=transform, image_size=size, tokenizer=tokenizer))
+    size = args.train_num_samples
+    return MapSource(open_clip_data.SyntheticDataset(transform=transform, dataset_size=size, tokenizer=tokenizer))
+
+
+@dataclass
+class Piece:
+    """A batch of one block; `last` closes the block, and then there may be no samples in it."""
+
+    block: int
+    rows: list[int]
+    images: Tensor | None
+    tokens: Tensor | None
+    problem: str | None
+    last: bool
+
+
+class BlockPieces(IterableDataset):
+    """Reads blocks in pieces; each worker of a loader reads whole blocks, and several workers several at a time.
+
+    Args:
+        source: the rows.
+        blocks: numbers of the blocks to read.
+        num_rows: n.
+        block_rows, batch_size: rows of a block and of a piece.
+    """
+
+    def __init__(self, source: Source, blocks: list[int], num_rows: int, block_rows: int, batch_size: int):
+        super().__init__()
+        self.source = source
+        self.blocks = blocks
+        self.num_rows = num_rows
+        self.block_rows = block_rows
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[Piece]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        for block in self.blocks[first::step]:
+            yield from self._pieces(block)
+
+    def _pieces(self, block: int) -> Iterator[Piece]:
+        problems: list[str] = []
+        samples: list[Sample] = []
+        start = block * self.block_rows
+        for sample in self.source.read(start, min(start + self.block_rows, self.num_rows), problems.append):
+            samples.append(sample)
+            if len(samples) == self.batch_size:
+                yield self._piece(block, samples, problems)
+                samples = []
+        yield self._piece(block, samples, problems, last=True)
+
+    @staticmethod
+    def _piece(block: int, samples: list[Sample], problems: list[str], last: bool = False) -> Piece:
+        rows, images, tokens = zip(*samples, strict=True) if samples else ((), (), ())
+        stacked = (torch.stack(images), torch.stack(tokens)) if samples else (None, None)
+        return Piece(block, list(rows), *stacked, problems[0] if problems else None, last)
+
+
+class EmbeddingCache:
+    """Blocks of embeddings on disk.
+
+    Args:
+        folder: where they are.
+        key: what they are embeddings of; plain JSON.
+        num_rows: n.
+        block_rows: rows of a block.
+    """
+
+    def __init__(self, folder: str, key: dict[str, Any], num_rows: int, block_rows: int | None = None):
+        self.folder = folder
+        self.num_rows = num_rows
+        self.block_rows = block_rows or BLOCK_ROWS
+        self.key = {**key, "rows": num_rows, "block_rows": self.block_rows}
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_rows // self.block_rows)
+
+    def path(self, block: int) -> str:
+        return os.path.join(self.folder, f"block-{block:06d}.safetensors")
+
+    def check(self) -> None:
+        """Raise InputError if the folder holds embeddings of something else."""
+        path = os.path.join(self.folder, KEY_FILE)
+        if not os.path.exists(path):
+            if os.path.isdir(self.folder) and os.listdir(self.folder):
+                raise InputError(f"--out: {self.folder!r} holds files that are no embeddings; choose another folder")
+            return
+        try:
+            with open(path) as file:
+                found = json.load(file)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--out: {path!r} cannot be read: {error}; choose another folder") from None
+        for name, value in self.key.items():
+            if found.get(name) != value:
+                raise InputError(
+                    f"--out: the embeddings in {self.folder!r} are of another run, by {name.replace('_', ' ')}; choose "
+                    "another folder, or delete this one"
+                )
+
+    def begin(self) -> None:
+        """Make the folder; on one process."""
+        os.makedirs(self.folder, exist_ok=True)
+        path = os.path.join(self.folder, KEY_FILE)
+        with open(f"{path}.partial", "w") as file:
+            json.dump(self.key, file)
+        os.replace(f"{path}.partial", path)
+
+    def missing(self) -> list[int]:
+        """Numbers of the blocks that are not there."""
+        return [block for block in range(self.num_blocks) if not os.path.exists(self.path(block))]
+
+    def write(self, block: int, image: Tensor, text: Tensor, rows: Tensor, problem: str | None) -> None:
+        path = self.path(block)
+        tensors = {"image": image, "text": text, "rows": rows}
+        save_file(tensors, f"{path}.partial", metadata={"problem": problem or ""})
+        os.replace(f"{path}.partial", path)
+
+    def open(self) -> "Embedded":
+        """All blocks, mapped from disk.
+
+        Raises:
+            InputError: a block is missing or damaged, or no row could be read.
+        """
+        images, texts, rows, problems = [], [], [], []
+        for block in range(self.num_blocks):
+            try:
+                with safe_open(self.path(block), framework="pt") as file:
+                    found = file.get_tensor("rows")
+                    problems.append((file.metadata() or {}).get("problem"))
+                    if len(found):
+                        rows.append(found)
+                        images.append(file.get_tensor("image"))
+                        texts.append(file.get_tensor("text"))
+            except (OSError, SafetensorError) as error:
+                raise InputError(
+                    f"--out: {self.path(block)!r} cannot be read: {' '.join(str(error).split())}; delete it, and give "
+                    "a folder that every process sees"
+                ) from None
+        problem = next((problem for problem in problems if problem), None)
+        if sum(map(len, rows)) < 2:
+            count = sum(map(len, rows))
+            raise InputError(f"--train-data: {count} of {self.num_rows} rows can be read; the first problem: {problem}")
+        return Embedded(images, texts, torch.cat(rows), self.num_rows, problem)
+
+
+@dataclass
+class Embedded:
+    """The rows that could be read.
+
+    Args:
+        image, text: (n_b, d) float32 unit vectors in blocks.
+        rows: their rows in the data set, ascending int64.
+        num_rows: rows of the data set.
+        problem: why a row could not be read, or None.
+    """
+
+    image: list[Tensor]
+    text: list[Tensor]
+    rows: Tensor
+    num_rows: int
+    problem: str | None
+
+
+@torch.inference_mode()
+def embed(
+    model: torch.nn.Module, source: Source, cache: EmbeddingCache, blocks: list[int], args,
+    show: bool = True,
+) -> int:
+    """Embed some blocks and write them; the number of rows that were embedded.
+
+    Args:
+        model: OpenCLIP's, on args.device, in evaluation mode.
+        blocks: their numbers.
+        args: for precision, device, batch size and workers.
+        show: a progress bar.
+    """
+    pieces = BlockPieces(source, blocks, cache.num_rows, cache.block_rows, args.batch_size)
+    workers = min(args.workers, len(blocks))
+    loader = DataLoader(pieces, batch_size=None, num_workers=workers, collate_fn=_as_it_is)
+    sizes = {block: min(cache.block_rows, cache.num_rows - block * cache.block_rows) for block in blocks}
+    waiting: dict[int, list[tuple[Tensor, Tensor, list[int]]]] = {}
+    embedded = 0
+    with tqdm(total=sum(sizes.values()), desc="Embedding", unit=" pairs", disable=not show) as bar:
+        for piece in loader:
+            parts = waiting.setdefault(piece.block, [])
+            if piece.rows:
+                parts.append((*_embed_piece(model, piece, args), piece.rows))
+                embedded += len(piece.rows)
+                bar.update(len(piece.rows))
+            if piece.last:
+                images, texts, rows = zip(*waiting.pop(piece.block), strict=True) if parts else ((), (), ())
+                rows = torch.tensor([row for part in rows for row in part], dtype=torch.int64)
+                empty = torch.empty(0, 0)
+                image, text = (torch.cat(side) if side else empty for side in (images, texts))
+                problem = piece.problem
+                if problem is None and len(rows) < sizes[piece.block]:
+                    problem = f"{sizes[piece.block] - len(rows)} rows of block {piece.block} have no image or caption"
+                if problem is not None:
+                    logging.warning(f"{sizes[piece.block] - len(rows)} rows are left out: {problem}")
+                bar.update(sizes[piece.block] - len(rows))
+                cache.write(piece.block, image, text, rows, problem)
+    return embedded
+
+
+def _as_it_is(piece: Piece) -> Piece:
+    return piece
+
+
+def _embed_piece(model: torch.nn.Module, piece: Piece, args) -> tuple[Tensor, Tensor]:
+    device = torch.device(args.device)
+    images = piece.images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
+    tokens = piece.tokens.to(device=device, non_blocking=True)
+    with get_autocast(args.precision, device_type=device.type)():
+        outputs = model(images, tokens)
+    if not isinstance(outputs, dict):
+        outputs = {"image_features": outputs[0], "text_features": outputs[1]}
+    image, text = (normalize(outputs[f"{side}_features"].float(), dim=1).cpu() for side in ("image", "text"))
+    if not (image.isfinite().all() and text.isfinite().all()):
+        raise InputError(f"--checkpoint: its embeddings of rows {piece.rows[0]} to {piece.rows[-1]} are not finite")
+    return image, text

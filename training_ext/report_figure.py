@@ -1,0 +1,106 @@
+"""The picture of a report: estimates against true log-normalizers, and the distribution of each estimator's error."""
+
+import torch
+from torch import Tensor
+
+IMAGE, TEXT, INK, GRID = "#2a6f97", "#d1702b", "#222222", "#d9d9d9"
+FEW, MANY = "#a9cfe5", "#08243d"  # a single anchor must still be seen
+BINS = 80
+
+
+def draw(path: str, exact: Tensor, estimates: dict[str, Tensor], title: str) -> None:
+    """Write a PNG.
+
+    Args:
+        exact: true log-normalizers, (2, k).
+        estimates: by name, (2, k); NaN where there is none. The first is shown against the truth.
+        title: one line.
+    """
+    # Here, for a run that is refused: the import takes longer than all else.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
+    known = {name: value for name, value in estimates.items() if not value.isnan().all()}
+    if known:
+        name, value = next(iter(known.items()))
+        draw_estimate(figure, left, exact, value, name)
+    else:
+        left.text(0.5, 0.5, "no estimates", ha="center", va="center", transform=left.transAxes)
+    draw_errors(right, {name: value - exact for name, value in known.items()})
+    figure.suptitle(title, fontsize=11, color=INK)
+    figure.savefig(path, dpi=140, format="png")
+
+
+def draw_estimate(figure, axis, exact: Tensor, estimate: Tensor, name: str) -> None:
+    """Density of (true, estimated) over both sides' anchors, or the anchors themselves where they are few."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    known = ~estimate.isnan()
+    true, given = exact[known], estimate[known]
+    low, high = (float(f(torch.cat([true, given]))) for f in (torch.min, torch.max))
+    margin = 0.03 * (high - low) or 0.5
+    limits = (low - margin, high + margin)
+    if len(true) > 2000:
+        *_, shown = axis.hist2d(
+            true.numpy(), given.numpy(), bins=BINS, range=[limits, limits], cmin=1, norm="log",
+            cmap=LinearSegmentedColormap.from_list("anchors", [FEW, IMAGE, MANY]),
+        )
+        figure.colorbar(shown, ax=axis, label="anchors", pad=0.02)
+    else:
+        for side, colour, label in ((0, IMAGE, "images"), (1, TEXT, "texts")):
+            own = known[side]
+            points = (exact[side, own].numpy(), estimate[side, own].numpy())
+            axis.scatter(*points, s=12, alpha=0.6, color=colour, label=f"{label} as anchors", linewidths=0)
+        axis.legend(frameon=False, loc="upper left")
+    axis.plot(limits, limits, color=INK, linewidth=1, linestyle="--")
+    axis.set(xlim=limits, ylim=limits, xlabel="true log-normalizer", ylabel=f"estimate: {name}", aspect="equal")
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def draw_errors(axis, differences: dict[str, Tensor]) -> None:
+    """A ridge per estimator: images as anchors above its line, texts below; bars from the 5 % to the 95 % quantile with
+    the mean, whose distance from 0 is the bias."""
+    names = list(differences)
+    values = [torch.cat([side[~side.isnan()] for side in difference]) for difference in differences.values()]
+    if not values:
+        return
+    low, high = shared_range(values)
+    edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
+    for place, name in enumerate(names):
+        level = len(names) - 1 - place
+        for side, colour, sign in ((0, IMAGE, 1), (1, TEXT, -1)):
+            own = differences[name][side]
+            own = own[~own.isnan()]
+            if len(own) == 0:
+                continue
+            counts = torch.histogram(own.clamp(low, high), edges).hist
+            heights = level + sign * 0.42 * counts / counts.max()
+            steps = torch.cat([heights[:1], heights]).numpy()
+            axis.fill_between(edges.numpy(), level, steps, step="pre", color=colour, alpha=0.45, linewidth=0)
+            ends = own.quantile(torch.tensor([0.05, 0.95], dtype=own.dtype))
+            offset = level + sign * 0.06
+            axis.plot(ends.clamp(low, high).numpy(), [offset, offset], color=colour, linewidth=2)
+            axis.plot([float(own.mean().clamp(low, high))], [offset], marker="o", markersize=5, color=colour)
+    axis.axvline(0, color=INK, linewidth=1, linestyle="--")
+    labels = [f"{name}\nmse {value.square().mean():.3g}" for name, value in zip(names, values, strict=True)]
+    axis.set_yticks(range(len(names))[::-1], labels)
+    axis.set(xlim=(low, high), ylim=(-0.6, len(names) - 0.4), xlabel="estimate - true log-normalizer")
+    axis.grid(axis="x", color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    for colour, label in ((IMAGE, "images as anchors (above)"), (TEXT, "texts as anchors (below)")):
+        axis.fill_between([], [], color=colour, alpha=0.45, label=label)
+    axis.plot([], [], color=INK, linewidth=2, marker="o", markersize=5, label="5 % to 95 %, mean")
+    axis.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+
+
+def shared_range(values: list[Tensor]) -> tuple[float, float]:
+    """From the lowest 0.5 % quantile of all estimators to the highest 99.5 %, with 0 in it; what lies beyond is counted
+    in the outermost bins."""
+    ends = [value.quantile(torch.tensor([0.005, 0.995], dtype=value.dtype)).tolist() for value in values]
+    low, high = min(0.0, *(end[0] for end in ends)), max(0.0, *(end[1] for end in ends))
+    margin = 0.04 * (high - low) or 0.5
+    return low - margin, high + margin
