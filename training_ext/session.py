@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from training_ext.preflight import check_alike
 from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
+from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
 RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
@@ -53,6 +55,7 @@ class Session:
         self._recovering = False
         self._monitor: Monitor | None = None
         self._tokenizer: Any = None
+        self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
         self._entry_to_save: dict[str, Any] | None = None
 
@@ -132,6 +135,7 @@ class Session:
 
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         self._tokenizer = kwargs.get("tokenizer")
+        self._transforms = rest[0]
         if args.loss is not None and args.distributed:
             self.rows = broadcast_object(args, self.rows)
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
@@ -232,7 +236,18 @@ class Session:
             state = self.loss.loss.full_state()
             if args.rank == 0:
                 self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
+                if epoch + 1 == args.epochs and "temperature.tau" in state:
+                    self._show_temperatures(state["temperature.tau"])
         return result
+
+    def _show_temperatures(self, taus: torch.Tensor) -> None:
+        """The training is done: nothing that goes wrong with a picture may take its checkpoint."""
+        try:
+            folder = os.path.join(self.args.logs, self.args.name)
+            path = write_sheet(folder, taus, self.args, self.rows, self._transforms)
+            logging.info(f"The samples with the largest and smallest temperatures: {path}")
+        except Exception as error:
+            logging.warning(f"No sheet of temperatures: {error!r}")
 
     def finish(self) -> None:
         """The training has ended well, its last checkpoint is there."""

@@ -161,6 +161,11 @@ def _expand(data: str, flag: str = "--train-data") -> list[str]:
     return list(dict.fromkeys(urls))
 
 
+def is_local(url: str) -> bool:
+    """Whether a shard is a file of this machine."""
+    return _local_path(url) is not None
+
+
 def _local_path(url: str) -> str | None:
     """The file that webdataset's gopen opens for `url`, or None if it does not open a file."""
     url = rewrite_url(url)
