@@ -88,10 +88,10 @@ class NormalizerProbe:
         if self._watched is not None and self._watched.steps == self.window:
             self._shown = self._compare(self._watched)
             self._watched = None
-        if self._watched is None:
+        watched = self._watched
+        if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != (batch.image.dtype, alpha.device):
             self._watched = self._begin(batch, alpha)
             return
-        watched = self._watched
         met = self._exponents(watched, batch).logsumexp(dim=2)
         watched.log_sum = torch.where(batch.finite, torch.logaddexp(watched.log_sum, met), watched.log_sum)
         watched.negatives += self._columns(batch)
