@@ -89,7 +89,8 @@ class NormalizerProbe:
             self._shown = self._compare(self._watched)
             self._watched = None
         watched = self._watched
-        if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != (batch.image.dtype, alpha.device):
+        kind = batch.image.dtype, batch.image.device
+        if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != kind:
             self._watched = self._begin(batch, alpha)
             return
         met = self._exponents(watched, batch).logsumexp(dim=2)
