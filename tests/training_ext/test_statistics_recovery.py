@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -374,6 +375,15 @@ def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
     assert "Recovery Epoch: 2/2 [24/24 (100%)]" in lines[-1] and lines[-1].endswith("Left: 0:00:00")
     assert str(FIRST_EPOCH) not in log
     assert "Recovering optimizer statistics for 1.5 epochs" in log
+
+
+@pytest.mark.parametrize("loss", ["clip", "tuneclip"])
+def test_orders_of_the_data_differ(run, datasets, pretrained, loss):
+    """In each epoch of the recovery and in the training's first; the same weights tell batches apart by their loss."""
+    flags = f"--pretrained {pretrained} --osr-epochs 2 --epochs 1 --workers 0"
+    log = run("x", f"{datasets['shapes']} {ANY_LOSS[loss]} {flags}").log
+    first_losses = re.findall(r" \[ 8/48 .* Loss: (\S+) \(", log)
+    assert len(first_losses) == len(set(first_losses)) == 3
 
 
 def test_two_processes_of_openclips_own_loss(datasets, pretrained, tmp_path):
