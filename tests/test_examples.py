@@ -1,0 +1,85 @@
+"""The examples that run the command several times, at a size of seconds."""
+
+import json
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+
+import open_clip_ext
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch, tmp_path):
+    """example(name, arguments): run its main in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+
+    def call(name: str, arguments: list[str], **replaced):
+        module = __import__(name)
+        for attribute, value in replaced.items():
+            monkeypatch.setattr(module, attribute, value)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        module.main()
+
+    return call
+
+
+def test_fine_tuning(example, tmp_path, capsys):
+    open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
+    torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "weights.pt")
+    arguments = "--samples 128 --epochs 1 --osr-epochs 0.5 --seeds 1 --jobs 1 --pretrained weights.pt".split()
+    arguments += ["--variants", "OSR + HGCL", "HGCL, table only"]
+    example("finetune", arguments)
+    results = json.loads(Path("finetune/results.json").read_text())
+    assert list(results) == ["OSR + HGCL", "HGCL, table only"]
+    assert [metrics["epoch"] for metrics in results["OSR + HGCL"][0]] == [0, 1]
+    assert results["OSR + HGCL"][0][0] == results["HGCL, table only"][0][0]
+    assert Path("finetune/curves.png").stat().st_size > 10_000
+    assert "the pretrained model" in capsys.readouterr().out
+    example("finetune", arguments)  # nothing runs again
+    assert json.loads(Path("finetune/results.json").read_text()) == results
+    with pytest.raises(SystemExit, match="other flags"):
+        example("finetune", [*arguments, "--lr", "1e-3"])
+
+
+def test_comparing(example):
+    data = "--dataset-type shapes --train-num-samples {n} --val-num-samples 16"
+    example(
+        "compare",
+        ["leverage", "--jobs", "1", "--variants", "clip", "fastclip-v3", "--data", data, "--flags", "--workers 0"],
+        GRIDS={"small": ([96], [8], 96, 1)},
+        BATCHES={"leverage": [8]},
+    )
+    runs = json.loads(Path("compare/leverage-small.json").read_text())
+    assert [(run["variant"], run["n"], run["batch"]) for run in runs] == [("clip", 96, 8), ("fastclip-v3", 96, 8)]
+    assert runs[0]["epochs"][-1]["epoch"] == 1
+    assert "normalizer_mse" in runs[1]["epochs"][-1] and "normalizer_mse" not in runs[0]["epochs"][-1]
+    text = Path("compare/leverage-small.md").read_text()
+    assert "| 96 | 8 | fastclip-v3 |" in text and "leverage" in text
+    assert Path("compare/leverage-small.png").stat().st_size > 10_000
+
+
+def test_leverage_is_read_between_the_batches_of_clip(example):
+    import compare
+
+    def result(variant, batch, value):
+        metrics = {"epoch": 1, "image_to_text_R@1": value, "text_to_image_R@1": value}
+        return compare.Cell(variant, 100, batch, 0), [metrics]
+
+    results = dict([
+        result("clip", 8, 0.2), result("clip", 32, 0.4), result("clip", 128, 0.8),
+        result("ours", 8, 0.3), result("ours", 32, 0.8), result("ours", 64, 0.9), result("ours", 4, 0.1),
+    ])
+    lines = compare.leverage(results).splitlines()[2:]
+    assert lines == [
+        "| ours | 4 | 10.0 | less than all |  |",
+        "| ours | 8 | 30.0 | 16 | 2.0 |",
+        "| ours | 32 | 80.0 | 128 | 4.0 |",
+        "| ours | 64 | 90.0 | more than all |  |",
+    ]
