@@ -13,6 +13,11 @@
 `small` is one cell of data and batch with one seed, under 40 minutes on 2 CPU cores for `methods`; `medium` is the
 grid with three seeds, a night or more; `large` is one GPU with n / B in the thousands. A run that has ended is not run
 again, and one that was interrupted goes on. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
+
+Other data, here the scans of digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
+
+    python examples/compare.py methods --folder compare-digits --rows 1500 --samples 48000 --data "--val-num-samples 297
+        --train-data digits/train-{000000..000001}.tar --val-data digits/val-000000.tar --train-num-samples {n}"
 """
 
 import argparse
@@ -114,8 +119,12 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
-    parser.add_argument("--data", default=SCENES, help="OpenCLIP's data flags, in place of generated scenes; {n}: rows")
+    parser.add_argument("--data", default=SCENES, help="OpenCLIP's data flags instead of generated scenes; {n}: rows")
     parser.add_argument("--flags", default="", help="more flags for every run, such as --model ViT-B-32")
+    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data set, in place of the grid's")
+    parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")
+    parser.add_argument("--samples", type=int, help="samples that each run sees, in place of the grid's")
+    parser.add_argument("--seeds", type=int, help="runs of each variant, in place of the grid's")
     parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--folder", type=Path, default=folder, help=f"where everything goes (default: {folder})")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one a core)")
@@ -127,7 +136,8 @@ def main() -> None:
         variants = {name: variants[name] for name in args.variants}
 
     rows, batches, samples, seeds = GRIDS[args.size]
-    batches = BATCHES.get(args.experiment, batches)
+    rows, samples, seeds = args.rows or rows, args.samples or samples, args.seeds or seeds
+    batches = args.batches or BATCHES.get(args.experiment, batches)
     cells = [Cell(v, n, batch, s) for s in range(seeds) for n in rows for batch in batches for v in variants]
     results = train(cells, variants, samples, args)
     base = args.folder / f"{args.experiment}-{args.size}"

@@ -20,12 +20,9 @@ def example(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
 
-    def call(name: str, arguments: list[str], **replaced):
-        module = __import__(name)
-        for attribute, value in replaced.items():
-            monkeypatch.setattr(module, attribute, value)
+    def call(name: str, arguments: list[str]):
         monkeypatch.setattr(sys, "argv", [name, *arguments])
-        module.main()
+        __import__(name).main()
 
     return call
 
@@ -52,9 +49,8 @@ def test_comparing(example):
     data = "--dataset-type shapes --train-num-samples {n} --val-num-samples 16"
     example(
         "compare",
-        ["leverage", "--jobs", "1", "--variants", "clip", "fastclip-v3", "--data", data, "--flags", "--workers 0"],
-        GRIDS={"small": ([96], [8], 96, 1)},
-        BATCHES={"leverage": [8]},
+        ["leverage", *"--jobs 1 --rows 96 --batches 8 --samples 96 --seeds 1 --variants clip fastclip-v3".split()]
+        + ["--data", data, "--flags", "--workers 0"],
     )
     runs = json.loads(Path("compare/leverage-small.json").read_text())
     assert [(run["variant"], run["n"], run["batch"]) for run in runs] == [("clip", 96, 8), ("fastclip-v3", 96, 8)]
