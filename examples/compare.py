@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
-    parser.add_argument("--data", default=SCENES, help="data flags instead of generated scenes; {n}: rows")
+    parser.add_argument("--data", default=SCENES, help="data flags, in place of generated scenes'")
     parser.add_argument("--flags", default="", help="more flags for every run, such as --model ViT-B-32")
     parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data set, in place of the grid's")
     parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")

@@ -230,7 +230,9 @@ class StatisticsRecovery:
         if name := self.weights.restore():
             raise InputError(f"--opt: {self.args.opt} moves the weights ({name}) at learning rate 0, {instead}")
         first_moments = [state["exp_avg"] for state in self.optimizer.state.values() if "exp_avg" in state]
-        if first_moments and not any(moment.any() for moment in first_moments):
+        # Without a gradient, as where a hinge leaves nothing to do, 0 is right.
+        has_gradient = any(parameter.grad is not None and parameter.grad.any() for parameter in self.names)
+        if first_moments and has_gradient and not any(moment.any() for moment in first_moments):
             raise InputError(f"--opt: the moments of {self.args.opt} stay 0 at learning rate 0, {instead}")
 
     # What the training takes over

@@ -353,6 +353,13 @@ def test_an_optimizer_whose_moments_stay_zero(datasets, pretrained, tmp_path, ca
     assert "the moments of timm/laprop stay 0" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
+def test_a_hinge_that_leaves_nothing_to_do(run, datasets, pretrained, epochs, monkeypatch):
+    """Every negative is a margin below its positive: the moments are 0, and rightly so."""
+    monkeypatch.setattr("open_clip_ext.surrogates.PowerHinge.slope", lambda self, gap: torch.zeros_like(gap))
+    run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 --epochs 1 --workers 0")
+    assert not any(state["exp_avg"].any() for state in epochs[-1].moments.values())
+
+
 def test_distillation_is_recovered_too(run, datasets, pretrained, epochs):
     """OpenCLIP's own loss with a teacher; its epoch needs the other model."""
     teacher = f"--distill-model ViT-shapes-tiny --distill-pretrained {pretrained}"
