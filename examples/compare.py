@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
     parser.add_argument("--data", default=SCENES, help="data flags, in place of generated scenes'")
     parser.add_argument("--flags", default="", help="more flags for every run, such as --model ViT-B-32")
-    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data set, in place of the grid's")
+    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data, in place of the grid's")
     parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")
     parser.add_argument("--samples", type=int, help="samples that each run sees, in place of the grid's")
     parser.add_argument("--seeds", type=int, help="runs of each variant, in place of the grid's")
