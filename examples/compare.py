@@ -78,7 +78,7 @@ AMORLIP = {
 SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, lr 0.05", "queue, mixing 0.6")
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
-    "small": ([8000], [32], 96_000, 1),
+    "small": ([8000], [32], 80_000, 1),
     "medium": ([2000, 8000, 32000], [16, 32, 64, 128], 192_000, 3),
     "large": ([500_000], [128, 256], 2_000_000, 1),
 }
