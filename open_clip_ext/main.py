@@ -1,6 +1,7 @@
 """The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`."""
 
 import sys
+from collections.abc import Callable
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
@@ -13,10 +14,10 @@ def main(argv: list[str] | None = None) -> int:
         argv: the command line without the program's name.
 
     Returns:
-        The exit code: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of
-        the run has ended.
+        The exit code, see `exit_code`.
     """
-    try:
+
+    def train() -> None:
         from training_ext import versions
 
         versions.check_version()
@@ -28,6 +29,15 @@ def main(argv: list[str] | None = None) -> int:
         hooks.check_seams()
         args = params.parse_args(sys.argv[1:] if argv is None else argv)
         hooks.run(Session(args, preflight.check(args)))
+
+    return exit_code(train)
+
+
+def exit_code(command: Callable[[], None]) -> int:
+    """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
+    run has ended."""
+    try:
+        command()
         return 0
     except (InputError, NonFiniteError) as error:
         # An error of a loader's worker comes with the worker's traceback; its last line is the message.
