@@ -1,7 +1,10 @@
 """The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`."""
 
+import logging
+import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
@@ -61,5 +64,21 @@ def lost_another_process(error: RuntimeError) -> bool:
     return dist.is_available() and dist.is_initialized() and any(sign in text for sign in signs)
 
 
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code.
+
+    After an error the process group is left as it is: its threads may wait for processes that are gone, and taking them
+    down then aborts, which would hide the code.
+    """
+    import torch.distributed as dist
+
+    if code and dist.is_available() and dist.is_initialized():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

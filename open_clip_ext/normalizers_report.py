@@ -3,7 +3,7 @@
 import sys
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.main import exit_code
+from open_clip_ext.main import exit_code, leave
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,4 +30,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
