@@ -28,6 +28,7 @@ setup(
         "webdataset",
         "braceexpand",
         "pandas",
+        "safetensors",
         "pillow",
         "tqdm",
         # From 2.4 on, float() refuses the one-element arrays of OpenCLIP 3.3's zero-shot accuracy.

@@ -221,14 +221,12 @@ class Session:
                 original(model, other_data, loss, number, optimizer, scaler, no_schedule, dist_model, unlogged)
 
             self._begin(run_still, model, data, epoch, optimizer, scaler, **kwargs)
-        if epoch > 0 and checkpoint.saves_after(args, epoch):
+        if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
         self._epoch = epoch
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
-        result = original(
-            model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs
-        )
+        result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
         if self.loss is None:
             return result
         self._raise_if_not_finite(model)
