@@ -34,7 +34,9 @@ def run(command: list[str], name: str, show: Callable[[str, int, float, str], No
                 stage, epoch, done, of, loss = found.groups()
                 show(stage, int(epoch), int(done) / int(of), loss)
     if process.returncode:
-        sys.exit("".join(output[-40:]) + f"\n{name} ended with code {process.returncode}")
+        # torchrun's own summary comes after the line that says what is wrong.
+        errors = [line for line in output if line.startswith("open_clip_ext: error: ")]
+        sys.exit("".join(errors[-1:] or output[-40:]) + f"{name} ended with code {process.returncode}")
 
 
 def evaluations(experiment: Path) -> list[dict]:
