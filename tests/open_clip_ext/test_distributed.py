@@ -1,7 +1,6 @@
 """Several processes compute what one process computes on the concatenated batch."""
 
 import os
-import socket
 from unittest.mock import patch
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from open_clip.loss import ClipLoss
+from ports import free_ports
 from reference import unit
 
 from open_clip_ext import create_loss
@@ -256,10 +256,7 @@ def test_accumulation_alone(name, accum_freq, alone):
 def test_processes_agree_with_one(world, alone, single, resumed, tmp_path):
     """With accumulation too; and going on from a state that one process saved."""
     torch.save(alone, tmp_path / "alone.pt")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(process, (world, port, str(tmp_path)), nprocs=world, start_method="spawn")
+    mp.start_processes(process, (world, free_ports(), str(tmp_path)), nprocs=world, start_method="spawn")
     amortized = amortize(0, world)
     for rank in range(world):
         results = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

@@ -1,13 +1,13 @@
 """Every loss runs: by the command on two processes, and with gradient accumulation."""
 
 import os
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import run_main
+from ports import free_ports
 
 from open_clip_ext import list_losses
 from open_clip_ext.main import main
@@ -40,10 +40,7 @@ def finite(checkpoint):
 
 
 def test_two_processes(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.start_processes(process, (port, tmp_path), nprocs=2, start_method="spawn")
+    mp.start_processes(process, (free_ports(len(EVERY)), tmp_path), nprocs=2, start_method="spawn")
     for name in EVERY:
         checkpoint = finite(torch.load(tmp_path / name / "checkpoints/epoch_1.pt", weights_only=True))
         if name not in ("clip", "siglip"):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conftest import TINY
 from open_clip_train.main import get_latest_checkpoint
+from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{TINY} --workers 0 --rho 5 --dist-backend gloo"
@@ -38,15 +38,9 @@ def start(tmp_path):
         process.communicate()
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     shapes = "--dataset-type shapes --train-num-samples 64 --epochs 1000 --loss fastclip-v3 --name dying"
-    port = free_port()
+    port = free_ports()
     first, second = (start(rank, port, shapes) for rank in range(2))
     log = tmp_path / "dying/out.log"
     deadline = time.monotonic() + 100
@@ -72,7 +66,7 @@ def test_a_process_that_was_started_otherwise_is_named(start, datasets, tmp_path
     shorter.write_text("\n".join(Path(csv.split()[1]).read_text().splitlines()[:41]))
     theirs = f"--train-data {shorter}" if "SHORTER" in other else csv
     arguments = [f"{csv} {one}", f"{theirs} {other.removesuffix('SHORTER')}"]
-    port = free_port()
+    port = free_ports()
     processes = [start(rank, port, f"{mine} --epochs 1 --name unlike") for rank, mine in enumerate(arguments)]
     for process in processes:
         _, error = process.communicate(timeout=100)

@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import LOSSES, TINY, Experiment, run_main
 from PIL import Image
+from ports import free_ports
 from safetensors.torch import load_file
-from test_failures import free_port
 from torch.nn.functional import normalize
 
 from open_clip_ext.data import Scenes
@@ -306,7 +306,7 @@ def test_two_processes_write_the_report_of_one(report, trained, tmp_path, monkey
         "from open_clip_ext.normalizers_report import main; sys.exit(main())"
     path = experiment.path / "checkpoints/epoch_1.pt"
     command = f"{TINY} {arguments} --dist-backend gloo --checkpoint {path} --batch-sizes 8,20 --out {tmp_path}/two"
-    port, processes = free_port(), []
+    port, processes = free_ports(), []
     for rank in range(2):
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
