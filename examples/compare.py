@@ -78,7 +78,7 @@ AMORLIP = {
 SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, lr 0.05", "queue, mixing 0.6")
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
-    "small": ([8000], [32], 80_000, 1),
+    "small": ([8000], [32], 64_000, 1),
     "medium": ([2000, 8000, 32000], [16, 32, 64, 128], 192_000, 3),
     "large": ([500_000], [128, 256], 2_000_000, 1),
 }
@@ -239,7 +239,8 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
                     batches = sorted({cell.batch for cell in results if cell.n == n})
                     points = [(n / b, last(results, metric, n=n, batch=b, variant=variant)) for b in batches]
                     points = [(x, mean(values)) for x, values in points if values]
-                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style) if points else None
+                    if points:
+                        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
                     style["label"] = None
                 axis.set(xscale="log", xlabel="n / B")
             else:

@@ -14,7 +14,7 @@ from open_clip_ext import plugins
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import OBJECTIVES, AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
-from open_clip_ext.options import Option
+from open_clip_ext.options import Option, flag_of
 from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperature import TEMPERATURES, Temperature
 
@@ -251,7 +251,7 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
     """
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
-    flags = {name: "--" + name.replace("_", "-") for name in (*PARTS, *(option.name for option in all_options()))}
+    flags = {name: flag_of(name) for name in (*PARTS, *(option.name for option in all_options()))}
     for key in given:
         if key not in flags:
             raise InputError(f"{key}: no loss has this setting; known are {', '.join(flags)}")

@@ -7,6 +7,11 @@ from typing import Any
 from open_clip_ext.errors import InputError
 
 
+def flag_of(name: str) -> str:
+    """The command-line flag of an argument: `--npn-lr` of `npn_lr`."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Option:
     """One setting of a part.
@@ -32,7 +37,7 @@ class Option:
 
     @property
     def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     def check(self, value: Any) -> Any:
         """Return `value`; raise InputError naming the option and what would be right if it is out of range."""
@@ -56,7 +61,7 @@ def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> Non
     """
     for name in names:
         if name in given:
-            raise InputError(f"--{name.replace('_', '-')}: has no effect {why}; leave it out")
+            raise InputError(f"{flag_of(name)}: has no effect {why}; leave it out")
 
 
 def positive(value: float) -> bool:

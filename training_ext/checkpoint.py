@@ -7,13 +7,14 @@ stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(...,
 import os
 import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+from open_clip_ext.options import flag_of
 from training_ext.data import DataRows
 
 KEY = "open_clip_ext"
@@ -30,17 +31,29 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
     """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`."""
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
-    partial = f"{os.fspath(path)}.partial"  # not *.pt, which `--resume latest` would pick
-    try:
-        with open(partial, "wb") as file:
-            save(content, file, *args, **kwargs)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        with suppress(OSError):  # a full disk must not stay full
-            os.remove(partial)
-        raise
+    with whole_file(path) as partial, open(partial, "wb") as file:
+        save(content, file, *args, **kwargs)
+
+
+def load_mapped(path: str) -> Any:
+    """`torch.load` of plain tensors, numbers and strings; tensors stay on disk until they are used."""
+    # Files of before torch 1.6, which OpenCLIP loads as well, are no zip archives and cannot be mapped.
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+
+
+def short(error: Exception) -> str:
+    """An exception's message on one line."""
+    return " ".join(str(error).split())[:200]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+
+
+def keeps_files(args) -> bool:
+    """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
+    return bool(args.logs) and args.logs.lower() != "none"
 
 
 def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
@@ -59,8 +72,7 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
 def saves_after(args, completed_epoch: int) -> bool:
     """Whether OpenCLIP writes a checkpoint once `completed_epoch` epochs are done."""
     regular = args.save_frequency > 0 and completed_epoch % args.save_frequency == 0
-    kept = bool(args.logs) and args.logs.lower() != "none"
-    return kept and (completed_epoch == args.epochs or regular or args.save_most_recent)
+    return keeps_files(args) and (completed_epoch == args.epochs or regular or args.save_most_recent)
 
 
 def take_entry(checkpoint: Any) -> dict[str, Any] | None:
@@ -76,13 +88,11 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
         InputError: the file is missing or not a complete checkpoint.
     """
     try:
-        # Files of before torch 1.6, which OpenCLIP loads as well, are no zip archives and cannot be mapped.
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        checkpoint = load_mapped(path)
     except FileNotFoundError:
         raise InputError(f"--resume: {path!r} does not exist") from None
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {reason}") from None
+        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {short(error)}") from None
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
         raise InputError(f"--resume: {path!r} holds weights only; give it as --pretrained")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
@@ -115,7 +125,7 @@ def check_entry(
         saved = f"--loss {entry['loss']}{_parts(entry)}"
         raise InputError(f"{flag}: {path!r} was trained with {saved}, not with {given}; {instead}")
     for name in state_settings(args):
-        value, saved, own = getattr(args, name), entry[name], "--" + name.replace("_", "-")
+        value, saved, own = getattr(args, name), entry[name], flag_of(name)
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
             raise InputError(f"{own}: {value} where {path!r} has {saved}; {right}")

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
 from training_ext.data import shapes_dataset
 from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
 
@@ -220,19 +221,17 @@ class EmbeddingCache:
         """Make the folder; on one process."""
         os.makedirs(self.folder, exist_ok=True)
         path = os.path.join(self.folder, KEY_FILE)
-        with open(f"{path}.partial", "w") as file:
+        with whole_file(path) as partial, open(partial, "w") as file:
             json.dump(self.key, file)
-        os.replace(f"{path}.partial", path)
 
     def missing(self) -> list[int]:
         """Numbers of the blocks that are not there."""
         return [block for block in range(self.num_blocks) if not os.path.exists(self.path(block))]
 
     def write(self, block: int, image: Tensor, text: Tensor, rows: Tensor, problem: str | None) -> None:
-        path = self.path(block)
         tensors = {"image": image, "text": text, "rows": rows}
-        save_file(tensors, f"{path}.partial", metadata={"problem": problem or ""})
-        os.replace(f"{path}.partial", path)
+        with whole_file(self.path(block)) as partial:
+            save_file(tensors, partial, metadata={"problem": problem or ""})
 
     def open(self) -> "Embedded":
         """All blocks, mapped from disk.

@@ -3,16 +3,15 @@
 import json
 import logging
 import os
-import zipfile
 from typing import Any
 
 import torch
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
 from training_ext import zero_shot
-from training_ext.checkpoint import atomic_save
+from training_ext.checkpoint import atomic_save, keeps_files, load_mapped, plain_name, short
 from training_ext.data import trains
-from training_ext.statistics_recovery import plain_name
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
 COUNTS = ("epoch", "num_samples")
@@ -41,7 +40,7 @@ def check_metric(args) -> None:
     given = f"--keep-best: {args.keep_best!r}"
     if not trains(args):
         raise InputError(f"{given} without training; give --train-data")
-    if not args.logs or args.logs.lower() == "none":
+    if not keeps_files(args):
         raise InputError(f"{given} with --logs {args.logs}, which keeps nothing; give a folder")
     if args.keep_best in names:
         return
@@ -63,19 +62,23 @@ class Monitor:
 
     Args:
         args: completed by OpenCLIP.
+        first_epoch: 0, or the epoch that a resumed training goes on with.
     """
 
-    def __init__(self, args):
+    def __init__(self, args, first_epoch: int):
         self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
         self.metric = args.keep_best
         self.start: dict[str, float] = {}
         self._best: float | None = None
-        # A training that is resumed under another name began in the folder of its checkpoint.
-        resumed = os.path.dirname(os.path.dirname(args.resume)) if args.resume else None
-        for folder in (self.folder, resumed if self.folder else None):
-            if folder is not None:
-                self.start = self.start or _read_start(os.path.join(folder, START))
-                self._best = self._best or _read_best(os.path.join(folder, BEST), self.metric)
+        if self.folder is None:
+            return
+        folders = [self.folder]
+        if args.resume and first_epoch > 0:  # under another name, it began in the folder of its checkpoint
+            folders.append(os.path.dirname(os.path.dirname(args.resume)))
+        for folder in folders:
+            self.start = self.start or _read_start(os.path.join(folder, START))
+            if self._best is None:
+                self._best = _read_best(os.path.join(folder, BEST), self.metric)
 
     def _path(self, name: str) -> str | None:
         return None if self.folder is None else os.path.join(self.folder, name)
@@ -84,11 +87,8 @@ class Monitor:
         """Take `metrics` for the starting point."""
         self.start = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         if path := self._path(START):
-            with open(f"{path}.partial", "w") as file:
+            with whole_file(path) as partial, open(partial, "w") as file:
                 json.dump(self.start, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(f"{path}.partial", path)
 
     def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module) -> None:
         """Compare with the starting point, and keep the weights if they are the best so far."""
@@ -138,8 +138,8 @@ def _read_best(path: str, metric: str | None) -> float | None:
     if metric is None or not os.path.exists(path):
         return None
     try:
-        kept = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        kept = load_mapped(path)
         return kept["metrics"].get(metric)
     except Exception as error:
-        logging.warning(f"The best weights in '{path}' cannot be read: {' '.join(str(error).split())[:200]}")
+        logging.warning(f"The best weights in '{path}' cannot be read: {short(error)}")
         return None

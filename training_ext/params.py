@@ -8,6 +8,7 @@ from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
 from training_ext import recovered
 from training_ext.overlay import replaced
 
@@ -54,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
-            flag, names = "--" + part.replace("_", "-"), ", ".join(valid)
+            flag, names = flag_of(part), ", ".join(valid)
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         for option in factory.all_options():
             default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
@@ -148,7 +149,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:
         for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
-            raise InputError(f"--{name.replace('_', '-')}: needs --loss; without it the loss is OpenCLIP's own")
+            raise InputError(f"{flag_of(name)}: needs --loss; without it the loss is OpenCLIP's own")
         args.uses_ext_loss = False
         args.osr_epochs = 0.0
         return args
@@ -196,7 +197,7 @@ def resolve_recovery(args) -> None:
     if args.osr_epochs == 0:
         for name in ("osr_transfer", "osr_save"):
             if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
+                flag = flag_of(name)
                 raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
     args.osr_transfer = args.osr_transfer or "both"
     if args.osr_transfer not in recovered.TRANSFERS:

@@ -18,7 +18,7 @@ from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
-from open_clip_ext.options import positive
+from open_clip_ext.options import flag_of, positive
 from training_ext import checkpoint, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
 from training_ext.loss import build_loss
@@ -97,7 +97,7 @@ def check_alike(args, rows: DataRows | None) -> None:
                     f"--train-data: process {other} has {theirs[name][0]} rows and process 0 {value[0]}, or the same "
                     "number of other samples; give every process the same data"
                 )
-            flag = "--" + name.replace("_", "-")
+            flag = flag_of(name)
             raise InputError(
                 f"{flag}: process {other} has {theirs[name]!r} and process 0 {value!r}; start every process alike"
             )
@@ -159,7 +159,7 @@ def check_recovery(args, resumes_training: bool) -> None:
     if args.osr_epochs > 0 and not trains(args):
         for name in ("osr_epochs", "osr_load"):
             if name in args.given_flags:
-                raise InputError(f"--{name.replace('_', '-')}: needs data to train on; give --train-data")
+                raise InputError(f"{flag_of(name)}: needs data to train on; give --train-data")
     path = args.osr_save
     if path is None:
         return
@@ -176,7 +176,7 @@ def check_numbers(args, world_size: int) -> None:
     for name, least in AT_LEAST.items():
         value = getattr(args, name)
         if value < least:
-            raise InputError(f"--{name.replace('_', '-')}: {value} is out of range; it must be at least {least}")
+            raise InputError(f"{flag_of(name)}: {value} is out of range; it must be at least {least}")
     if not 0 <= args.seed <= 2**32 - world_size:
         raise InputError(f"--seed: {args.seed} is out of range; it must be from 0 to {2**32 - world_size}")
     if args.lr is None:

@@ -4,14 +4,14 @@ Plain tensors, numbers and strings, by the parameters' names, so that it does no
 """
 
 import logging
-import zipfile
 from typing import Any
 
 import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from training_ext.checkpoint import atomic_save, state_settings
+from open_clip_ext.options import flag_of
+from training_ext.checkpoint import atomic_save, load_mapped, short, state_settings
 from training_ext.data import DataRows
 
 KIND = "open_clip_ext statistics recovery"
@@ -25,11 +25,11 @@ def identity(args, rows: DataRows) -> dict[str, Any]:
     """What statistics are of, as far as the command line tells. The margin, rates and schedules are not part of it:
     they may be swept over the same statistics."""
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
-    forced = [f"--{name.replace('_', '-')} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
+    forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without a local one's folder
         "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
-        "loss": " ".join([args.loss, *(f"--{name.replace('_', '-')} {getattr(args, name)}" for name in parts)]),
+        "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }
 
@@ -60,13 +60,13 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
         InputError: it is missing, torn, or another file.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = load_mapped(path)
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(
             f"{flag}: there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead"
         ) from None
     except Exception as error:
-        raise InputError(f"{flag}: {path!r} cannot be read: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{flag}: {path!r} cannot be read: {short(error)}") from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{flag}: {path!r} was not written by --osr-save")
     if content["format"] != FORMAT:

@@ -20,6 +20,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
 
 from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.options import flag_of
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loss import TrainingLoss, build_loss
@@ -196,8 +197,8 @@ class Session:
     def create_loss(self, args: Any) -> TrainingLoss:
         for flag in ("local_loss", "gather_with_grad"):
             if getattr(args, flag):
-                flag = "--" + flag.replace("_", "-")
-                logging.info(f"{flag} makes no difference to --loss {args.loss}: its gradients are exact without it.")
+                what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
+                logging.info(f"{what}: its gradients are exact without it.")
         loss = build_loss(args, self.rows.num_rows, args.device)
         if self._restored is not None:
             loss.load_full_state(self._restored)
@@ -258,7 +259,7 @@ class Session:
         The first epoch of a resumed training is not epoch 0, and has had both.
         """
         args = self.args
-        self._monitor = Monitor(args)
+        self._monitor = Monitor(args, epoch)
         from_weights = starts_from_weights(args) or bool(args.resume)
         evaluates = bool(known_metrics(args))
         if epoch > 0:
@@ -332,7 +333,7 @@ class Session:
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
-                name = name.removeprefix("module.")
+                name = checkpoint.plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 
 

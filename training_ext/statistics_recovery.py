@@ -4,9 +4,12 @@ A pretrained model comes without the state of its optimizer. Started from zero, 
 of the normalizers are wrong at first, and the first epoch of fine-tuning makes the model worse. So E epochs go over the
 data with the weights standing still at omega_0 and move only
 
-    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)
-    m <- beta_1 m + (1 - beta_1) g
-    v <- beta_2 v + (1 - beta_2) g^2
+    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)    (n, 2): one per sample and side, kept by the loss as log u
+    m <- beta_1 m + (1 - beta_1) g                       as each parameter
+    v <- beta_2 v + (1 - beta_2) g^2                     as each parameter
+
+Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in Algorithm 2)
+is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with u (Eq. 4).
 
 They are OpenCLIP's own epochs with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is
 checked after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and
@@ -19,6 +22,8 @@ Readings fixed here:
   1 - beta^t; a counter reset to 0 would multiply the recovered m by 1 / (1 - beta_1) = 10 in the first step.
 - The loss's schedules (gamma) run on one clock from the start of the recovery; a broken epoch counts as a whole one.
 - The recovery's data come in other orders than those of the training's epochs.
+- Phi divides by B - 1, the number of negatives, as everywhere here. The paper divides by B; the factor (B - 1) / B, the
+  same for all samples, cancels in the gradients but for eps.
 """
 
 import hashlib
@@ -40,17 +45,13 @@ from torch import Tensor
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
 from training_ext import recovered
+from training_ext.checkpoint import keeps_files, plain_name
 from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
 
 FIRST_EPOCH = 1 << 20  # the recovery's epochs are numbered from here, where numbers seed the order of the data
 OPEN_CLIPS_LINE = re.compile(r"Train Epoch: (?P<epoch>\d+) (?P<rest>\[ *(?P<seen>\d+)/(?P<of>\d+) .*)")
 UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would pick
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
 class StandingWeights:
@@ -328,8 +329,7 @@ class StatisticsRecovery:
 
 
 def unfinished_path(args) -> str | None:
-    kept = bool(args.logs) and args.logs.lower() != "none"
-    return os.path.join(args.logs, args.name, UNFINISHED) if kept else None
+    return os.path.join(args.logs, args.name, UNFINISHED) if keeps_files(args) else None
 
 
 def remove_unfinished(args) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from open_clip_ext.files import whole_file
 from training_ext.embeddings import source_of
 from training_ext.shards import is_local
 
@@ -51,9 +52,8 @@ def write_sheet(folder: str, taus: Tensor, args, rows: Any, transforms: tuple) -
         figures = (_figure(row, taus[row, number].item(), samples.get(row)) for row in found)
         parts.append(f"<h2>The {end} of {side}</h2><section>{''.join(figures)}</section>")
     path = os.path.join(folder, FILE)
-    with open(f"{path}.partial", "w", encoding="utf-8") as file:
+    with whole_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
         file.write("\n".join(parts))
-    os.replace(f"{path}.partial", path)
     return path
 
 

@@ -16,19 +16,19 @@ from __future__ import annotations
 import argparse
 import io
 import json
-import os
 import random
 import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
+from ..files import whole_file
 from .digits import NUM_DIGITS, digit_pairs
 from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, render_scene, scene_caption, shifted_caption
 
@@ -185,22 +185,8 @@ def _encode(image: Image.Image, image_format: str) -> bytes:
     return stream.getvalue()
 
 
-def _write_whole(path: Path, write: Callable[[Any], None]) -> None:
-    """Let `write` fill a file that takes its name `path` only once it is complete."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with open(partial, "wb") as stream:
-            write(stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
-    def write(stream: Any) -> None:
+    with whole_file(path) as partial, open(partial, "wb") as stream:
         # A fixed time and no owner, so that the bytes depend on the samples alone.
         tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
         for _ in range(count):
@@ -212,8 +198,6 @@ def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format
             tar.write(sample)
             bar.update()
         tar.close()
-
-    _write_whole(path, write)
 
 
 def _write_all(
@@ -232,7 +216,8 @@ def _write_all(
                 _write_shard(path, samples, count, image_format, bar)
                 sizes[path.name] = count
     text = json.dumps(sizes, indent=2) + "\n"
-    _write_whole(folder / SIZES_FILE, lambda stream: stream.write(text.encode()))
+    with whole_file(folder / SIZES_FILE) as partial:
+        Path(partial).write_text(text)
     return sizes
 
 

@@ -107,6 +107,28 @@ def test_a_training_resumed_elsewhere_knows_them_too(run, pretrained, evaluation
     assert (third.path / BEST).exists()
 
 
+def test_a_best_of_zero_is_one(run, pretrained, evaluations, tmp_path):
+    flags = f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --rho 5 --pretrained {pretrained} --keep-best clip_val_loss"
+    evaluations([0.5, 1.0])
+    path = run("x", f"{flags} --epochs 1").path / BEST
+    evaluations([0.6])
+    assert not run_main(ext_main, f"{flags} --epochs 2 --name x --resume latest", tmp_path / "logs")
+    assert torch.load(path, weights_only=True)["metrics"]["clip_val_loss"] == 0.0
+
+
+def test_weights_alone_begin_a_training_of_their_own(run, pretrained, evaluations):
+    """What the training that they come from started at, or its best, is not looked at."""
+    flags = f"{FLAGS} --loss clip --lr 1e-3 --keep-best {RECALL}"
+    evaluations([0.5, 0.9])
+    folder = run("x", f"{flags} --pretrained {pretrained} --epochs 1").path
+    weights = folder / "checkpoints/weights.pt"
+    torch.save(torch.load(folder / BEST, weights_only=True)["state_dict"], weights)
+    evaluations([0.6, 0.7])
+    other = run("y", f"{flags} --resume {weights} --epochs 1")
+    assert json.loads((other.path / START).read_text())[RECALL] == 0.6
+    assert torch.load(other.path / BEST, weights_only=True)["metrics"]["epoch"] == 1
+
+
 @pytest.mark.parametrize(
     "flags, part",
     [

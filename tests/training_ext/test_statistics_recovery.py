@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 
 import open_clip
@@ -72,6 +73,26 @@ def equal(one, other) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.fixture
+def killed(monkeypatch) -> Callable[[int | None], list[int]]:
+    """killed(at): from now on the epoch with that number dies at its start; the numbers of the epochs begun."""
+    original = open_clip_train.main.train_one_epoch
+
+    def from_now_on(at: int | None) -> list[int]:
+        begun = []
+
+        def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
+            begun.append(epoch)
+            if epoch == at:
+                raise KeyboardInterrupt
+            return original(model, data, loss, epoch, *rest, **kwargs)
+
+        monkeypatch.setattr(open_clip_train.main, "train_one_epoch", epoch_or_death)
+        return begun
+
+    return from_now_on
 
 
 def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path):
@@ -241,34 +262,20 @@ def test_a_sweep_over_loaded_statistics(run, datasets, pretrained, epochs, tmp_p
 
 
 @pytest.mark.parametrize("loss", ["tuneclip", "neuclip", "fastclip-v2"])
-def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, monkeypatch, tmp_path, loss):
+def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_path, loss):
     """Killed in its second epoch, and again in the training's first: the end is that of an uninterrupted run."""
     common = f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} --osr-epochs 3 --epochs 2 --workers 0"
     whole = run("whole", common)
     assert not (whole.path / UNFINISHED).exists()
 
-    original = open_clip_train.main.train_one_epoch
-    seen = []
-
-    def killed(at):
-        def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
-            seen.append(epoch)
-            if epoch == at:
-                raise KeyboardInterrupt
-            return original(model, data, loss, epoch, *rest, **kwargs)
-
-        return epoch_or_death
-
     flags = f"{common} --name broken"
     for at, first in ((FIRST_EPOCH + 1, FIRST_EPOCH), (0, FIRST_EPOCH + 1)):
-        seen.clear()
-        monkeypatch.setattr(open_clip_train.main, "train_one_epoch", killed(at))
+        seen = killed(at)
         with pytest.raises(KeyboardInterrupt):
             run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
         assert seen[0] == first and seen[-1] == at
         assert not list((tmp_path / "logs/broken").rglob("*.pt"))
-    seen.clear()
-    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", killed(None))
+    seen = killed(None)
     assert not run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
     assert seen == [0, 1]  # the recovery was complete
 
@@ -574,14 +581,8 @@ def pretrained_weights(folder) -> str:
     return str(folder / "bare.pt")
 
 
-def test_an_interrupted_recovery_of_something_else(datasets, pretrained, tmp_path, monkeypatch, capsys):
-    def death(model, data, loss, epoch, *rest, **kwargs):
-        if epoch == FIRST_EPOCH + 1:
-            raise KeyboardInterrupt
-        return original(model, data, loss, epoch, *rest, **kwargs)
-
-    original = open_clip_train.main.train_one_epoch
-    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", death)
+def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed, tmp_path, capsys):
+    killed(FIRST_EPOCH + 1)
     common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --epochs 1 --workers 0 --name x"
     with pytest.raises(KeyboardInterrupt):
         run_main(ext_main, f"{common} --osr-epochs 2", tmp_path)

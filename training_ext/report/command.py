@@ -1,0 +1,143 @@
+"""The command line of a report, and its steps."""
+
+import argparse
+import importlib.util
+import os
+from typing import Any
+
+import open_clip
+import torch
+import torch.distributed as dist
+from open_clip_train.distributed import broadcast_object, init_distributed_device, world_info_from_env
+
+from open_clip_ext import exact
+from open_clip_ext.errors import InputError
+from training_ext import params, preflight
+from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
+from training_ext.report.inputs import Job, Saved, build_model, check, load_loss
+from training_ext.report.numbers import compare
+from training_ext.report.output import PICTURE, REPORT, table, write
+
+PROG = "open_clip_ext.normalizers_report"
+CACHE = "embeddings"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise InputError(message)
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """The report's own flags, and the training command's as `params.parse_args` gives them.
+
+    Raises:
+        InputError: a wrong flag or value.
+    """
+    # Without abbreviations, or --batch-size would be taken for --batch-sizes.
+    parser = Parser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Compares the estimated log-normalizers of a checkpoint with the true ones over all train data.",
+        epilog="All other flags are those of open_clip_ext.main: repeat the training's. What matters of them is the "
+        "model, the data, the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
+    parser.add_argument("--anchors", type=int, default=10_000, metavar="INT", help="anchors to draw (default: 10000)")
+    parser.add_argument(
+        "--batch-sizes", metavar="INT,INT,...",
+        help="minibatch estimators to compare with; none: an empty string (default: those of 64,256,1024 that the "
+        "data allow)",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER",
+        help=f"where {REPORT}, {PICTURE} and the embeddings go (default: normalizers/NAME beside the checkpoints)",
+    )
+    parser.add_argument("--report-seed", type=int, default=0, metavar="INT", help="of anchors and batches (default: 0)")
+    parser.add_argument(
+        "--chunk-mib", type=float, default=exact.CHUNK_MIB, metavar="FLOAT",
+        help=f"size of a block of similarities (default: {exact.CHUNK_MIB})",
+    )
+    parser.add_argument("--shard-sizes", metavar="FILE", help="as in the training")
+    options, rest = parser.parse_known_args(argv)
+    return options, params.parse_args(rest)
+
+
+def check_options(options) -> None:
+    if options.anchors < 1:
+        raise InputError(f"--anchors: {options.anchors} is out of range; it must be at least 1")
+    if not 1e-3 <= options.chunk_mib <= 2**20:
+        raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError("matplotlib is not installed, and draws the picture; pip install matplotlib")
+
+
+def run(argv: list[str]) -> None:
+    """The command.
+
+    Raises:
+        InputError: one line; nothing was written before it unless it is about what is in the data.
+    """
+    options, args = parse(argv)
+    check_options(options)
+    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    preflight.prepare_shapes(args)
+    # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
+    job = saved = None
+    if world_info_from_env()[1] == 0:
+        saved = Saved.read(options.checkpoint)
+        job = check(options, args, saved)
+    init_distributed_device(args)
+    if args.distributed:
+        job = broadcast_object(args, job)
+    saved = saved or Saved.read(options.checkpoint)
+    model, transforms, tokenizer = build_model(args, saved, options.checkpoint)
+    loss = load_loss(args, saved, job.rows)
+    source = source_of(args, job.rows.kind, job.shards, transforms, tokenizer)
+    num_rows = job.rows.num_rows if job.shards is None else job.shards.num_rows
+    cache = EmbeddingCache(os.path.join(job.out, CACHE), cache_key(args, job, transforms[1]), num_rows)
+    embedded = embed_all(model, source, cache, args)
+    del model
+    result = compare(options, args, job, saved, loss, embedded)
+    if args.rank == 0:
+        write(job.out, result)
+        print(table(result, job.out), flush=True)
+    if args.distributed:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def cache_key(args, job: Job, transform: Any) -> dict[str, Any]:
+    """What embeddings depend on."""
+    return {
+        "weights": job.weights,
+        "data": job.rows.digest if job.shards is None else job.shards.digest,
+        "model": args.model,
+        "precision": args.precision,
+        "transform": str(transform),
+    }
+
+
+def embed_all(model: torch.nn.Module, source: Any, cache: EmbeddingCache, args) -> Embedded:
+    """The embeddings of all rows, those that are missing computed by all processes.
+
+    Raises:
+        InputError: the cache is of other weights or data, or no row can be read.
+    """
+    plan: Any = None
+    if args.rank == 0:
+        try:
+            cache.check()
+            plan = cache.missing()
+            cache.begin()
+        except (InputError, OSError) as error:
+            plan = str(error) if isinstance(error, InputError) else f"--out: {cache.folder!r}: {error}"
+    if args.distributed:
+        plan = broadcast_object(args, plan)
+    if isinstance(plan, str):
+        raise InputError(plan)
+    own = plan[args.rank :: args.world_size]
+    if own:
+        embed(model, source, cache, own, args, show=args.rank == 0)
+    if args.distributed:
+        dist.barrier()
+    return cache.open()

@@ -1,0 +1,208 @@
+"""What a report is about: the checkpoint, its model and loss, the data."""
+
+import hashlib
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import open_clip
+import torch
+from torch import Tensor
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
+from open_clip_ext.options import flag_of
+from training_ext import checkpoint, preflight
+from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.loss import build_loss
+from training_ext.shards import Shards, find_shards
+
+BATCH_SIZES = (64, 256, 1024)
+
+
+@dataclass
+class Saved:
+    """A checkpoint.
+
+    Args:
+        weights: the model's, by names without wrappers.
+        entry: of `training_ext.checkpoint`, or None.
+        epoch: completed epochs, or None.
+    """
+
+    weights: dict[str, Tensor]
+    entry: dict[str, Any] | None
+    epoch: int | None
+
+    @classmethod
+    def read(cls, path: str) -> "Saved":
+        """Tensors stay on disk until they are used.
+
+        Raises:
+            InputError: there is no such file, or no model in it.
+        """
+        try:
+            content = checkpoint.load_mapped(path)
+        except FileNotFoundError:
+            raise InputError(f"--checkpoint: {path!r} does not exist") from None
+        except Exception as error:
+            reason = checkpoint.short(error)
+            raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
+        weights = content.get("state_dict", content) if isinstance(content, dict) else {}
+        weights = {checkpoint.plain_name(name): value for name, value in weights.items()}
+        if "logit_scale" not in weights:
+            raise InputError(f"--checkpoint: {path!r} holds no CLIP model")
+        return cls(weights, checkpoint.take_entry(content), content.get("epoch"))
+
+    @property
+    def tau(self) -> float:
+        return math.exp(-self.weights["logit_scale"].double().item())
+
+    def digest(self) -> str:
+        """SHA-256 (hex) of the weights."""
+        digest = hashlib.sha256()
+        for name, value in sorted(self.weights.items()):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+@dataclass
+class Job:
+    """What process 0 finds out for all.
+
+    Args:
+        rows: of the train data.
+        shards: their shards, if they have any.
+        weights: digest of the checkpoint's.
+        sizes: of the minibatch estimators.
+        out: folder.
+    """
+
+    rows: DataRows
+    shards: Shards | None
+    weights: str
+    sizes: list[int]
+    out: str
+
+
+def check(options, args, saved: Saved) -> Job:
+    """All that can be wrong with the command line.
+
+    Raises:
+        InputError: one line that names the flag, its value and what would be right.
+    """
+    if not trains(args):
+        raise InputError("--train-data: the report is about train data; repeat the flags of the training")
+    if args.horovod:
+        raise InputError("--horovod: the report runs under torch.distributed only; use torchrun")
+    if args.loss is not None and issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
+        raise InputError(
+            f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, and "
+            "has no true value over all data; give a checkpoint of another loss"
+        )
+    for name in ("batch_size", "workers"):
+        value, least = getattr(args, name), preflight.AT_LEAST[name]
+        if value < least:
+            raise InputError(f"{flag_of(name)}: {value} is out of range; it must be at least {least}")
+    rows, shards = find_all_rows(options, args)
+    instead = "repeat the flags of its training"
+    checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
+    num_rows = rows.num_rows if shards is None else shards.num_rows
+    if num_rows < 2:
+        raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
+    sizes = batch_sizes(options.batch_sizes, num_rows)
+    out = options.out or default_folder(options.checkpoint)
+    if os.path.exists(out) and not os.path.isdir(out):
+        raise InputError(f"--out: {out!r} is a file; give a folder")
+    return Job(rows, shards, saved.digest(), sizes, out)
+
+
+def batch_sizes(given: str | None, num_rows: int) -> list[int]:
+    """The sizes that `--batch-sizes` asks for, ascending."""
+    if given is None:
+        return [size for size in BATCH_SIZES if size <= num_rows]
+    try:
+        sizes = sorted({int(part) for part in given.split(",")}) if given.strip() else []
+    except ValueError:
+        raise InputError(f"--batch-sizes: {given!r} is no list of numbers such as 64,256") from None
+    for size in sizes:
+        if not 2 <= size <= num_rows:
+            raise InputError(f"--batch-sizes: {size} is out of range; it must be from 2 to the {num_rows} rows")
+    return sizes
+
+
+def default_folder(path: str) -> str:
+    """normalizers/epoch_3 in the experiment's folder, for its checkpoints/epoch_3.pt."""
+    folder, name = os.path.split(os.path.abspath(path))
+    experiment = os.path.dirname(folder) if os.path.basename(folder) == "checkpoints" else folder
+    return os.path.join(experiment, "normalizers", os.path.splitext(name)[0])
+
+
+def find_all_rows(options, args) -> tuple[DataRows, Shards | None]:
+    """The rows as the training finds them, and the shards also where its loss does not need to look into them."""
+    if kind_of(args, args.train_data) != "webdataset":
+        args.shard_sizes = options.shard_sizes
+        return find_rows(args), None
+    looks = args.train_num_samples is None or needs_index(args)
+    args.shard_sizes = options.shard_sizes if looks else None
+    rows = find_rows(args)
+    return rows, rows.shards or find_shards(args.train_data, options.shard_sizes)
+
+
+def build_model(args, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, Callable]:
+    """The checkpoint's model in evaluation mode, the transforms for training and evaluation, and the tokenizer.
+
+    Raises:
+        InputError: the weights are of another model.
+    """
+    size = args.force_image_size
+    logging.disable(logging.WARNING)  # of random weights, which they are for a moment
+    tokenizer = open_clip.get_tokenizer(args.model, cache_dir=args.cache_dir, context_length=args.force_context_length)
+    model, *transforms = open_clip.create_model_and_transforms(
+        args.model,
+        args.pretrained or None,
+        load_weights=False,
+        precision=args.precision,
+        device=args.device,
+        force_quick_gelu=args.force_quick_gelu,
+        force_custom_text=args.force_custom_text,
+        force_patch_dropout=args.force_patch_dropout,
+        force_image_size=size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size,
+        force_context_length=args.force_context_length,
+        image_mean=args.image_mean,
+        image_std=args.image_std,
+        image_interpolation=args.image_interpolation,
+        image_resize_mode=args.image_resize_mode,
+        aug_cfg=args.aug_cfg,
+        output_dict=True,
+        cache_dir=args.cache_dir,
+        **({"init_logit_bias": 0.0} if "logit_bias" in saved.weights else {}),
+    )
+    logging.disable(logging.NOTSET)
+    try:
+        model.load_state_dict(saved.weights)
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1].strip()[:200]
+        raise InputError(f"--model: {path!r} holds another model than {args.model!r}: {reason}") from None
+    return model.eval(), tuple(transforms), tokenizer
+
+
+def load_loss(args, saved: Saved, rows: DataRows) -> GlobalContrastiveLoss | None:
+    """The checkpoint's loss with its state, in evaluation mode; None for one without normalizers.
+
+    Raises:
+        InputError: the state does not fit the settings.
+    """
+    if args.loss is None or not factory.find_preset(args.loss).has_parts:
+        return None
+    loss = build_loss(args, rows.num_rows, args.device)
+    try:
+        loss.load_full_state(saved.entry["state"])
+    except ValueError as error:
+        raise InputError(f"--checkpoint: its state does not fit: {error}") from None
+    return loss.eval()

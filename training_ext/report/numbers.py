@@ -1,0 +1,203 @@
+"""How far the estimated normalizers of a checkpoint are from the true ones (neuclip.txt Eq. 9, Appendix B.6).
+
+The train data are embedded once in the checkpoint's weights, without augmentation. For a random sample of anchors the
+true log-normalizers are computed over all rows, and compared with what the checkpoint's estimator gives for the same
+embeddings and with minibatch estimates. All at the checkpoint's own temperature, eps and surrogate; `mixing` is part of
+the loss rather than of the estimator, and is not applied.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from open_clip_ext import exact
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import GlobalContrastiveLoss
+from open_clip_ext.normalizers import Batch, BatchNormalizer, Queue
+from open_clip_ext.pairs import Pairs
+from open_clip_ext.surrogates import Identity
+from training_ext.embeddings import Embedded
+from training_ext.report.inputs import Job, Saved
+
+EPS = 1e-14  # of the losses that have none
+QUANTILES = (5, 50, 95)
+SIDES = ("image", "text")
+ESTIMATED_AT_ONCE = 1024  # anchors
+
+
+@dataclass
+class Result:
+    """Args:
+    summary: what goes into the JSON file.
+    anchors: rows of the anchors, (k,).
+    exact: true log-normalizers, (2, k) float64.
+    estimates: by name, (2, k) float64; NaN where the estimator has none.
+    """
+
+    summary: dict[str, Any]
+    anchors: Tensor
+    exact: Tensor
+    estimates: dict[str, Tensor]
+
+
+@torch.no_grad()
+def compare(options, args, job: Job, saved: Saved, loss: GlobalContrastiveLoss | None, embedded: Embedded) -> Result:
+    """True and estimated log-normalizers of a random sample of anchors; the same on every process."""
+    num_read = len(embedded.rows)
+    for size in job.sizes:
+        if size > num_read:
+            raise InputError(f"--batch-sizes: {size} is more than the {num_read} rows that can be read")
+    draw_anchors = torch.Generator().manual_seed(options.report_seed)
+    places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
+    index = embedded.rows[places]
+    tau = torch.tensor(saved.tau, dtype=torch.float32, device=args.device)
+    if loss is not None:
+        tau = loss.temperature.taus(tau, index.to(args.device))
+    common = {
+        "surrogate": Identity() if loss is None else loss.surrogate,
+        "eps": EPS if loss is None else loss.eps,
+        "both_sides": loss is not None and loss.both_sides,
+        "device": args.device,
+    }
+    true = in_parts(
+        exact.exact_log_normalizers, embedded, places, tau, args, unit=1, what="Exact", total=num_read,
+        chunk_mib=options.chunk_mib, **common,
+    )
+    estimates = {}
+    if loss is not None and not isinstance(loss.normalizer, BatchNormalizer):
+        estimates[loss.normalizer.name] = checkpoint_estimate(loss, embedded, places, tau, args)
+    for size in job.sizes:
+        estimates[f"batch of {size}"] = in_parts(
+            exact.minibatch_log_normalizers, embedded, places, tau, args, unit=exact.group_size(size),
+            what=f"Batches of {size}", batch_size=size, seed=options.report_seed, **common,
+        )
+    summary = {
+        "checkpoint": os.path.abspath(options.checkpoint),
+        "epoch": saved.epoch,
+        "model": args.model,
+        "rows": embedded.num_rows,
+        "rows_left_out": embedded.num_rows - num_read,
+        "first_problem": embedded.problem,
+        "anchors": len(places),
+        "seed": options.report_seed,
+        **settings(args, loss, tau, common),
+        "exact": {side: spread_of(true[i]) for i, side in enumerate(SIDES)},
+        "estimators": [{"name": name, **errors(value, true)} for name, value in estimates.items()],
+    }
+    return Result(summary, index, true, estimates)
+
+
+def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args, unit: int, what: str,
+             total: int | None = None, **settings: Any) -> Tensor:
+    """A function of `open_clip_ext.exact` for all anchors, (2, k) on the CPU, the anchors divided over processes.
+
+    Args:
+        unit: anchors that must stay together.
+        what: names the progress bar; `total`: its length, by default the process's anchors.
+    """
+    units = math.ceil(len(places) / unit)
+    start, stop = (unit * (units * rank // args.world_size) for rank in (args.rank, args.rank + 1))
+    own, own_tau = places[start:stop], tau[:, start:stop] if tau.dim() else tau
+    values = torch.empty(2, 0, dtype=torch.float64)
+    if len(own):
+        counted = " anchors" if total is None else " pairs"
+        with tqdm(total=total or len(own), desc=what, unit=counted, unit_scale=True, disable=args.rank != 0) as bar:
+            values = function(embedded.image, embedded.text, own, own_tau, progress=bar.update, **settings).cpu()
+    if not args.distributed:
+        return values
+    parts: list[Any] = [None] * args.world_size
+    dist.all_gather_object(parts, values)
+    return torch.cat(parts, dim=1)
+
+
+def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args) -> Tensor:
+    """alpha of all anchors from the checkpoint's normalizer, (2, k) float64, NaN where it has none.
+
+    Every process computes all, in the same order: a normalizer may communicate.
+    """
+    image, text = (exact.Rows(side, args.device).take(places) for side in (embedded.image, embedded.text))
+    index = embedded.rows[places].to(args.device)
+    normalizer, step, queued = loss.normalizer, ESTIMATED_AT_ONCE, None
+    if isinstance(normalizer, Queue) and normalizer.ring is not None:
+        step = min(step, args.batch_size * args.accum_freq)
+        texts, images = normalizer.ring.rows[:, : normalizer.ring.active]
+        queued = exact.nearest_rows(embedded.image, embedded.text, images, texts, args.device)
+    parts = []
+    with exact.full_precision():
+        for start in range(0, len(places), step):
+            part = slice(start, start + step)
+            if queued is not None:
+                leave_out_own(normalizer, torch.isin(queued, places[part]).nonzero()[:, 0].to(args.device))
+            positives = (image[part] * text[part]).sum(dim=1)
+            part_tau = tau[:, part] if tau.dim() else tau
+            # What falls back on its batch's own estimate has none.
+            unknown = torch.full((2, len(positives)), math.nan, device=image.device)
+            finite = torch.ones((), dtype=torch.bool, device=image.device)
+            batch = Batch(image[part], text[part], positives, unknown, part_tau, index[part], finite)
+            pairs = Pairs(image[part], text[part], image[part], text[part], 0)
+            parts.append(normalizer(pairs, positives, part_tau, batch).double().cpu())
+    return torch.cat(parts, dim=1)
+
+
+def leave_out_own(queue: Queue, places: Tensor) -> None:
+    """Let the queue leave out `places`, as in a training step those of the step's own batch: an anchor's own positive
+    would hide every log-normalizer below -log k."""
+    queue.own = places
+    queue.train(len(places) > 0)
+
+
+def settings(args, loss: GlobalContrastiveLoss | None, tau: Tensor, common: dict[str, Any]) -> dict[str, Any]:
+    """What the normalizers depend on, for the JSON file."""
+    surrogate = common["surrogate"]
+    shown = {
+        "loss": args.loss or ("siglip" if args.siglip else "clip"),
+        "normalizer": None if loss is None else loss.normalizer.name,
+        "temperature": None if loss is None else loss.temperature.name,
+        "tau": tau.item() if tau.dim() == 0 else {side: spread_of(tau[i].cpu()) for i, side in enumerate(SIDES)},
+        "eps": common["eps"],
+        "surrogate": surrogate.name,
+        "negatives": "both" if common["both_sides"] else "cross",
+        "mixing": 0.0 if loss is None else loss.mixing,
+        "mixing_applied": False,
+    }
+    return shown | {option.name: getattr(args, option.name) for option in surrogate.options}
+
+
+def quantiles(values: Tensor) -> dict[str, float]:
+    at = torch.tensor(QUANTILES, dtype=torch.float64) / 100
+    return {str(name): value for name, value in zip(QUANTILES, values.double().quantile(at).tolist(), strict=True)}
+
+
+def spread_of(values: Tensor) -> dict[str, Any]:
+    """Mean, standard deviation and quantiles of values (k,)."""
+    values = values.double()
+    return {"mean": values.mean().item(), "std": values.std(correction=0).item(), "quantiles": quantiles(values)}
+
+
+def errors(estimate: Tensor, true: Tensor) -> dict[str, Any]:
+    """Of images, of texts and of both as anchors: `mse`, `bias` (mean of estimate - true) and `spread` (standard
+    deviation of the same), so that mse = bias^2 + spread^2, its quantiles, and how many anchors had an estimate.
+
+    Args:
+        estimate, true: (2, k) float64.
+    """
+    image, text = estimate - true
+    both = torch.cat([image, text])
+    return {"image": error_of(image), "text": error_of(text), "both": error_of(both)}
+
+
+def error_of(difference: Tensor) -> dict[str, Any]:
+    known = difference[~difference.isnan()]
+    counts = {"anchors": len(known), "without_estimate": len(difference) - len(known)}
+    if len(known) == 0:
+        return {**counts, "mse": None, "bias": None, "spread": None, "quantiles": None}
+    shape = spread_of(known)
+    mse = known.square().mean().item()
+    return {**counts, "mse": mse, "bias": shape["mean"], "spread": shape["std"], "quantiles": shape["quantiles"]}

@@ -1,0 +1,56 @@
+"""A report's files and what it prints."""
+
+import json
+import os
+from typing import Any
+
+from safetensors.torch import save_file
+
+from open_clip_ext.files import whole_file
+from training_ext.report.figure import draw
+from training_ext.report.numbers import QUANTILES, SIDES, Result
+
+REPORT, PICTURE, VALUES = "normalizers.json", "normalizers.png", "normalizers.safetensors"
+
+
+def write(folder: str, result: Result) -> None:
+    """The picture, the anchors' values and, last, the report, each complete or absent."""
+    values = {"anchors": result.anchors, "exact": result.exact, **result.estimates}
+    with whole_file(os.path.join(folder, PICTURE)) as path:
+        draw(path, result.exact, result.estimates, title(result.summary))
+    with whole_file(os.path.join(folder, VALUES)) as path:
+        save_file({name: value.contiguous() for name, value in values.items()}, path)
+    with whole_file(os.path.join(folder, REPORT)) as path, open(path, "w") as file:
+        json.dump(result.summary, file, indent=1, allow_nan=False)
+        file.write("\n")
+
+
+def title(summary: dict[str, Any]) -> str:
+    tau = summary["tau"]
+    shown = f"tau = {tau:.4g}" if isinstance(tau, float) else "tau = " + ", ".join(
+        f"{tau[side]['mean']:.3g} ± {tau[side]['std']:.2g} ({side}s)" for side in SIDES
+    )
+    epoch = "" if summary["epoch"] is None else f" after epoch {summary['epoch']}"
+    rows = summary["rows"] - summary["rows_left_out"]
+    return f"Log-normalizers of {summary['loss']}{epoch}: n = {rows:,}, {summary['anchors']:,} anchors a side, {shown}"
+
+
+def table(result: Result, folder: str) -> str:
+    """What goes to stdout."""
+    summary = result.summary
+    lines = [title(summary)]
+    if summary["rows_left_out"]:
+        lines.append(f"{summary['rows_left_out']} of {summary['rows']} rows left out: {summary['first_problem']}")
+    columns = ("mse", "bias", "spread", *(f"{name} %" for name in QUANTILES))
+    lines.append(f"{'estimator':16}{'anchors':8}" + "".join(f"{name:>11}" for name in columns))
+    for estimator in summary["estimators"]:
+        for side in SIDES:
+            error = estimator[side]
+            numbers = [error[name] for name in ("mse", "bias", "spread")]
+            numbers += [(error["quantiles"] or {}).get(str(name)) for name in QUANTILES]
+            cells = "".join(f"{'-' if number is None else f'{number:.3g}':>11}" for number in numbers)
+            lines.append(f"{estimator['name'] if side == 'image' else '':16}{side:8}{cells}")
+        if missing := estimator["both"]["without_estimate"]:
+            lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
+    lines.append(os.path.join(folder, REPORT))
+    return "\n".join(lines)
