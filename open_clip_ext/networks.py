@@ -28,10 +28,9 @@ class PartitionMLP(nn.Module):
     Args:
         dimension: d.
         width: f_d.
-        level: start of the last bias, 0-d.
     """
 
-    def __init__(self, dimension: int, width: float, level: Tensor):
+    def __init__(self, dimension: int, width: float):
         super().__init__()
         hidden = PartitionNetwork.hidden(dimension, width)
         self.up = nn.Linear(dimension, hidden)
@@ -39,8 +38,6 @@ class PartitionMLP(nn.Module):
         self.down = nn.Linear(hidden, dimension)
         self.down_norm = nn.LayerNorm(dimension)
         self.out = nn.Linear(dimension, 1)
-        with torch.no_grad():
-            self.out.bias.fill_(0.0).add_(level.to(self.out.bias))
 
     def forward(self, embedding: Tensor) -> Tensor:
         hidden = self.up_norm(self.up(embedding).relu())
@@ -60,8 +57,10 @@ class PartitionNetwork:
     def __init__(self, dimension: int, width: float, levels: Tensor, seed: int):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
-            sides = nn.ModuleList(PartitionMLP(dimension, width, level) for level in levels.detach().cpu())
+            sides = nn.ModuleList(PartitionMLP(dimension, width) for _ in levels)
         self._sides = sides.to(levels).requires_grad_(False)
+        for side, level in zip(self._sides, levels, strict=True):
+            side.out.bias.copy_(level.detach())
 
     @staticmethod
     def hidden(dimension: int, width: float) -> int:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import all_gather, rank
+from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.streaming import exp_, log_sum_exp_, parts
 from open_clip_ext.surrogates import Surrogate
 
 # No exact normalizer lets L_i - alpha_i exceed log(n / B), 12.4 for 10^9 samples and a batch of 4,096. A larger weight
@@ -42,6 +43,8 @@ class Pairs:
 
     @classmethod
     def gather(cls, image: Tensor, text: Tensor) -> "Pairs":
+        if world_size() == 1:
+            return cls(image, text, image.detach(), text.detach(), 0)
         both = all_gather(torch.cat([image.detach(), text.detach()], dim=1))
         all_image, all_text = both.chunk(2, dim=1)
         return cls(image, text, all_image, all_text, rank() * image.shape[0])
@@ -58,22 +61,27 @@ class Pairs:
 
 @dataclass
 class Block:
-    """Similarities of this process's anchors of one side with all samples of a side.
+    """Similarities of this process's samples of one side with all samples of a side; never held whole.
 
     Args:
-        similarities: (b, B).
-        others: embeddings of the columns' samples, (B, d).
-        column_side: the side of which the columns' samples are anchors.
+        rows, columns: their embeddings, (b, d) and (B, d).
+        row_side, column_side: the side of which each are anchors.
+        whole: there is but one process, and the columns' samples are anchors here as well.
     """
 
-    similarities: Tensor
-    others: Tensor
+    rows: Tensor
+    columns: Tensor
+    row_side: int
     column_side: int
+    whole: bool = False
 
 
 class SimilarityBlocks:
-    """The blocks of similarities that a process needs, each (b, B): its images against all texts, its texts against all
-    images, as OpenCLIP's `local_loss` computes them.
+    """The similarities that a process needs: its images against all texts and its texts against all images, as
+    OpenCLIP's `local_loss` computes them, or one block for both where there is one process.
+
+    They are computed in parts of a few rows (`streaming`), once for the batch's own normalizers and once for the
+    gradient; nothing of b x B numbers is kept.
 
     Args:
         pairs: the batch.
@@ -86,78 +94,112 @@ class SimilarityBlocks:
         self.surrogate = surrogate
         self.all_positives = pairs.all_positives
         self.positives = self.all_positives[pairs.local]
-        embeddings = ((pairs.image.detach(), pairs.all_image), (pairs.text.detach(), pairs.all_text))
-        self.blocks: list[list[Block]] = []
-        for side, (anchors, _) in enumerate(embeddings):
-            columns = (1 - side, side) if both_sides else (1 - side,)
-            self.blocks.append([Block(anchors @ embeddings[c][1].T, embeddings[c][1], c) for c in columns])
-        self.negatives = len(self.blocks[0]) * (len(self.all_positives) - 1)
+        image, text = pairs.image.detach(), pairs.text.detach()
+        if len(image) == len(pairs.all_image):
+            self.blocks = [Block(image, text, 0, 1, whole=True)]
+        else:
+            self.blocks = [Block(image, pairs.all_text, 0, 1), Block(text, pairs.all_image, 1, 0)]
+        if both_sides:
+            self.blocks += [Block(image, pairs.all_image, 0, 0), Block(text, pairs.all_text, 1, 1)]
+        self.parts = parts(len(image), len(self.all_positives), image.device)
+        self.negatives = (2 if both_sides else 1) * (len(self.all_positives) - 1)
+        self._latest: tuple[Block, slice, Tensor] | None = None
+
+    def _similarities(self, block: Block, part: slice) -> Tensor:
+        """(rows of the part, B). The one computed last is still there for whoever asks again."""
+        if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
+            return self._latest[2]
+        self._latest = None  # before its successor is allocated
+        self._latest = (block, part, block.rows[part] @ block.columns.T)
+        return self._latest[2]
 
     def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
         """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1; with negatives of both
         sides, isogclr.txt Eq. 11."""
         tau = local_part(all_tau, self.pairs)
-        sums = [
-            torch.stack([self._log_sum_exp(block.similarities, of_side(tau, side)) for block in blocks]).logsumexp(0)
-            for side, blocks in enumerate(self.blocks)
-        ]
-        return torch.stack(sums) - math.log(self.negatives)
+        log_sums = self.positives.new_full((2, len(self.positives)), -math.inf)
+        for block in self.blocks:
+            for part in self.parts:
+                similarities = self._similarities(block, part)
+                own = self.pairs.offset + part.start
+                rows = self._log_sum(similarities, self.positives[part], of_side(tau, block.row_side, part), 1, own)
+                log_sums[block.row_side, part] = torch.logaddexp(log_sums[block.row_side, part], rows)
+                if block.whole:
+                    columns = self._log_sum(similarities, self.positives, of_side(tau, block.column_side), 0, own)
+                    log_sums[block.column_side] = torch.logaddexp(log_sums[block.column_side], columns)
+        return log_sums - math.log(self.negatives)
 
-    def _log_sum_exp(self, similarities: Tensor, tau: Tensor) -> Tensor:
-        exponents = self.surrogate.value(similarities - self.positives[:, None]) / (tau[:, None] if tau.dim() else tau)
-        exponents.diagonal(self.pairs.offset).fill_(-math.inf)
-        return exponents.logsumexp(dim=1)
+    def _log_sum(self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, own: int) -> Tensor:
+        """Over the negatives, which are along `dim`; the anchors are along the other dimension."""
+        gaps = similarities - positives.unsqueeze(dim)
+        exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim) if tau.dim() else tau)
+        exponents.diagonal(own).fill_(-math.inf)
+        return log_sum_exp_(exponents, dim)
 
-    def gradients(self, all_tau: Tensor, alpha: Tensor, all_alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def add_gradients(
+        self, features: tuple[Tensor, Tensor], all_tau: Tensor, alpha: Tensor, all_alpha: Tensor
+    ) -> Tensor:
         """Gradient of the global batch's sum over sides of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha constant
         (neuclip.txt Eq. 4; isogclr.txt Eq. 14 and 21).
 
         Args:
+            features: that with respect to `image` and to `text` of this process, (b, d) each, is added to these.
             all_tau: temperatures.
             alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT.
             all_alpha: of all anchors, (2, B).
 
         Returns:
-            With respect to `image` and to `text` of this process, (b, d) each, and per anchor
-            tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
+            Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
 
         A pair's similarity appears with its row's sample as the anchor and with its column's; both weights come
-        from the same block, so no gradient travels between processes.
+        from the same part, so no gradient travels between processes.
         """
-        pairs, batch = self.pairs, self.all_positives.shape[0]
-        tau = local_part(all_tau, pairs)
-        features, positive_weight, tau_terms = [], 0.0, []
-        for side, blocks in enumerate(self.blocks):
-            row_tau = of_side(tau, side)
-            row_tau = row_tau[:, None] if row_tau.dim() else row_tau
-            feature, tau_term = 0.0, 0.0
-            for block in blocks:
-                row_gap = block.similarities - self.positives[:, None]
-                row_weight = self._weights(row_gap, row_tau, alpha[side][:, None])
-                tau_term = tau_term - (row_weight * self.surrogate.value(row_gap)).sum(dim=1, keepdim=True) / row_tau
-                row_weight = row_weight * self.surrogate.slope(row_gap)
-                column_gap = block.similarities - self.all_positives[None, :]
-                column_alpha = all_alpha[block.column_side][None, :]
-                column_weight = self._weights(column_gap, of_side(all_tau, block.column_side), column_alpha)
-                column_weight = column_weight * self.surrogate.slope(column_gap)
-                feature = feature + (row_weight + column_weight) @ block.others / batch
-                positive_weight = positive_weight + row_weight.sum(dim=1)
-            features.append(feature)
-            tau_terms.append(tau_term)
-        positive_weight = positive_weight[:, None] / batch
-        image = features[0] - positive_weight * pairs.text.detach()
-        text = features[1] - positive_weight * pairs.image.detach()
-        return image, text, torch.cat(tau_terms, dim=1).T
+        tau = local_part(all_tau, self.pairs)
+        share = 1 / len(self.all_positives)
+        tau_terms, positive_weight = torch.zeros_like(alpha), torch.zeros_like(self.positives)
+        for block in reversed(self.blocks):
+            row_side, column_side = block.row_side, block.column_side
+            for part in reversed(self.parts):  # the similarities of the first pass's last part are still there
+                similarities = self._similarities(block, part)
+                own = self.pairs.offset + part.start
+                weights, positive, by_tau = self._weights(
+                    similarities, self.positives[part], of_side(tau, row_side, part), alpha[row_side, part], 1, own
+                )
+                positive_weight[part] += positive
+                tau_terms[row_side, part] -= by_tau
+                column_weights, positive, by_tau = self._weights(
+                    similarities, self.all_positives, of_side(all_tau, column_side), all_alpha[column_side], 0, own
+                )
+                weights.add_(column_weights)
+                features[row_side][part].addmm_(weights, block.columns, alpha=share)
+                if block.whole:
+                    positive_weight += positive
+                    tau_terms[column_side] -= by_tau
+                    features[column_side].addmm_(weights.T, block.rows[part], alpha=share)
+        self._latest = None
+        for feature, partner in zip(features, (self.pairs.text, self.pairs.image), strict=True):
+            feature.addcmul_(positive_weight[:, None], partner.detach(), value=-share)
+        return tau_terms
 
-    def _weights(self, gap: Tensor, tau: Tensor, alpha: Tensor) -> Tensor:
-        weights = (self.surrogate.value(gap) / tau - alpha).exp_()
-        weights.diagonal(self.pairs.offset).zero_()
-        return weights.div_(self.negatives)
+    def _weights(
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, own: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(l / tau - alpha) dl/ds / N of each pair of a part; for each anchor their sum over its negatives, and that
+        of exp(l / tau - alpha) l / tau / N. The negatives are along `dim`, the anchors along the other dimension."""
+        gaps = similarities - positives.unsqueeze(dim)
+        slope = self.surrogate.slope(gaps)
+        exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim) if tau.dim() else tau)
+        weights = exp_(exponents - (alpha + math.log(self.negatives)).unsqueeze(dim))
+        weights.diagonal(own).zero_()
+        by_tau = exponents.mul_(weights).sum(dim)
+        if isinstance(slope, Tensor):
+            weights.mul_(slope)
+        return weights, weights.sum(dim), by_tau
 
 
-def of_side(tau: Tensor, side: int) -> Tensor:
-    """The temperatures of one side, 0-d or one per anchor."""
-    return tau[side] if tau.dim() else tau
+def of_side(tau: Tensor, side: int, part: slice = slice(None)) -> Tensor:
+    """The temperatures of one side's anchors, or of a part of them; 0-d or one per anchor."""
+    return tau[side, part] if tau.dim() else tau
 
 
 def local_part(tau: Tensor, pairs: Pairs) -> Tensor:

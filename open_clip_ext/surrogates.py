@@ -71,11 +71,12 @@ class PowerHinge(Surrogate):
         self.power = margin_power
 
     def value(self, gap: Tensor) -> Tensor:
-        return (gap + self.margin).clamp(min=0) ** self.power
+        return (gap + self.margin).clamp_(min=0).pow_(self.power)
 
     def slope(self, gap: Tensor) -> Tensor:
-        base = (gap + self.margin).clamp(min=0)
-        return self.power * base ** (self.power - 1) * (base > 0)
+        if self.power == 1:
+            return (gap > -self.margin).to(gap)
+        return (gap + self.margin).clamp_(min=0).pow_(self.power - 1).mul_(self.power)
 
 
 SURROGATES = {surrogate.name: surrogate for surrogate in (Identity, PowerHinge)}

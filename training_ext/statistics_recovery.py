@@ -8,8 +8,9 @@ data with the weights standing still at omega_0 and move only
     m <- beta_1 m + (1 - beta_1) g                       as each parameter
     v <- beta_2 v + (1 - beta_2) g^2                     as each parameter
 
-Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in Algorithm 2)
-is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with u (Eq. 4).
+Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in
+Algorithm 2) is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with
+u (Eq. 4).
 
 They are OpenCLIP's own epochs with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is
 checked after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and

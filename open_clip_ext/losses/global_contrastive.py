@@ -10,6 +10,7 @@ Both sides are summed and rho is on that scale, as in the papers; FastCLIP's rel
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -140,14 +141,11 @@ class GlobalContrastiveLoss(Loss):
             if moves:
                 self.normalizer.update(batch)
 
-        positives = (pairs.image * pairs.text).sum(dim=1)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer):
-            own_tau = local_part(taus, pairs).clone().requires_grad_() if taus.dim() else tau
-            alpha = self.normalizer(pairs, positives, own_tau, batch)
-            if self.mixing > 0:
-                alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
-            alpha = alpha.maximum(log_batch - MAX_LOG_WEIGHT)
-
+        wants_slopes = torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer
+        inputs = pairs.image, pairs.text, blocks.positives, local_part(taus, pairs)
+        inputs = [tensor.detach().requires_grad_(wants_slopes) for tensor in inputs]
+        with torch.set_grad_enabled(wants_slopes):
+            alpha = self._alpha(pairs, inputs, batch, log_batch)
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~all_alpha.isfinite().all()[None]]))
@@ -156,15 +154,24 @@ class GlobalContrastiveLoss(Loss):
                 self.probe.observe(batch, all_alpha)
             log_values = self.objective.log_values(batch.log_batch, all_alpha)
             value = self.temperature.value(taus, log_values)
-            gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, alpha, all_alpha)
-            if taus.dim() and alpha.requires_grad:
-                slope = self.objective.alpha_gradient(log_batch, alpha)
-                tau_terms = tau_terms + own_tau * torch.autograd.grad(alpha, own_tau, slope, retain_graph=True)[0]
+            gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha)
             if moves and self.temperature.needs_index:
                 all_tau_terms = all_gather(tau_terms.T).T
                 per_anchor = log_values + self.temperature.rho + all_tau_terms
                 self.temperature.update(index, taus, per_anchor, batch.finite)
         return attach_gradients(value, gradients)
+
+    def _alpha(self, pairs: Pairs, inputs: list[Tensor], batch: Batch, log_batch: Tensor) -> Tensor:
+        """Log-normalizers of this process's anchors, (2, b).
+
+        Args:
+            inputs: image, text, s_ii and temperatures of this process, of which alone alpha has a graph.
+        """
+        image, text, positives, taus = inputs
+        alpha = self.normalizer(replace(pairs, image=image, text=text), positives, taus, batch)
+        if self.mixing > 0:
+            alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
+        return alpha.maximum(log_batch - MAX_LOG_WEIGHT)
 
     def _taus(self, tau: Tensor, index: Tensor | None, moves: bool) -> Tensor:
         """The step's temperatures; those per sample are moved by its first call, and its other calls want the old."""
@@ -196,25 +203,41 @@ class GlobalContrastiveLoss(Loss):
         )
         return batch, problems
 
-    def _gradients(self, pairs, blocks, tau, taus, log_batch, alpha, all_alpha):
+    def _gradients(self, pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha):
         """This process's part of the gradient of the global value, by input; and of its anchors
-        tau_i * exp(-alpha_i) * dg_i/dtau_i, alpha constant."""
+        tau_i * exp(-alpha_i) * dg_i/dtau_i, with what alpha's own dependence on tau_i adds."""
         batch = all_alpha.shape[1]
+        image, text, by_tau = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
+        alpha = alpha.detach()
+        tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
-        image, text, tau_terms = blocks.gradients(taus, alpha, all_alpha)
-        local_taus = local_part(taus, pairs)
-        scale = self.temperature.scale(local_taus)
-        if taus.dim() == 0:
-            image, text = image * (scale / taus), text * (scale / taus)
-        gradients = [(pairs.image, image * share), (pairs.text, text * share)]
+        if taus.dim():
+            tau_terms = tau_terms + by_tau * batch
+        else:
+            rescaled = self.temperature.scale(taus) / taus
+            image.mul_(rescaled)
+            text.mul_(rescaled)
+            by_tau = by_tau * rescaled
+        gradients = [(pairs.image, image.mul_(share)), (pairs.text, text.mul_(share))]
         log_values = self.objective.log_values(log_batch, alpha)
         tau_gradient = self.temperature.gradient(taus, log_values, tau_terms, batch)
         if tau_gradient is not None:
-            gradients.append((tau, tau_gradient * share))
-        alpha_gradient = self.objective.alpha_gradient(log_batch, alpha)
-        if alpha_gradient is not None:
-            gradients.append((alpha, alpha_gradient * scale * (share / batch)))
+            gradients.append((tau, (tau_gradient + by_tau) * share))
         return gradients, tau_terms
+
+    def _through_alpha(self, pairs, inputs, log_batch, alpha, batch) -> tuple[Tensor, Tensor, Tensor]:
+        """What comes through alpha of the gradient of the sum over sides of mean_i tau_i * log_value_i: in image and
+        text, (b, d) each, and in tau."""
+        image, text, positives, taus = inputs
+        slopes = self.objective.alpha_gradient(log_batch, alpha.detach())
+        if slopes is None or not alpha.requires_grad:
+            return torch.zeros_like(image), torch.zeros_like(text), torch.zeros_like(taus)
+        upstream = slopes * taus.detach() / batch
+        found = torch.autograd.grad(alpha, inputs, upstream, allow_unused=True, materialize_grads=True)
+        by_image, by_text, by_positive, by_tau = (gradient.contiguous() for gradient in found)
+        by_image.addcmul_(by_positive[:, None], pairs.text.detach())
+        by_text.addcmul_(by_positive[:, None], pairs.image.detach())
+        return by_image, by_text, by_tau
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""

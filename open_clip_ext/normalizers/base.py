@@ -1,7 +1,7 @@
 """The interface of a normalizer estimator: alpha_i ~ log(eps + g_i) over the whole data set."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -32,6 +32,13 @@ class Batch:
     tau: Tensor
     index: Tensor | None
     finite: Tensor
+
+    def numbers(self) -> "Batch":
+        """The same if it is finite, else with some numbers: sums over it are finite, and may be multiplied by 0."""
+        instead = {"image": 0.0, "text": 0.0, "positives": 0.0, "log_batch": 0.0, "tau": 1.0}
+        return replace(
+            self, **{name: torch.where(self.finite, getattr(self, name), value) for name, value in instead.items()}
+        )
 
 
 class Normalizer(nn.Module):

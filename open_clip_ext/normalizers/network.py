@@ -16,6 +16,7 @@ Readings fixed here, where the paper is silent:
   number alone, so that it and the encoders' together are one AdamW. There are no restarts after the first, and T_u = 1.
 """
 
+import inspect
 from collections.abc import Collection
 
 import torch
@@ -132,7 +133,10 @@ class NetworkNormalizer(Normalizer):
         """See each batch, before restarts and updates."""
 
     def _set_gradient(self, batch: Batch) -> Tensor:
-        """Write the objective's gradient to the parameters' `grad`, 0 if the batch is not finite; its value, 0-d."""
+        """Write the objective's gradient to the parameters' `grad`, 0 if the batch is not finite; its value, 0-d.
+
+        The batch comes here with numbers in it in any case (`Batch.numbers`).
+        """
         raise NotImplementedError
 
     def _extra_state(self) -> dict[str, Tensor]:
@@ -154,6 +158,7 @@ class NetworkNormalizer(Normalizer):
             if self.reset_optimizer:
                 self._new_optimizer()
             self._broadcast()
+        batch = batch.numbers()
         for update in range(self.updates):
             objective = self._set_gradient(batch)
             if update == 0:
@@ -177,7 +182,12 @@ class NetworkNormalizer(Normalizer):
         parameters = list(self._named().values())
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        self.optimizer = OPTIMIZERS[self.optimizer_name](parameters, **self._optimizer_settings)
+        optimizer = OPTIMIZERS[self.optimizer_name]
+        settings = dict(self._optimizer_settings)
+        # One pass over the memory; on CUDA torch.optim's own default does as well.
+        if parameters[0].device.type == "cpu" and "fused" in inspect.signature(optimizer).parameters:
+            settings["fused"] = True
+        self.optimizer = optimizer(parameters, **settings)
 
     def _broadcast(self) -> None:
         if world_size() == 1:

@@ -32,11 +32,13 @@ from torch import Tensor
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.normalizers.log_sum import log_sum
 from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
+from open_clip_ext.streaming import exp_, highest, parts
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -114,50 +116,69 @@ class Prototypes(NetworkNormalizer):
         self.weight.copy_(self.ring.rows)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
-        gradient, objective = self._gradient(torch.stack([batch.image, batch.text]), batch)
-        self.weight.grad[:, : self.own_active] = torch.where(batch.finite, gradient, 0.0)
-        return objective
+        """Of the sum over sides of the anchors' mean objective.
 
-    def _gradient(self, anchors: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Gradient (2, k, d) of those here, and value (0-d), of the sum over sides of the anchors' mean objective."""
-        norm, prototypes = self._normalised()
-        gaps = torch.bmm(anchors, prototypes.mT).sub_(batch.positives[:, None])
+        An anchor needs all prototypes and no other anchor, so that a few anchors at a time are seen once, both ways.
+        """
+        prototypes, lengths = self._active_prototypes()
+        gradient = self.weight.grad[:, : self.own_active]
+        alpha = torch.empty_like(batch.log_batch)
+        # The same parts on every process, whose numbers of prototypes may differ by one.
+        columns = -(-self.active // world_size()) if self.split else self.active
+        for part in parts(len(batch.positives), 2 * columns, batch.image.device, least=2):
+            alpha[:, part] = self._add_gradient(gradient, prototypes, lengths.reciprocal(), batch, part)
+        # From the gradient in unit vectors to that in the prototypes themselves.
+        for part in parts(prototypes.shape[1], 2 * prototypes.shape[2], prototypes.device):
+            some, length = prototypes[:, part], lengths[:, part, None]
+            radial = (gradient[:, part] * some).sum(dim=2, keepdim=True) / length**3
+            gradient[:, part].div_(length).addcmul_(some, radial, value=-1)
+        return self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
+
+    def _add_gradient(
+        self, gradient: Tensor, prototypes: Tensor, inverse_lengths: Tensor, batch: Batch, part: slice
+    ) -> Tensor:
+        """Add some anchors' gradient in the prototypes at length 1, (2, k, d), to that of the anchors before them.
+
+        Returns:
+            alpha of these anchors, (2, r).
+        """
+        anchors = torch.stack([batch.image[part], batch.text[part]])
+        tau = batch.tau[:, part, None] if batch.tau.dim() else batch.tau
+        gaps = torch.bmm(anchors, prototypes.mT).mul_(inverse_lengths[:, None]).sub_(batch.positives[part, None])
         slope = self.surrogate.slope(gaps)
-        tau = batch.tau[:, :, None] if batch.tau.dim() else batch.tau
-        exponents = self.surrogate.value(gaps) / tau
-        log_sum = exponents.logsumexp(dim=2)
+        exponents = self.surrogate.value(gaps).div_(tau)
+        peak = highest(exponents, 2)
+        shares = exp_(exponents.sub_(peak))
+        log_sum = shares.sum(2).log_().add_(peak[:, :, 0])
         if self.split:
             log_sum = log_sum_over_processes(log_sum)
-        log_mean = log_sum - math.log(self.active)
-        alpha = add_eps(log_mean, self.eps)
-        objective = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
-        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_mean - alpha).exp() / anchors.shape[1]
-        share = exponents.sub_(log_sum[:, :, None]).exp_()
-        share.mul_(slopes[:, :, None] / tau).mul_(slope)
-        gradient = torch.bmm(share.mT, anchors)
-        radial = (gradient * prototypes).sum(dim=2, keepdim=True)
-        return gradient.sub_(radial * prototypes).div_(norm), objective
+        alpha = add_eps(log_sum - math.log(self.active), self.eps)
+        # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
+        factor = (peak[:, :, 0] - alpha - math.log(self.active)).exp_()
+        slopes = self.objective.slopes(batch.log_batch[:, part], alpha) / len(batch.positives)
+        shares.mul_((factor * slopes * batch.finite)[:, :, None] / tau)
+        if isinstance(slope, Tensor):
+            shares.mul_(slope)
+        gradient.baddbmm_(shares.mT, anchors, beta=0 if part.start == 0 else 1)
+        return alpha
 
-    def _normalised(self) -> tuple[Tensor, Tensor]:
-        weight = self.weight[:, : self.own_active]
-        norm = weight.norm(dim=2, keepdim=True)
-        norm = norm + (norm == 0)
-        return norm, weight / norm
+    def _active_prototypes(self) -> tuple[Tensor, Tensor]:
+        """Those in use that are here, (2, k, d), and their lengths, (2, k)."""
+        prototypes = self.weight[:, : self.own_active]
+        lengths = prototypes.norm(dim=2)
+        return prototypes, lengths + (lengths == 0)
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         if self.weight is None:
             return batch.log_batch[:, pairs.local]
         self._follow(pairs.all_image)
-        _, prototypes = self._normalised()
+        prototypes, lengths = self._active_prototypes()
+        inputs = (pairs.image, pairs.text, positives, tau, prototypes)
         if self.split:
-            inputs = (pairs.image, pairs.text, positives, tau)
-            log_sum = SplitLogSum.apply(*inputs, prototypes, pairs, batch, self.surrogate)
-            return add_eps(log_sum - math.log(self.active), self.eps)
-        cosines = torch.stack([pairs.image @ prototypes[0].T, pairs.text @ prototypes[1].T])
-        tau = tau[:, :, None] if tau.dim() else tau
-        exponents = self.surrogate.value(cosines - positives[:, None]) / tau
-        log_mean = exponents.logsumexp(dim=2) - math.log(self.active)
-        return add_eps(log_mean, self.eps)
+            log_total = SplitLogSum.apply(*inputs, lengths, pairs, batch, self.surrogate)
+        else:
+            log_total = log_sum(*inputs, self.surrogate, lengths)
+        return add_eps(log_total - math.log(self.active), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         active = 0 if self.ring is None else self.active

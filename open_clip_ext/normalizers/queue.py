@@ -17,6 +17,7 @@ from torch import Tensor
 from open_clip_ext.distributed import rank
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.log_sum import log_sum
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
@@ -75,12 +76,9 @@ class Queue(Normalizer):
             return batch.log_batch[:, pairs.local]
         self._follow(pairs.all_image)
         queued = self.ring.rows[:, : self.ring.active]
-        cosines = torch.stack([pairs.image @ queued[0].T, pairs.text @ queued[1].T])
-        tau = tau[:, :, None] if tau.dim() else tau
-        exponents = self.surrogate.value(cosines - positives[:, None]) / tau
-        if own:
-            exponents = exponents.index_fill(2, self.own, -math.inf)
-        return add_eps(exponents.logsumexp(dim=2) - math.log(others), self.eps)
+        hidden = self.own if own else None
+        log_total = log_sum(pairs.image, pairs.text, positives, tau, queued, self.surrogate, hidden=hidden)
+        return add_eps(log_total - math.log(others), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"queued": torch.tensor(float(0 if self.ring is None else self.ring.active))}

@@ -31,13 +31,14 @@ class EmbeddingRing:
 
         In place of a batch that is not finite it takes what it took before, or nothing but unit vectors.
         """
-        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
-        count = latest.shape[1]
-        places = (torch.arange(count, device=latest.device) + self.head) % self.capacity
-        earlier = self.rows[:, (places - count) % self.capacity]
-        if self.active < count:
-            earlier = torch.eye(count, latest.shape[2], dtype=latest.dtype, device=latest.device).expand_as(latest)
-        self.rows[:, places] = torch.where(batch.finite, latest, earlier)
+        count = min(len(batch.text), self.capacity)
+        places = (torch.arange(count, device=self.rows.device) + self.head) % self.capacity
+        before = (places - count) % self.capacity
+        for rows, latest in zip(self.rows, (batch.text[-count:], batch.image[-count:]), strict=True):
+            earlier = rows[before]
+            if self.active < count:
+                earlier = torch.eye(*latest.shape, dtype=latest.dtype, device=latest.device)
+            rows[places] = torch.where(batch.finite, latest, earlier)
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.normalizers.log_sum import log_sums
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.pairs import Pairs
 from open_clip_ext.surrogates import Surrogate
@@ -85,34 +86,31 @@ class SplitLogSum(torch.autograd.Function):
     """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
 
     Takes this process's `image` and `text` (b, d), `positives` (b,) and `tau` (0-d or (2, b)), whose gradients it
-    gives; and without gradient its unit prototypes (2, k_r, d), the batch, and l.
+    gives; and without gradient its prototypes (2, k_r, d), their lengths (2, k_r), the batch, and l.
     """
 
     @staticmethod
     def forward(
         ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor,
-        prototypes: Tensor, pairs: Pairs, batch: Batch, surrogate: Surrogate,
+        prototypes: Tensor, lengths: Tensor, pairs: Pairs, batch: Batch, surrogate: Surrogate,
     ) -> Tensor:
-        all_tau = batch.tau[:, :, None] if batch.tau.dim() else batch.tau
-        gaps = torch.bmm(torch.stack([batch.image, batch.text]), prototypes.mT) - batch.positives[:, None]
-        exponents = surrogate.value(gaps) / all_tau
-        log_sum = log_sum_over_processes(exponents.logsumexp(dim=2))
-        ctx.save_for_backward(prototypes, gaps, exponents, log_sum, all_tau)
-        ctx.surrogate, ctx.local, ctx.tau_dim = surrogate, pairs.local, tau.dim()
-        return log_sum[:, pairs.local]
+        anchors = (batch.image, batch.text, batch.positives, batch.tau)
+        own, (by_anchor, by_positive, by_tau) = log_sums(*anchors, prototypes, surrogate, lengths)
+        log_total = log_sum_over_processes(own)
+        partial = torch.cat([by_anchor, by_positive[:, :, None], by_tau[:, :, None]], dim=2)
+        ctx.save_for_backward(partial, (own - log_total).exp())
+        ctx.local, ctx.one_tau = pairs.local, tau.dim() == 0
+        return log_total[:, pairs.local]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        prototypes, gaps, exponents, log_sum, all_tau = ctx.saved_tensors
-        weights = all_gather(grad_output.T.contiguous()).T[:, :, None] * (exponents - log_sum[:, :, None]).exp()
-        by_tau = -(weights * exponents / all_tau).sum(dim=2)
-        weights = weights * ctx.surrogate.slope(gaps) / all_tau
-        parts = [torch.bmm(weights, prototypes), -weights.sum(dim=2, keepdim=True), by_tau[:, :, None]]
-        features, by_positive, by_tau = _sum_of_own(torch.cat(parts, dim=2), ctx.local).split(
-            [prototypes.shape[2], 1, 1], dim=2
-        )
-        by_tau = by_tau[:, :, 0] if ctx.tau_dim else by_tau.sum()
-        return features[0], features[1], by_positive.sum(dim=(0, 2)), by_tau, None, None, None, None
+        partial, share = ctx.saved_tensors
+        slopes = share * all_gather(grad_output.T).T
+        summed = _sum_of_own(partial * slopes[:, :, None], ctx.local)
+        by_tau = summed[:, :, -1]
+        features = summed[:, :, :-2]
+        by_tau = by_tau.sum() if ctx.one_tau else by_tau
+        return features[0], features[1], summed[:, :, -2].sum(dim=0), by_tau, None, None, None, None, None
 
 
 def _sum_of_own(partial: Tensor, local: slice) -> Tensor:

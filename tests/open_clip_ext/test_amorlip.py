@@ -54,7 +54,7 @@ class Reference:
 
     def copy_of(self, networks):
         dimension = next(networks.parameters()).shape[1]
-        copy = torch.nn.ModuleList(PartitionMLP(dimension, 0.5, torch.zeros(())).double() for _ in range(2))
+        copy = torch.nn.ModuleList(PartitionMLP(dimension, 0.5).double() for _ in range(2))
         copy.load_state_dict(networks.state_dict())
         return copy
 
@@ -125,7 +125,10 @@ def test_algorithm_1(objective, denominator, weight, target, batch, dimension, s
             def started(levels, epoch=epoch):
                 with torch.random.fork_rng():
                     torch.manual_seed(epoch)
-                    return torch.nn.ModuleList(PartitionMLP(dimension, 0.5, level.float()) for level in levels).double()
+                    sides = torch.nn.ModuleList(PartitionMLP(dimension, 0.5) for _ in levels)
+                for side, level in zip(sides, levels, strict=True):
+                    torch.nn.init.constant_(side.out.bias, level.float())
+                return sides.double()
 
             rho = 6.5 if epoch < 3 else -8.0  # the last quarter
             expected, expected_value = reference.step(e1, e2, s, epoch, k, started, rho)

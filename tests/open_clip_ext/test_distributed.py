@@ -11,7 +11,7 @@ from open_clip.loss import ClipLoss
 from ports import free_ports
 from reference import unit
 
-from open_clip_ext import create_loss
+from open_clip_ext import create_loss, streaming
 from open_clip_ext.collectives import CollectiveCounter
 from open_clip_ext.distributed import ShardedRows
 
@@ -200,6 +200,7 @@ def check_what_is_sent(rank, world):
 def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
+    streaming.CPU_PART, streaming.LEAST_ROWS = 1, 5  # several parts, which one process has in one
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         check_table(rank, world)

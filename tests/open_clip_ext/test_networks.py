@@ -103,7 +103,7 @@ def test_an_mlp_for_a_network(objective, encoder_objective):
         if sides is None:  # started as ours did, which the next test looks at
             fresh = create_loss("neuclip", normalizer="mlp", npn_updates=0, mlp_width=0.75, loss_eps=EPS)
             fresh(e1, e2, 1 / TAU)
-            sides = torch.nn.ModuleList(PartitionMLP(8, 0.75, torch.zeros(())).double() for _ in range(2))
+            sides = torch.nn.ModuleList(PartitionMLP(8, 0.75).double() for _ in range(2))
             started = {key.removeprefix("state."): value for key, value in fresh.full_state().items()}
             sides.load_state_dict({key: started[key] for key in sides.state_dict()})
             optimizer = torch.optim.Adam(sides.parameters(), lr=0.01)

@@ -1,0 +1,130 @@
+"""Forward and backward of every loss, time and peak memory, as ratios to OpenCLIP's ClipLoss.
+
+    python benchmarks/loss.py --json loss.json
+
+Ours and ClipLoss alternate on the same features in one process; ratios of the medians, with the quartiles of the single
+rounds' ratios. Memory is what a call has allocated at a time beyond what was there before. A network's updates are left
+out here (`network.py` has them). What compares anchors with m other vectors is also compared with ClipLoss plus the
+bare matrix products which that takes: forward, and backward in the anchors where alpha has a gradient.
+"""
+
+import torch
+from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
+from open_clip.loss import ClipLoss
+from torch.nn.functional import normalize
+from tqdm import tqdm
+
+import open_clip_ext
+from open_clip_ext.memory import total_memory
+from open_clip_ext.normalizers import Prototypes, Queue
+
+CLIP_BLOCKS = 8  # B x B numbers that ClipLoss holds at a time, to leave out what cannot be
+
+
+class Call:
+    """One loss on one batch, forward and backward."""
+
+    def __init__(
+        self, loss: torch.nn.Module, batch: int, dim: int, dtype: torch.dtype, device: torch.device, rows: int
+    ):
+        generator = torch.Generator().manual_seed(1)
+        image = normalize(torch.randn(batch, dim, generator=generator), dim=1)
+        text = normalize(image + torch.randn(batch, dim, generator=generator) / dim**0.5, dim=1)
+        self.features = [side.to(device, dtype).requires_grad_() for side in (image, text)]
+        self.logit_scale = torch.tensor(1 / 0.03, device=device, requires_grad=True)
+        self.loss = loss
+        self.more = {}
+        if isinstance(loss, open_clip_ext.losses.Loss):
+            loss.set_epoch(0)
+            self.more["index"] = torch.randint(rows, (batch,), generator=generator).to(device)
+        self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    def __call__(self) -> None:
+        with self.autocast:
+            value = self.loss(*self.features, self.logit_scale, **self.more)
+        value.backward()
+        for tensor in (*self.features, self.logit_scale):
+            tensor.grad = None
+
+
+class BareProducts:
+    """Products of the anchors of both sides with m vectors, and back where there is a gradient."""
+
+    def __init__(self, batch: int, dim: int, m: int, backward: bool, device: torch.device):
+        self.anchors, self.others = torch.randn(2, batch, dim, device=device), torch.randn(2, m, dim, device=device)
+        self.backward = backward
+        self.step = max(1, (1 << 24) // m)
+
+    def __call__(self) -> None:
+        for side in range(2):
+            for anchors in self.anchors[side].split(self.step):
+                products = anchors @ self.others[side].T
+                if self.backward:
+                    products @ self.others[side]
+
+
+def filled(loss: torch.nn.Module, call: Call, m: int, batch: int) -> None:
+    """Call until the ring of a network or a queue is full."""
+    for _ in range(-(-m // batch)):
+        call()
+
+
+def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.device, args) -> dict:
+    settings = {"npn_updates": 0} if name == "neuclip" else {}
+    if name == "queue":
+        settings["queue_size"] = args.m
+    if name == "neuclip":
+        settings["npn_prototypes"] = args.m
+    rows = args.num_samples
+    loss = open_clip_ext.create_loss(name, num_samples=rows, epochs=8, device=device, **settings)
+    ours = Call(loss, batch, dim, dtype, device, rows)
+    clip = Call(ClipLoss(), batch, dim, dtype, device, rows)
+    filled(loss, ours, args.m if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)) else 0, batch)
+    functions = {"ours": ours, "clip": clip}
+    if settings:
+        functions["products"] = BareProducts(batch, dim, args.m, loss.objective.needs_differentiable_normalizer, device)
+    times = alternate(functions, device, seconds=args.seconds)
+    result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
+    result |= summary(times, "ours", "clip")
+    if settings:
+        result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
+    result["bytes"], result["base_bytes"] = peak_memory(ours, device), peak_memory(clip, device)
+    return result
+
+
+def cells(result: dict) -> dict[str, str]:
+    extra = result.get("to_clip_and_products")
+    return {
+        "loss": result["loss"], "B": result["batch"], "d": result["dim"], "features": result["dtype"], **shown(result),
+        "clip ms": f"{1e3 * result['base_seconds']:.1f}",
+        "memory": f"{result['bytes'] / result['base_bytes']:.2f}", "MiB": f"{result['bytes'] / 2**20:.1f}",
+        "to clip + products": f"{extra['ratio']:.2f}" if extra else "",
+    }
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    flags = parser(__doc__)
+    flags.add_argument("--losses", nargs="+", help="default: all")
+    flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    flags.add_argument("--dims", type=int, nargs="+", default=[512])
+    flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue")
+    flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
+    args = flags.parse_args(argv)
+    device = begin(args)
+    names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
+    cases = [
+        (name, batch, dim, getattr(torch, dtype))
+        for dtype in args.dtypes for dim in args.dims for batch in args.batch_sizes for name in names
+        if CLIP_BLOCKS * 4 * batch**2 < total_memory(device)
+    ]
+    results = [compare(*case, device, args) for case in tqdm(cases, desc="losses")]
+    if left_out := sorted({batch for batch in args.batch_sizes if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device)}):
+        print(f"left out, too much memory for ClipLoss: batch {', '.join(map(str, left_out))}")
+    print(table([cells(result) for result in results]))
+    finish(args, device, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Time and memory of functions, measured in turn so that whatever else the machine does meets all of them."""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def alternate(
+    functions: dict[str, Callable[[], Any]], device: torch.device, least: int = 5, seconds: float = 4.0
+) -> dict[str, list[float]]:
+    """Seconds of each function, one after the other, again and again.
+
+    Args:
+        least: rounds at least, after one that does not count.
+        seconds: rounds go on until this time has passed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():
+        function()
+    started = now(device)
+    while len(next(iter(times.values()))) < least or now(device) - started < seconds:
+        for name, function in functions.items():
+            start = now(device)
+            function()
+            times[name].append(now(device) - start)
+    return times
+
+
+def summary(times: dict[str, list[float]], name: str, base: str | list[str]) -> dict[str, Any]:
+    """The median of `name` over that of `base`, or of several together, with the quartiles of the rounds' ratios."""
+    bases = [base] if isinstance(base, str) else base
+    together = [sum(values) for values in zip(*(times[b] for b in bases), strict=True)]
+    rounds = [ours / theirs for ours, theirs in zip(times[name], together, strict=True)]
+    low, _, high = statistics.quantiles(rounds, n=4)
+    ours, theirs = statistics.median(times[name]), statistics.median(together)
+    return {"ratio": ours / theirs, "quartiles": [low, high], "seconds": ours, "base_seconds": theirs}
+
+
+def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
+    """Bytes that `function` has allocated at a time, at most, beyond what was there before."""
+    function()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # The allocator's own record: temporary memory inside an operation counts too.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    events = record.profiler.kineto_results.events()
+    held = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the numbers were measured on."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif cpuinfo.exists():
+        wanted = ("model name", "flags")
+        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if line.startswith(wanted))
+        lines = {key.strip(): value.strip() for key, value in lines.items()}
+        name = lines.get("model name", name) + (" with AVX-512" if "avx512f" in lines.get("flags", "") else "")
+    return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """With the flags that all benchmarks share."""
+    result = argparse.ArgumentParser(description=doc.splitlines()[0])
+    result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    result.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
+    result.add_argument("--seconds", type=float, default=4.0, help="each comparison takes at least this long")
+    result.add_argument("--json", help="write the results here too")
+    return result
+
+
+def begin(args: argparse.Namespace) -> torch.device:
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    return torch.device(args.device)
+
+
+def finish(args: argparse.Namespace, device: torch.device, results: list[dict]) -> None:
+    if args.json:
+        content = {"machine": machine(device), "results": results}
+        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Rows of equal keys, aligned."""
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
+
+
+def shown(result: dict[str, Any]) -> dict[str, str]:
+    """A `summary` as cells."""
+    low, high = result["quartiles"]
+    ms = f"{1e3 * result['seconds']:.1f}"
+    return {"time": f"{result['ratio']:.2f}", "quartiles": f"{low:.2f}-{high:.2f}", "ms": ms}

@@ -1,0 +1,121 @@
+"""The ten updates of NeuCLIP's network in a step, against plain autograd and against their bare matrix products.
+
+    python benchmarks/network.py --json network.json
+
+`autograd` minimises neuclip.txt Eq. 12's network part as one would write it with torch: the graph of the cosines with
+2 x m prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
+anchors with prototypes, and weights with anchors. Ratios of the medians of rounds in which all three alternate.
+"""
+
+import math
+
+import torch
+from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
+from torch import Tensor
+from torch.nn.functional import normalize
+from tqdm import tqdm
+
+from open_clip_ext.normalizers import Batch, Prototypes
+
+
+class PlainAutograd:
+    """Eq. 12's network part by autograd."""
+
+    def __init__(self, start: Tensor, batch: Batch, updates: int):
+        self.weight = start.clone().requires_grad_()
+        self.optimizer = torch.optim.Adagrad([self.weight], lr=0.01)
+        self.batch = batch
+        self.updates = updates
+        self.log_eps = torch.tensor(math.log(1e-14), device=start.device)
+
+    def __call__(self) -> None:
+        batch = self.batch
+        for _ in range(self.updates):
+            prototypes = normalize(self.weight, dim=2)
+            cosines = torch.stack([batch.image @ prototypes[0].T, batch.text @ prototypes[1].T])
+            exponents = (cosines - batch.positives[:, None]) / batch.tau
+            log_mean = exponents.logsumexp(dim=2) - math.log(len(self.weight[0]))
+            alpha = torch.logaddexp(log_mean, self.log_eps)
+            self.optimizer.zero_grad()
+            ((batch.log_batch - alpha).exp() + alpha).mean(dim=1).sum().backward()
+            self.optimizer.step()
+
+
+class BareProducts:
+    def __init__(self, m: int, batch: Batch, updates: int):
+        dim = batch.image.shape[1]
+        self.anchors = (batch.image, batch.text)
+        self.prototypes = torch.randn(2, m, dim, device=batch.image.device)
+        self.gradient = torch.zeros_like(self.prototypes)
+        self.rows = max(1, (1 << 24) // m)
+        self.updates = updates
+
+    def __call__(self) -> None:
+        for _ in range(self.updates):
+            for anchors, prototypes, gradient in zip(self.anchors, self.prototypes, self.gradient, strict=True):
+                for part in anchors.split(self.rows):
+                    products = part @ prototypes.T
+                    gradient.addmm_(products.T, part)
+
+
+def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    image = normalize(torch.randn(max(batch_size, m), dim, generator=generator), dim=1).to(device)
+    text = normalize(image + torch.randn(len(image), dim, generator=generator).to(device) / dim**0.5, dim=1)
+
+    def batch_of(rows: slice) -> Batch:
+        size = len(image[rows])
+        log_batch = torch.full((2, size), -9.0, device=device)
+        positives = (image[rows] * text[rows]).sum(dim=1)
+        tau, finite = torch.tensor(0.03, device=device), torch.ones((), dtype=torch.bool, device=device)
+        return Batch(image[rows], text[rows], positives, log_batch, tau, None, finite)
+
+    normalizer = Prototypes(npn_prototypes=m, npn_updates=0, npn_restart_every=0, npn_lr=0.01)
+    for start in range(0, m, batch_size):
+        normalizer.update(batch_of(slice(start, start + batch_size)))
+    batch = batch_of(slice(0, batch_size))
+
+    def ours() -> None:
+        for _ in range(args.updates):
+            normalizer._set_gradient(batch)
+            normalizer.optimizer.step()
+
+    functions = {
+        "ours": torch.no_grad()(ours),
+        "autograd": PlainAutograd(normalizer.weight, batch, args.updates),
+        "products": BareProducts(m, batch, args.updates),
+    }
+    times = alternate(functions, device, seconds=args.seconds)
+    return {
+        "batch": batch_size, "m": m, "dim": dim, "updates": args.updates,
+        "to_products": summary(times, "ours", "products"), "to_autograd": summary(times, "ours", "autograd"),
+        "bytes": peak_memory(functions["ours"], device), "autograd_bytes": peak_memory(functions["autograd"], device),
+    }
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    flags = parser(__doc__)
+    flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 4096])
+    flags.add_argument("-m", type=int, default=4096, help="prototypes a side")
+    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("--updates", type=int, default=10, help="T_u")
+    args = flags.parse_args(argv)
+    device = begin(args)
+    results = [compare(batch, args.m, args.dim, device, args) for batch in tqdm(args.batch_sizes, desc="batches")]
+    rows = [
+        {
+            "B": result["batch"], "m": result["m"], "d": result["dim"], "updates": result["updates"],
+            **{f"{key} / {base}": value for base in ("products", "autograd")
+               for key, value in shown(result[f"to_{base}"]).items() if key != "ms"},
+            "ms": f"{1e3 * result['to_products']['seconds']:.0f}",
+            "MiB": f"{result['bytes'] / 2**20:.0f}", "autograd MiB": f"{result['autograd_bytes'] / 2**20:.0f}",
+        }
+        for result in results
+    ]
+    print(table(rows))
+    finish(args, device, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Similarities in parts: a block of a few MiB at a time is computed, used and forgotten."""
+
+import math
+
+import torch
+from torch import Tensor
+
+# Numbers in a part: it and what is derived from it should stay in a CPU's cache, and fill a GPU.
+CPU_PART, GPU_PART = 1 << 18, 1 << 24
+LEAST_ROWS = 128  # matrix products of fewer are slow
+# Beside a largest term of 1, exp(-80) is nothing; from exp(-87) on, where float32 leaves the normal numbers, a CPU
+# takes up to 40 times as long.
+LEAST_EXPONENT = -80.0
+
+
+def parts(rows: int, columns: int, device: torch.device, least: int = 1) -> list[slice]:
+    """Slices of `rows` such that each, times `columns`, is at most a part's numbers, but at least `least` times
+    `LEAST_ROWS` rows."""
+    numbers = CPU_PART if device.type == "cpu" else GPU_PART
+    step = max(least * LEAST_ROWS, numbers // max(1, columns))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def exp_(exponents: Tensor) -> Tensor:
+    """`exponents.exp_()` of numbers that were made comparable to 0; on a CPU what is below exp(-80) counts as that."""
+    if exponents.device.type == "cpu":
+        exponents.clamp_(min=LEAST_EXPONENT)
+    return exponents.exp_()
+
+
+def highest(exponents: Tensor, dim: int) -> Tensor:
+    """The largest along `dim`, which stays with length 1; -inf where there is nothing."""
+    if exponents.shape[dim] == 0:
+        return exponents.new_full([1 if at == dim else size for at, size in enumerate(exponents.shape)], -math.inf)
+    return exponents.amax(dim, keepdim=True)
+
+
+def log_sum_exp_(exponents: Tensor, dim: int) -> Tensor:
+    """`exponents.logsumexp(dim)` in their own memory, which is overwritten; of nothing but -inf, nearly that."""
+    peak = highest(exponents, dim).clamp_(min=torch.finfo(exponents.dtype).min)
+    return exp_(exponents.sub_(peak)).sum(dim).log_().add_(peak.squeeze(dim))
+

@@ -1,0 +1,41 @@
+"""No step waits for the device: on the meta device, whose tensors have no values, any wish to see one raises."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from open_clip_ext import create_loss, list_losses
+
+LOSSES = {preset.name: {} for preset in list_losses() if not preset.is_open_clip}
+LOSSES |= {
+    "neuclip": dict(npn_prototypes=40, npn_restart_every=2),
+    "neuclip, hinge": dict(npn_prototypes=40, surrogate="hinge"),
+    "neuclip, mlp": dict(normalizer="mlp", npn_restart_every=2),
+    "neuclip, joint": dict(npn_prototypes=40, npn_joint=True),
+    "neuclip, individual": dict(npn_prototypes=40, temperature="individual", mixing=0.5),
+    "queue": dict(queue_size=40),
+    "sogclr, both sides": dict(negatives="both"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_step_waits_for_the_device(name, monkeypatch):
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # which meta does not have
+    loss = create_loss(name.split(",")[0], num_samples=100, epochs=4, device="meta", **LOSSES[name])
+    loss.steps = 1  # the first step checks more, and may wait
+    for epoch in range(3):
+        loss.set_epoch(epoch)
+        for _ in range(3):
+            image, text = (torch.empty(16, 8, device="meta", requires_grad=True) for _ in range(2))
+            scale = torch.empty((), device="meta", requires_grad=True)
+            loss(image, text, scale, index=torch.empty(16, dtype=torch.int64, device="meta")).backward()
+            assert image.grad.is_meta and text.grad.is_meta
+            loss.diagnostics()
+
+
+def test_the_meta_device_would_tell():
+    with pytest.raises(RuntimeError):
+        torch.empty((), device="meta").item()
+    with pytest.raises(NotImplementedError):
+        torch.empty(2, device="meta").cpu()

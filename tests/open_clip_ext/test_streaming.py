@@ -1,0 +1,207 @@
+"""Similarities in parts give what they give at once, and never stand in memory whole."""
+
+import math
+
+import pytest
+import torch
+from reference import unit
+from torch.profiler import ProfilerActivity, profile
+
+from open_clip_ext import create_loss, streaming
+from open_clip_ext.normalizers.log_sum import log_sum, log_sums
+from open_clip_ext.surrogates import Identity, PowerHinge
+
+ROWS, BATCH, DIMENSION = 23, 13, 6
+CONSTANT = dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant")
+LOSSES = {
+    "table": ("fastclip-v3", CONSTANT),
+    "unscaled": ("fastclip-v0", CONSTANT),
+    "individual": ("fastclip-v2", {**CONSTANT, "tau_lr": 0.01}),
+    "hinge": ("tuneclip", {**CONSTANT, "margin": 0.8}),
+    "hinge of power 1": ("tuneclip", {**CONSTANT, "margin": 0.8, "margin_power": 1.0}),
+    "both sides": ("isogclr", {**CONSTANT, "negatives": "both"}),
+    "network": ("neuclip", dict(npn_prototypes=17, npn_lr=0.05)),
+    "network, hinge": ("neuclip", dict(npn_prototypes=17, npn_lr=0.05, surrogate="hinge", margin=0.8)),
+    "network, individual": (
+        "neuclip", dict(npn_prototypes=17, npn_lr=0.05, temperature="individual", num_samples=ROWS, tau_lr=0.01)
+    ),
+    "queue": ("queue", dict(queue_size=20, mixing=0.6)),
+    "queue, unified": ("queue", dict(queue_size=20, mixing=0.3, encoder_objective="unified")),
+}
+
+
+@pytest.fixture
+def few_at_a_time(monkeypatch):
+    monkeypatch.setattr(streaming, "CPU_PART", 1)
+    monkeypatch.setattr(streaming, "LEAST_ROWS", 4)
+
+
+def features(seed, batch=BATCH, dimension=DIMENSION):
+    generator = torch.Generator().manual_seed(seed)
+    image = unit(generator, batch, dimension)
+    text = torch.nn.functional.normalize(image + 0.7 * unit(generator, batch, dimension), dim=1)
+    return image.requires_grad_(), text.requires_grad_(), torch.randperm(ROWS, generator=generator)[:batch]
+
+
+def steps(name):
+    """Values and gradients of some steps, and the state after them."""
+    preset, settings = LOSSES[name]
+    loss = create_loss(preset, **settings)
+    found = []
+    for seed in range(4):
+        image, text, index = features(seed)
+        scale = torch.tensor(1 / 0.1, dtype=torch.float64, requires_grad=True)
+        value = loss(image, text, scale, index=index)
+        gradients = torch.autograd.grad(value, [image, text, scale], allow_unused=True)
+        found += [value.detach(), *(gradient for gradient in gradients if gradient is not None)]
+    state = loss.full_state()
+    return found + [state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_parts_make_no_difference(name, request):
+    whole = steps(name)
+    request.getfixturevalue("few_at_a_time")
+    assert len(streaming.parts(BATCH, BATCH, torch.device("cpu"))) == 4
+    for one, other in zip(steps(name), whole, strict=True):
+        # The state of tables and temperatures is float32.
+        tolerance = dict(rtol=1e-5, atol=1e-6) if one.dtype == torch.float32 else dict(rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("name", ["network", "network, hinge", "queue, unified", "minibatch"])
+def test_gradcheck(name, few_at_a_time):
+    """Where the value is the function whose gradient is given: Eq. 12, and the objective of the batch alone."""
+    if name == "minibatch":
+        loss = create_loss("fastclip-v3", normalizer="batch", rho=2.0)
+    else:
+        preset, settings = LOSSES[name]
+        loss = create_loss(preset, **{**settings, "mixing": 0.0})
+        for seed in range(2):
+            image, text, index = features(seed)
+            loss(image, text, torch.tensor(10.0, dtype=torch.float64), index=index)
+    loss.eval()
+    image, text, _ = features(5, batch=6)
+    scale = torch.tensor(8.0, dtype=torch.float64, requires_grad=True)
+    if name == "minibatch":
+        # d/dalpha of tau * exp(L - alpha) + tau * alpha vanishes at alpha = L: the same gradient, of a true function.
+        assert torch.autograd.gradcheck(lambda i, t, s: loss(i, t, s), (image, text, scale), atol=1e-6)
+    else:
+        # Of vectors of length 1 only: the loss takes them at their word, and W alone is normalised.
+        assert torch.autograd.gradcheck(lambda i, t, s: loss(i, t, s), (image, text, scale), atol=1e-6)
+
+
+@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0), PowerHinge(0.5, 3.0)], ids=lambda s: s.name)
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("individual", [False, True])
+def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_time):
+    generator = torch.Generator().manual_seed(0)
+    image, text, _ = features(1, batch=9)
+    others = torch.randn(2, 7, DIMENSION, generator=generator, dtype=torch.float64)
+    norms = others.norm(dim=2) if lengths else None
+    tau = torch.rand(2, 9, generator=generator, dtype=torch.float64) + 0.1 if individual else torch.tensor(0.2).double()
+    tau.requires_grad_()
+    positives = (image * text).sum(dim=1).detach().requires_grad_()
+    places = torch.tensor([1, 4]) if hidden else None
+
+    def streamed(*inputs):
+        return log_sum(*inputs, others, surrogate, norms, places)
+
+    expected = torch.empty(2, 9, dtype=torch.float64)
+    for side, anchors in enumerate((image, text)):
+        for i in range(9):
+            terms = []
+            for j in range(7):
+                if hidden and j in (1, 4):
+                    continue
+                cosine = anchors[i] @ others[side, j] / (norms[side, j] if lengths else 1.0)
+                t = tau[side, i] if individual else tau
+                terms.append(torch.exp(surrogate.value(cosine - positives[i]) / t))
+            expected[side, i] = sum(terms).log()
+    inputs = (image, text, positives, tau)
+    weights = torch.randn(2, 9, generator=generator, dtype=torch.float64)
+    found = streamed(*inputs)
+    torch.testing.assert_close(found, expected)
+    slopes = (torch.autograd.grad((weights * values).sum(), inputs) for values in (found, expected))
+    for slope, wanted in zip(*slopes, strict=True):
+        torch.testing.assert_close(slope, wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(streamed(*inputs), expected)
+
+
+def test_no_others_at_all():
+    """A process may hold none of the prototypes."""
+    image, text, _ = features(1)
+    positives = (image * text).sum(dim=1)
+    with torch.no_grad():
+        none = torch.empty(2, 0, DIMENSION, dtype=torch.float64)
+        values, slopes = log_sums(image, text, positives, torch.tensor(0.1), none, Identity())
+    assert (values == -math.inf).all()
+    assert all((slope == 0).all() for slope in slopes)
+
+
+def test_a_gradient_of_the_log_sum_is_taken_once():
+    image, text, _ = features(1)
+    positives = (image * text).sum(dim=1).detach()
+    value = log_sum(image, text, positives, torch.tensor(0.1), torch.randn(2, 5, DIMENSION).double(), Identity()).sum()
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def peak(function) -> int:
+    """Bytes allocated at a time, at most."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        function()
+    held = highest = 0
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+@pytest.mark.parametrize(
+    "name, settings",
+    [
+        ("fastclip-v3", CONSTANT),
+        ("tuneclip", CONSTANT),
+        ("isogclr", {**CONSTANT, "negatives": "both"}),
+        ("neuclip", dict(npn_prototypes=8192, npn_updates=2)),
+        ("queue", dict(queue_size=8192)),
+    ],
+)
+def test_memory_does_not_grow_with_the_square_of_the_batch(name, settings):
+    batch, dimension = 4096, 4
+    loss = create_loss(name, **settings)
+    image, text, _ = features(0, batch, dimension)
+    image, text = (side.detach().float().requires_grad_() for side in (image, text))
+    index = torch.arange(batch) % ROWS
+
+    def step():
+        loss(image, text, torch.tensor(10.0), index=index).backward()
+
+    for _ in range(3):
+        step()
+    whole = batch * batch * 4
+    assert peak(step) < 0.6 * whole
+
+
+def test_small_exponentials():
+    """What float32 has no normal number for counts as exp(-80), not as 40 times the time."""
+    found = streaming.exp_(torch.tensor([0.0, -1.0, -79.0, -95.0, -1e4, -math.inf]))
+    assert torch.equal(found[3:], torch.full((3,), math.exp(-80)))
+    torch.testing.assert_close(found[:3], torch.tensor([0.0, -1.0, -79.0]).exp())
+    assert streaming.exp_(torch.tensor([math.nan])).isnan().all()
+
+
+def test_log_sum_exp_of_a_line_of_nothing_adds_nothing():
+    nothing = streaming.log_sum_exp_(torch.full((2, 1), -math.inf), 1)
+    assert torch.equal(torch.logaddexp(nothing, torch.tensor([-1e4, 3.0])), torch.tensor([-1e4, 3.0]))
+
+
+def test_log_sum_exp_of_a_line_far_below_the_others():
+    lines = torch.tensor([[-500.0, -501.0, -math.inf], [3.0, 900.0, -math.inf]])
+    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone(), 1), lines.logsumexp(1))
+    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone()[:, :2], 0), lines[:, :2].logsumexp(0))
