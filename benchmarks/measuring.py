@@ -93,7 +93,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     result.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
     result.add_argument("--seconds", type=float, default=4.0, help="each comparison takes at least this long")
-    result.add_argument("--json", help="write the results here too")
+    result.add_argument("--json", help="write the results here, too; - for the standard output")
     return result
 
 
@@ -105,9 +105,11 @@ def begin(args: argparse.Namespace) -> torch.device:
 
 
 def finish(args: argparse.Namespace, device: torch.device, results: list[dict]) -> None:
-    if args.json:
-        content = {"machine": machine(device), "results": results}
-        Path(args.json).write_text(json.dumps(content, indent=1) + "\n")
+    content = json.dumps({"machine": machine(device), "results": results}, indent=1)
+    if args.json == "-":
+        print(content)
+    elif args.json:
+        Path(args.json).write_text(f"{content}\n")
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,20 +1,17 @@
-"""Time of a whole training step with each loss, as a ratio to OpenCLIP's, and the memory that its state takes.
+"""A whole training step with each loss, time and peak memory, as ratios to the same step with OpenCLIP's ClipLoss.
 
     python benchmarks/step_time.py --json step_time.json
+    python benchmarks/step_time.py --model ViT-B-32 --batch-size 512 --prototypes 4096 --precision amp_bf16
 
-In one process and for each loss in turn, a step with it and a step with OpenCLIP's ClipLoss alternate on the same model
-and batch: encoders, loss, backward, AdamW. The ratio is that of the medians. State is what goes into a checkpoint:
+Encoders, loss, backward, AdamW on one model and batch; the two losses alternate. State is what goes into a checkpoint:
 tables, networks and their optimisers.
 """
 
-import argparse
-import json
-import statistics
-import time
-
 import open_clip
 import torch
+from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
 from open_clip.loss import ClipLoss
+from open_clip_train.precision import get_autocast
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -23,37 +20,30 @@ from training_ext.preflight import MODEL_CONFIGS
 
 
 class Steps:
-    """A model, its optimizer and a batch; `run` takes one step with a loss and returns its seconds."""
+    """A model, its optimizer and a batch; `with_loss(loss)` takes one step."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args, device: torch.device):
         open_clip.add_model_config(MODEL_CONFIGS)
-        torch.manual_seed(0)
         self.model = open_clip.create_model(args.model, device=args.device, output_dict=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.autocast = get_autocast(args.precision, device_type=device.type)
         size = self.model.visual.image_size
         size = size if isinstance(size, tuple) else (size, size)
-        self.images = torch.randn(args.batch_size, 3, *size, device=args.device)
+        self.images = torch.randn(args.batch_size, 3, *size, device=device)
         shape = (args.batch_size, self.model.context_length)
-        self.texts = torch.randint(1, self.model.vocab_size, shape, device=args.device)
-        self.rows = args.num_samples
-        self.device = args.device
+        self.texts = torch.randint(1, self.model.vocab_size, shape, device=device)
+        self.rows = torch.randint(args.num_samples, (args.batch_size,), device=device)
 
-    def run(self, loss: nn.Module) -> float:
-        rows = torch.randint(self.rows, (len(self.images),), device=self.device)
-        start = self._now()
-        out = self.model(self.images, self.texts)
-        out.pop("logit_bias", None)
-        if isinstance(loss, open_clip_ext.losses.Loss):
-            out["index"] = rows
-        loss(**out).backward()
+    def with_loss(self, loss: nn.Module) -> None:
+        with self.autocast():
+            out = self.model(self.images, self.texts)
+            out.pop("logit_bias", None)
+            if isinstance(loss, open_clip_ext.losses.Loss):
+                out["index"] = self.rows
+            value = loss(**out)
+        value.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return self._now() - start
-
-    def _now(self) -> float:
-        if self.device.startswith("cuda"):
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 def state_bytes(loss: nn.Module) -> int:
@@ -62,44 +52,37 @@ def state_bytes(loss: nn.Module) -> int:
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="ViT-shapes-tiny")
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--num-samples", type=int, default=20_000)
-    parser.add_argument("--prototypes", type=int, default=1024, help="of neuclip, and length of the queue")
-    parser.add_argument("--steps", type=int, default=60, help="timed with each loss, after 5 that are not")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", help="write the table here too")
-    args = parser.parse_args(argv)
+    flags = parser(__doc__)
+    flags.add_argument("--losses", nargs="+", help="default: all")
+    flags.add_argument("--model", default="ViT-shapes-tiny")
+    flags.add_argument("--batch-size", type=int, default=64)
+    flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
+    flags.add_argument("--prototypes", type=int, default=1024, help="of neuclip, and length of the queue")
+    flags.add_argument("--precision", default="fp32", help="as OpenCLIP's flag")
+    args = flags.parse_args(argv)
+    device = begin(args)
     settings = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": args.prototypes}}
-    steps, baseline, results = Steps(args), ClipLoss(), []
-    names = [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
-    for name in tqdm(names):
+    steps, baseline, results = Steps(args, device), ClipLoss(), []
+    names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
+    for name in tqdm(names, desc="losses"):
         loss = open_clip_ext.create_loss(
             name, num_samples=args.num_samples, epochs=8, device=args.device, **settings.get(name, {})
         )
         loss.set_epoch(0)
-        times: dict[str, list[float]] = {"ours": [], "clip": []}
-        for step in range(args.steps + 5):
-            seconds = {"ours": steps.run(loss), "clip": steps.run(baseline)}
-            if step >= 5:
-                for which, value in seconds.items():
-                    times[which].append(value)
-        ours, clip = (statistics.median(times[which]) for which in ("ours", "clip"))
-        quartiles = statistics.quantiles([a / b for a, b in zip(times["ours"], times["clip"], strict=True)], n=4)
-        results.append({
-            "loss": name, "ratio": ours / clip, "ratio_quartiles": [quartiles[0], quartiles[2]],
-            "seconds": ours, "clip_seconds": clip, "state_bytes": state_bytes(loss),
-        })
-    print(f"{args.model}, batch {args.batch_size}, {args.num_samples} rows, {args.device}, {args.steps} steps each")
-    print(f"{'loss':12} {'time/clip':>9} {'quartiles':>13} {'ms':>8} {'state MiB':>10}")
-    for r in results:
-        low, high = r["ratio_quartiles"]
-        span, size = f"{low:.2f} - {high:.2f}", r["state_bytes"] / 2**20
-        print(f"{r['loss']:12} {r['ratio']:9.2f} {span:>13} {1e3 * r['seconds']:8.1f} {size:10.2f}")
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(results, file, indent=1)
+        functions = {"ours": lambda loss=loss: steps.with_loss(loss), "clip": lambda: steps.with_loss(baseline)}
+        times = alternate(functions, device, 20, args.seconds)
+        result = {"loss": name, **summary(times, "ours", "clip"), "state_bytes": state_bytes(loss)}
+        result["bytes"], result["base_bytes"] = (peak_memory(function, device) for function in functions.values())
+        results.append(result)
+    print(f"{args.model}, batch {args.batch_size}, {args.num_samples} rows, {args.precision}")
+    print(table([
+        {
+            "loss": result["loss"], **shown(result), "memory": f"{result['bytes'] / result['base_bytes']:.3f}",
+            "state MiB": f"{result['state_bytes'] / 2**20:.2f}",
+        }
+        for result in results
+    ]))
+    finish(args, device, results)
     return results
 
 

@@ -11,8 +11,10 @@
 | amorlip | AmorLIP's schedule, width, target network and objective (tables 2 and 3, figure 4) |
 
 `small` is one cell of data and batch with one seed, under 40 minutes on 2 CPU cores for `methods`; `medium` is the
-grid with three seeds, a night or more; `large` is one GPU with n / B in the thousands. A run that has ended is not run
-again, and one that was interrupted goes on. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
+grid with three seeds, a night; `large` is one GPU with n / B in the thousands. The learning rate is 1e-3 at a batch of
+32 and goes with the root of the batch; warm-up takes 6,400 samples. A run that has ended is not run again, and one that
+was interrupted goes on.
+Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
 
 Other data, here the scans of digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
 
@@ -34,7 +36,7 @@ from command import Runs, evaluations
 from tqdm import tqdm
 
 RECIPE = (
-    "--model ViT-shapes-tiny --device {device} --precision fp32 --workers 1 --lr 1e-3 --wd 0.1 --warmup 200 "
+    "--model ViT-shapes-tiny --device {device} --precision fp32 --workers 1 --wd 0.1 --lr {lr:.2e} --warmup {warmup} "
     "--log-every-n-steps 10 --aug-cfg scale=(0.95,1.0)"
 )
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
@@ -79,8 +81,8 @@ SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, lr 0.05", "queue, mixin
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
     "small": ([8000], [32], 64_000, 1),
-    "medium": ([2000, 8000, 32000], [16, 32, 64, 128], 192_000, 3),
-    "large": ([500_000], [128, 256], 2_000_000, 1),
+    "medium": ([2000, 8000, 32000], [16, 64, 256], 64_000, 3),
+    "large": ([256_000], [64], 1_000_000, 1),
 }
 EXPERIMENTS = {
     "methods": METHODS,
@@ -89,7 +91,7 @@ EXPERIMENTS = {
     "error": {name: METHODS[name] for name in SEVERAL[1:]},
     "amorlip": AMORLIP,
 }
-BATCHES = {"leverage": [8, 16, 32, 64, 128, 256], "error": [8, 32, 128]}
+BATCHES = {"leverage": [16, 32, 64, 128, 256], "error": [8, 32, 128]}
 METRICS = {
     "image_to_text_R@1": "R@1 image to text, %",
     "text_to_image_R@1": "R@1 text to image, %",
@@ -161,7 +163,8 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
         runs = Runs(args.folder / "logs", bar)
 
         def one(cell: Cell) -> list[dict]:
-            flags = f"{RECIPE.format(device=args.device)} {args.data.replace('{n}', str(cell.n))} {args.flags}"
+            recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=6400 // cell.batch)
+            flags = f"{recipe} {args.data.replace('{n}', str(cell.n))} {args.flags}"
             flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
             errors: dict[int, list[float]] = {}
@@ -231,18 +234,20 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
     figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 5.2), constrained_layout=True)
     variants = list(dict.fromkeys(cell.variant for cell in results))
     several = len({(cell.n, cell.batch) for cell in results}) > 1
+    one_n = len({cell.n for cell in results}) == 1
     for axis, metric in zip(axes, shown, strict=True):
         for number, variant in enumerate(variants):
             style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
             if several:
                 for n in dict.fromkeys(cell.n for cell in results):
                     batches = sorted({cell.batch for cell in results if cell.n == n})
-                    points = [(n / b, last(results, metric, n=n, batch=b, variant=variant)) for b in batches]
-                    points = [(x, mean(values)) for x, values in points if values]
+                    found = {b: last(results, metric, n=n, batch=b, variant=variant) for b in batches}
+                    points = [(b if one_n else n / b, mean(values)) for b, values in found.items() if values]
                     if points:
                         axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
                     style["label"] = None
-                axis.set(xscale="log", xlabel="n / B")
+                axis.set_xscale("log", base=2 if one_n else 10)
+                axis.set_xlabel("batch size" if one_n else "n / B")
             else:
                 runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
                 factor = 1 if metric == "normalizer_mse" else 100

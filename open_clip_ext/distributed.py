@@ -4,6 +4,7 @@ Shapes: b = samples of this process, W = processes, B = b * W, n = rows, c = col
 With one process nothing here communicates.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -118,29 +119,32 @@ class ShardedRows(nn.Module):
         self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
 
 
-def groups_of_equal_rows(index: Tensor) -> Tensor:
-    """A number below B for each entry of `index` (B,), equal where the entries are.
+class EqualRows:
+    """Which entries of `index` (B,) are equal. Static shapes and no wait for the device, unlike torch.unique.
 
-    Static shapes and no device synchronisation, unlike torch.unique.
+    Attributes:
+        group: a number below B for each entry, equal where the entries are, (B,).
+        count: how often each entry occurs, (B,) float32.
     """
-    ordered, order = index.sort(stable=True)
-    is_new = torch.ones_like(ordered)
-    is_new[1:] = (ordered[1:] != ordered[:-1]).long()
-    group = torch.empty_like(index)
-    group[order] = is_new.cumsum(0) - 1
-    return group
 
+    def __init__(self, index: Tensor):
+        ordered, order = index.sort()
+        is_new = torch.ones_like(ordered)
+        is_new[1:] = (ordered[1:] != ordered[:-1]).long()
+        self.group = torch.empty_like(index)
+        self.group[order] = is_new.cumsum(0) - 1
+        self.count = self._sum(torch.ones(len(index), device=index.device))
 
-def count_of_equal_rows(index: Tensor) -> Tensor:
-    """How often each entry of `index` (B,) occurs in it, (B,) float32."""
-    group = groups_of_equal_rows(index)
-    ones = torch.ones(len(index), device=index.device)
-    return torch.zeros_like(ones).index_put_((group,), ones, accumulate=True)[group]
+    def _sum(self, values: Tensor) -> Tensor:
+        # index_put_ adds in a fixed order on CUDA, index_add_ does not.
+        return torch.zeros_like(values).index_put_((self.group,), values, accumulate=True)[self.group]
 
+    def mean(self, values: Tensor) -> Tensor:
+        """Replace each of `values` (B, c) by the mean over the equal entries."""
+        return self._sum(values) / self.count[:, None].to(values)
 
-def mean_over_equal_rows(index: Tensor, values: Tensor) -> Tensor:
-    """Replace each of `values` (B, c) by the mean over the entries whose `index` (B,) is equal."""
-    group = groups_of_equal_rows(index)
-    # index_put_ adds in a fixed order on CUDA, index_add_ does not.
-    total = torch.zeros_like(values).index_put_((group,), values, accumulate=True)
-    return total[group] / count_of_equal_rows(index)[:, None].to(values)
+    def log_mean_exp(self, values: Tensor) -> Tensor:
+        """Replace each of `values` (B, c) by the log of the mean of exp over the equal entries."""
+        groups = self.group[:, None].expand_as(values)
+        peak = torch.full_like(values, -math.inf).scatter_reduce_(0, groups, values, "amax")[self.group]
+        return peak + self.mean((values - peak).exp()).log()

@@ -14,7 +14,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import ShardedRows, mean_over_equal_rows
+from open_clip_ext.distributed import EqualRows, ShardedRows
 from open_clip_ext.options import Option, not_negative, positive
 
 RHO = Option(
@@ -240,7 +240,7 @@ class IndividualTemperature(Temperature):
     def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
         old = self._latest.to(taus.dtype)
         taus, *moments = old.split(2, dim=1)
-        gradient = mean_over_equal_rows(index, gradients.T).clamp(-self.CLIP, self.CLIP)
+        gradient = EqualRows(index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
         if self.optimizer == "momentum":
             new = [(1 - self.beta) * moments[0] + self.beta * gradient]
             step = new[0]

@@ -15,7 +15,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import ShardedRows, count_of_equal_rows, groups_of_equal_rows, mean_over_equal_rows
+from open_clip_ext.distributed import EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Batch, Normalizer
 from open_clip_ext.options import Option, refuse_unused
@@ -102,14 +102,15 @@ class MovingAverageTable(Normalizer):
         if self.epoch is None and self.gamma_schedule == "cosine":
             raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
         old = self.log_u.lookup(batch.index)
-        estimate = _mean_over_equal_rows(batch.index, batch.log_batch.T)
+        equal_rows = EqualRows(batch.index)
+        estimate = equal_rows.log_mean_exp(batch.log_batch.T)
         log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
         new = torch.logaddexp(log_keep + old, math.log(self.gamma) + estimate)
         new = torch.where(old == -math.inf, estimate, new)
         self._latest = torch.where(batch.finite, new, old)
         self.log_u.assign(batch.index, self._latest)
         first_visits = (old[:, 0] == -math.inf) & batch.finite
-        visited = (first_visits / count_of_equal_rows(batch.index)).sum().round().long()
+        visited = (first_visits / equal_rows.count).sum().round().long()
         self._unvisited = self._unvisited.to(old.device) - visited
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
@@ -128,11 +129,3 @@ class MovingAverageTable(Normalizer):
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         self.log_u.load(state["log_u"])
         self._unvisited = (state["log_u"][:, 0] == -math.inf).sum()
-
-
-def _mean_over_equal_rows(index: Tensor, log_values: Tensor) -> Tensor:
-    """Replace each of `log_values` (B, c) by the log of the mean of exp over the entries of equal `index` (B,)."""
-    group = groups_of_equal_rows(index)
-    groups = group[:, None].expand_as(log_values)
-    peak = torch.full_like(log_values, -math.inf).scatter_reduce_(0, groups, log_values, "amax")[group]
-    return peak + mean_over_equal_rows(index, (log_values - peak).exp()).log()
