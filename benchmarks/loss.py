@@ -63,26 +63,28 @@ class BareProducts:
                     products @ self.others[side]
 
 
-def filled(loss: torch.nn.Module, call: Call, m: int, batch: int) -> None:
+def fill(call: Call, m: int, batch: int) -> None:
     """Call until the ring of a network or a queue is full."""
     for _ in range(-(-m // batch)):
         call()
 
 
 def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.device, args) -> dict:
-    settings = {"npn_updates": 0} if name == "neuclip" else {}
-    if name == "queue":
-        settings["queue_size"] = args.m
+    settings, m = ({"npn_updates": 0} if name == "neuclip" else {}), args.m
+    if name == "queue":  # else it holds nothing but the batch
+        m = max(m, 4 * batch)
+        settings["queue_size"] = m
     if name == "neuclip":
-        settings["npn_prototypes"] = args.m
+        settings["npn_prototypes"] = m
     rows = args.num_samples
     loss = open_clip_ext.create_loss(name, num_samples=rows, epochs=8, device=device, **settings)
     ours = Call(loss, batch, dim, dtype, device, rows)
     clip = Call(ClipLoss(), batch, dim, dtype, device, rows)
-    filled(loss, ours, args.m if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)) else 0, batch)
+    if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
+        fill(ours, m, batch)
     functions = {"ours": ours, "clip": clip}
     if settings:
-        functions["products"] = BareProducts(batch, dim, args.m, loss.objective.needs_differentiable_normalizer, device)
+        functions["products"] = BareProducts(batch, dim, m, loss.objective.needs_differentiable_normalizer, device)
     times = alternate(functions, device, seconds=args.seconds)
     result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     result |= summary(times, "ours", "clip")
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     flags.add_argument("--dims", type=int, nargs="+", default=[512])
     flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue")
+    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue where B is less")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
     args = flags.parse_args(argv)
     device = begin(args)

@@ -32,7 +32,7 @@ from torch import Tensor
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.log_sum import log_sum
+from open_clip_ext.normalizers.log_sum import exponents_of, log_sum
 from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
@@ -143,21 +143,22 @@ class Prototypes(NetworkNormalizer):
             alpha of these anchors, (2, r).
         """
         anchors = torch.stack([batch.image[part], batch.text[part]])
-        tau = batch.tau[:, part, None] if batch.tau.dim() else batch.tau
-        gaps = torch.bmm(anchors, prototypes.mT).mul_(inverse_lengths[:, None]).sub_(batch.positives[part, None])
-        slope = self.surrogate.slope(gaps)
-        exponents = self.surrogate.value(gaps).div_(tau)
+        tau = batch.tau[:, part] if batch.tau.dim() else batch.tau
+        exponents, shift, slope = exponents_of(
+            anchors, batch.positives[part], tau, prototypes, inverse_lengths, self.surrogate
+        )
         peak = highest(exponents, 2)
         shares = exp_(exponents.sub_(peak))
-        log_sum = shares.sum(2).log_().add_(peak[:, :, 0])
+        peak = peak[:, :, 0] + shift
+        log_sum = shares.sum(2).log_().add_(peak)
         if self.split:
             log_sum = log_sum_over_processes(log_sum)
         alpha = add_eps(log_sum - math.log(self.active), self.eps)
         # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
-        factor = (peak[:, :, 0] - alpha - math.log(self.active)).exp_()
+        factor = (peak - alpha - math.log(self.active)).exp_()
         slopes = self.objective.slopes(batch.log_batch[:, part], alpha) / len(batch.positives)
-        shares.mul_((factor * slopes * batch.finite)[:, :, None] / tau)
-        if isinstance(slope, Tensor):
+        shares.mul_((factor * slopes * batch.finite / tau)[:, :, None])
+        if slope is not None:
             shares.mul_(slope)
         gradient.baddbmm_(shares.mT, anchors, beta=0 if part.start == 0 else 1)
         return alpha

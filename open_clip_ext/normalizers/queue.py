@@ -51,7 +51,7 @@ class Queue(Normalizer):
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing | None = None
-        self.own: Tensor | None = None  # places of the step's own batch
+        self.own: list[slice | Tensor] = []  # places of the step's own batch
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
@@ -70,13 +70,12 @@ class Queue(Normalizer):
             self._restore(self.ring.state(), image)
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        own = 0 if self.own is None or not self.training else len(self.own)
-        others = 0 if self.ring is None else self.ring.active - own
+        hidden = self.own if self.training else []
+        others = 0 if self.ring is None else self.ring.active - sum(map(_count, hidden))
         if others == 0:
             return batch.log_batch[:, pairs.local]
         self._follow(pairs.all_image)
         queued = self.ring.rows[:, : self.ring.active]
-        hidden = self.own if own else None
         log_total = log_sum(pairs.image, pairs.text, positives, tau, queued, self.surrogate, hidden=hidden)
         return add_eps(log_total - math.log(others), self.eps)
 
@@ -98,3 +97,7 @@ class Queue(Normalizer):
     def _restore(self, state: dict[str, Tensor], like: Tensor) -> None:
         self.ring = EmbeddingRing(self.capacity, state["ring"].shape[2], like)
         self.ring.restore(state)
+
+
+def _count(places: slice | Tensor) -> int:
+    return places.stop - places.start if isinstance(places, slice) else len(places)

@@ -26,22 +26,31 @@ class EmbeddingRing:
         """Filled rows that are kept here: all."""
         return self.active
 
-    def push(self, batch: Batch) -> Tensor:
-        """Take the batch's last m pairs in place of the oldest; their places, (min(B, m),).
+    def push(self, batch: Batch) -> list[slice]:
+        """Take the batch's last m pairs in place of the oldest; their places, one after the other.
 
         In place of a batch that is not finite it takes what it took before, or nothing but unit vectors.
         """
         count = min(len(batch.text), self.capacity)
-        places = (torch.arange(count, device=self.rows.device) + self.head) % self.capacity
-        before = (places - count) % self.capacity
+        places, before = self._places(self.head, count), self._places(self.head - count, count)
         for rows, latest in zip(self.rows, (batch.text[-count:], batch.image[-count:]), strict=True):
-            earlier = rows[before]
+            earlier = torch.cat([rows[some] for some in before])
             if self.active < count:
                 earlier = torch.eye(*latest.shape, dtype=latest.dtype, device=latest.device)
-            rows[places] = torch.where(batch.finite, latest, earlier)
+            new = torch.where(batch.finite, latest, earlier)
+            for some, part in zip(places, new.split([some.stop - some.start for some in places]), strict=True):
+                rows[some] = part
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places
+
+    def _places(self, start: int, count: int) -> list[slice]:
+        """`count` places from `start` on, in one piece or two."""
+        start %= self.capacity
+        end = start + count
+        if end <= self.capacity:
+            return [slice(start, end)]
+        return [slice(start, self.capacity), slice(0, end - self.capacity)]
 
     def state(self) -> dict[str, Tensor]:
         return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)}

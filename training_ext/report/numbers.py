@@ -149,7 +149,7 @@ def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places:
 def leave_out_own(queue: Queue, places: Tensor) -> None:
     """Let the queue leave out `places`, as in a training step those of the step's own batch: an anchor's own positive
     would hide every log-normalizer below -log k."""
-    queue.own = places
+    queue.own = [places]
     queue.train(len(places) > 0)
 
 
