@@ -125,7 +125,7 @@ class Prototypes(NetworkNormalizer):
         alpha = torch.empty_like(batch.log_batch)
         # The same parts on every process, whose numbers of prototypes may differ by one.
         columns = -(-self.active // world_size()) if self.split else self.active
-        for part in parts(len(batch.positives), 2 * columns, batch.image.device, least=2):
+        for part in parts(len(batch.positives), 2 * columns, batch.image.device, least=4):
             alpha[:, part] = self._add_gradient(gradient, prototypes, lengths.reciprocal(), batch, part)
         # From the gradient in unit vectors to that in the prototypes themselves.
         for part in parts(prototypes.shape[1], 2 * prototypes.shape[2], prototypes.device):
