@@ -275,8 +275,8 @@ def test_processes_agree_with_one(world, alone, single, resumed, tmp_path):
                 agree(name, results[f"{name}, {accum_freq}"], alone[name], has_state=rank == 0)
             for key, expected in single[name]["gradients"].items():
                 difference = (results[f"{name}, float32"]["gradients"][key] - expected).abs().max()
-                # Individual temperatures start at 0.01, where an exponent of 100 carries an error of 1e-5, and a network
-                # moves by AdaGrad's first step, next to a sign.
+                # Individual temperatures start at 0.01, where an exponent of 100 carries an error of 1e-5, and
+                # AdaGrad's first step is next to a sign.
                 bound = 5e-3 if name == "split, individual" else 2e-5
                 assert difference <= bound * expected.abs().max(), (name, key)
             agree(name, results[f"{name}, resumed"], resumed[name], has_state=rank == 0)
