@@ -9,7 +9,7 @@ bare matrix products which that takes: forward, and backward in the anchors wher
 """
 
 import torch
-from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
+from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -47,22 +47,6 @@ class Call:
             tensor.grad = None
 
 
-class BareProducts:
-    """Products of the anchors of both sides with m vectors, and back where there is a gradient."""
-
-    def __init__(self, batch: int, dim: int, m: int, backward: bool, device: torch.device):
-        self.anchors, self.others = torch.randn(2, batch, dim, device=device), torch.randn(2, m, dim, device=device)
-        self.backward = backward
-        self.step = max(1, (1 << 24) // m)
-
-    def __call__(self) -> None:
-        for side in range(2):
-            for anchors in self.anchors[side].split(self.step):
-                products = anchors @ self.others[side].T
-                if self.backward:
-                    products @ self.others[side]
-
-
 def fill(call: Call, m: int, batch: int) -> None:
     """Call until the ring of a network or a queue is full."""
     for _ in range(-(-m // batch)):
@@ -84,7 +68,8 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
         fill(ours, m, batch)
     functions = {"ours": ours, "clip": clip}
     if settings:
-        functions["products"] = BareProducts(batch, dim, m, loss.objective.needs_differentiable_normalizer, device)
+        back = "anchors" if loss.objective.needs_differentiable_normalizer else None
+        functions["products"] = BareProducts(batch, dim, m, back, device)
     times = alternate(functions, device, seconds=args.seconds)
     result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     result |= summary(times, "ours", "clip")

@@ -4,13 +4,14 @@
 
 `autograd` minimises neuclip.txt Eq. 12's network part as one would write it with torch: the graph of the cosines with
 2 x m prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
-anchors with prototypes, and weights with anchors. Ratios of the medians of rounds in which all three alternate.
+anchors with prototypes, and weights with anchors. Ours is a step's whole `update`, which also takes the batch into the
+ring. Ratios of the medians of rounds in which all three alternate.
 """
 
 import math
 
 import torch
-from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
+from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
 from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -41,23 +42,6 @@ class PlainAutograd:
             self.optimizer.step()
 
 
-class BareProducts:
-    def __init__(self, m: int, batch: Batch, updates: int):
-        dim = batch.image.shape[1]
-        self.anchors = (batch.image, batch.text)
-        self.prototypes = torch.randn(2, m, dim, device=batch.image.device)
-        self.gradient = torch.zeros_like(self.prototypes)
-        self.rows = max(1, (1 << 24) // m)
-        self.updates = updates
-
-    def __call__(self) -> None:
-        for _ in range(self.updates):
-            for anchors, prototypes, gradient in zip(self.anchors, self.prototypes, self.gradient, strict=True):
-                for part in anchors.split(self.rows):
-                    products = part @ prototypes.T
-                    gradient.addmm_(products.T, part)
-
-
 def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> dict:
     generator = torch.Generator().manual_seed(0)
     image = normalize(torch.randn(max(batch_size, m), dim, generator=generator), dim=1).to(device)
@@ -70,20 +54,15 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         tau, finite = torch.tensor(0.03, device=device), torch.ones((), dtype=torch.bool, device=device)
         return Batch(image[rows], text[rows], positives, log_batch, tau, None, finite)
 
-    normalizer = Prototypes(npn_prototypes=m, npn_updates=0, npn_restart_every=0, npn_lr=0.01)
+    normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
     for start in range(0, m, batch_size):
         normalizer.update(batch_of(slice(start, start + batch_size)))
     batch = batch_of(slice(0, batch_size))
-
-    def ours() -> None:
-        for _ in range(args.updates):
-            normalizer._set_gradient(batch)
-            normalizer.optimizer.step()
-
+    products = BareProducts(batch_size, dim, m, "others", device)
     functions = {
-        "ours": torch.no_grad()(ours),
+        "ours": lambda: normalizer.update(batch),
         "autograd": PlainAutograd(normalizer.weight, batch, args.updates),
-        "products": BareProducts(m, batch, args.updates),
+        "products": lambda: [products() for _ in range(args.updates)],
     }
     times = alternate(functions, device, seconds=args.seconds)
     return {

@@ -67,6 +67,10 @@ NEUCLIP = {
     **{f"m {m}": f"{NETWORK.replace('1024', str(m))}" for m in (256, 4096)},
     **{f"AdaGrad {lr}": f"{NETWORK} --npn-lr {lr}" for lr in (0.3, 0.1, 0.05, 0.01)},
     **{f"Adam {lr}": f"{NETWORK} --npn-opt adam --npn-lr {lr}" for lr in (0.01, 0.001)},
+    "T_r 50, AdaGrad 0.05": f"{NETWORK} --npn-restart-every 50 --npn-lr 0.05",
+    "T_r 50, mixing 0.6": f"{NETWORK} --npn-restart-every 50 --mixing 0.6",
+    "clip": METHODS["clip"],
+    "fastclip-v3": METHODS["fastclip-v3"],
 }
 AMORLIP = {
     "as released": "--loss amorlip --lr-tau 1e-3",

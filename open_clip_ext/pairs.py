@@ -192,7 +192,7 @@ class SimilarityBlocks:
         weights = exp_(exponents - (alpha + math.log(self.negatives)).unsqueeze(dim))
         weights.diagonal(own).zero_()
         by_tau = exponents.mul_(weights).sum(dim)
-        if isinstance(slope, Tensor):
+        if isinstance(slope, Tensor) or slope != 1:
             weights.mul_(slope)
         return weights, weights.sum(dim), by_tau
 

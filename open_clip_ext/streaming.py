@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # Numbers in a part: it and what is derived from it should stay in a CPU's cache, and fill a GPU.
-CPU_PART, GPU_PART = 1 << 18, 1 << 24
+CPU_PART, GPU_PART = 1 << 18, 1 << 22
 LEAST_ROWS = 128  # matrix products of fewer are slow
 # Beside a largest term of 1, exp(-80) is nothing; from exp(-87) on, where float32 leaves the normal numbers, a CPU
 # takes up to 40 times as long.

@@ -23,7 +23,7 @@ class Surrogate:
         """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), of the shape of `gap`."""
+        """l(x), of the shape of `gap`, which may be `gap` itself; the caller overwrites it."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:

@@ -1,6 +1,7 @@
 """Every benchmark runs, at a size of seconds, and writes what it measured."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,8 +15,9 @@ SMALL = {
     "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2",
     "rows": "--rows 100 1000 --batch-size 8",
     "step_time": "--losses fastclip-v3 --batch-size 4 --num-samples 50 --precision amp_bf16",
-    "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 2 --workers 0",
+    "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
+ROWS = {"loss": 6, "network": 1, "rows": 2, "step_time": 1, "end_to_end": 2}
 
 
 def numbers(value) -> list[float]:
@@ -36,7 +38,23 @@ def test_a_benchmark_runs(name, tmp_path):
     assert run.returncode == 0, run.stderr[-2000:]
     written = json.loads(path.read_text())
     assert {"device", "threads", "torch"} == written["machine"].keys()
+    assert len(written["results"]) == ROWS[name]
     for result in written["results"]:
-        assert len(numbers(result)) >= 3 and all(number >= 0 for number in numbers(result)), result
-        name_of_row = next(iter(result.values()))
-        assert str(name_of_row).split(",")[0] in run.stdout.replace(",", "")
+        assert all(math.isfinite(number) and number >= 0 for number in numbers(result)), result
+        for summary in (result, *(value for value in result.values() if isinstance(value, dict))):
+            if "base_seconds" in summary:
+                assert summary["ratio"] == pytest.approx(summary["seconds"] / summary["base_seconds"])
+                low, high = summary["quartiles"]
+                assert low <= high
+        assert all(value > 0 for key, value in result.items() if key.endswith("bytes"))
+    assert len(run.stdout.strip().splitlines()) >= ROWS[name] + 1
+
+
+def test_what_is_sent_is_counted(tmp_path):
+    path = tmp_path / "results.json"
+    flags = ["--processes", "1", "2", "--batch-size", "4", "--dim", "8", "--prototypes", "8", "--rows", "100"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "communication.py"), *flags, "--json", str(path)]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    results = {(r["loss"], r["processes"]): r for r in json.loads(path.read_text()) if "loss" in r}
+    assert results["clip", 1]["bytes"] == 0 and results["fastclip-v3", 1]["calls"] == 0
+    assert 0 < results["fastclip-v3", 2]["bytes"] < results["clip", 2]["bytes"]

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from typing import Any
 
@@ -104,7 +105,9 @@ class Monitor:
 
     def _keep(self, values: dict[str, float], epoch: int, model: torch.nn.Module) -> None:
         value = values.get(self.metric)
-        if value is None or (self._best is not None and not is_better(self.metric, value, self._best)):
+        if value is None or math.isnan(value):
+            return
+        if self._best is not None and not is_better(self.metric, value, self._best):
             return
         self._best = value
         if path := self._path(BEST):

@@ -207,37 +207,39 @@ class GlobalContrastiveLoss(Loss):
         """This process's part of the gradient of the global value, by input; and of its anchors
         tau_i * exp(-alpha_i) * dg_i/dtau_i, with what alpha's own dependence on tau_i adds."""
         batch = all_alpha.shape[1]
-        image, text, by_tau = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
+        image, text, by_tau, learned = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
         alpha = alpha.detach()
         tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         if taus.dim():
+            factor = share
             tau_terms = tau_terms + by_tau * batch
         else:
-            rescaled = self.temperature.scale(taus) / taus
-            image.mul_(rescaled)
-            text.mul_(rescaled)
-            by_tau = by_tau * rescaled
-        gradients = [(pairs.image, image.mul_(share)), (pairs.text, text.mul_(share))]
+            factor = self.temperature.scale(taus) / taus * share
+        gradients = [(pairs.image, image.mul_(factor)), (pairs.text, text.mul_(factor))]
+        gradients += [(parameter, gradient * factor) for parameter, gradient in learned]
         log_values = self.objective.log_values(log_batch, alpha)
         tau_gradient = self.temperature.gradient(taus, log_values, tau_terms, batch)
         if tau_gradient is not None:
-            gradients.append((tau, (tau_gradient + by_tau) * share))
+            gradients.append((tau, tau_gradient * share + by_tau * factor))
         return gradients, tau_terms
 
-    def _through_alpha(self, pairs, inputs, log_batch, alpha, batch) -> tuple[Tensor, Tensor, Tensor]:
+    def _through_alpha(self, pairs, inputs, log_batch, alpha, batch):
         """What comes through alpha of the gradient of the sum over sides of mean_i tau_i * log_value_i: in image and
-        text, (b, d) each, and in tau."""
+        text, (b, d) each, in tau, and pairs (parameter, gradient) of what the normalizer leaves to autograd."""
         image, text, positives, taus = inputs
         slopes = self.objective.alpha_gradient(log_batch, alpha.detach())
         if slopes is None or not alpha.requires_grad:
-            return torch.zeros_like(image), torch.zeros_like(text), torch.zeros_like(taus)
-        upstream = slopes * taus.detach() / batch
-        found = torch.autograd.grad(alpha, inputs, upstream, allow_unused=True, materialize_grads=True)
-        by_image, by_text, by_positive, by_tau = (gradient.contiguous() for gradient in found)
-        by_image.addcmul_(by_positive[:, None], pairs.text.detach())
-        by_text.addcmul_(by_positive[:, None], pairs.image.detach())
-        return by_image, by_text, by_tau
+            return torch.zeros_like(image), torch.zeros_like(text), torch.zeros_like(taus), []
+        parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
+        found = torch.autograd.grad(
+            alpha, [*inputs, *parameters], slopes * taus.detach() / batch, allow_unused=True, materialize_grads=True
+        )
+        by_image, by_text, by_positive, by_tau, *by_parameter = found
+        # Not in place: autograd may have given one tensor for several inputs.
+        by_image = torch.addcmul(by_image, by_positive[:, None], pairs.text.detach())
+        by_text = torch.addcmul(by_text, by_positive[:, None], pairs.image.detach())
+        return by_image, by_text, by_tau, list(zip(parameters, by_parameter, strict=True))
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""

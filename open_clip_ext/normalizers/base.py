@@ -77,10 +77,13 @@ class Normalizer(nn.Module):
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         """alpha of this process's anchors, (2, b), with a graph to the inputs if `differentiable`.
 
+        The inputs are separate leaves: `positives` is not computed from `pairs`. Parameters of a normalizer that
+        require a gradient get it, too.
+
         Args:
             pairs: this process's embeddings.
-            positives: s_ii of this process, (b,), with the graph of `pairs`.
-            tau: temperatures of this process's anchors, 0-d with its graph or (2, b).
+            positives: s_ii of this process, (b,).
+            tau: temperatures of this process's anchors, 0-d or (2, b).
             batch: the global batch, the one of the last `update` unless the loss is in evaluation mode.
         """
         raise NotImplementedError

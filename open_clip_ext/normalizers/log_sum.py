@@ -30,7 +30,7 @@ def exponents_of(
         others: (..., k, d); inverse_lengths: (..., k), or None if they are unit vectors.
     """
     row_tau = tau[..., None] if tau.dim() else tau
-    linear = isinstance(surrogate, Identity)  # then s_ii and tau need no pass over all pairs
+    linear = type(surrogate) is Identity  # then s_ii and tau need no pass over all pairs
     similarities = (anchors / row_tau if linear else anchors) @ others.mT
     if inverse_lengths is not None:
         similarities.mul_(inverse_lengths[..., None, :])

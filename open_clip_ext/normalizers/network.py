@@ -184,7 +184,7 @@ class NetworkNormalizer(Normalizer):
             parameter.grad = torch.zeros_like(parameter)
         optimizer = OPTIMIZERS[self.optimizer_name]
         settings = dict(self._optimizer_settings)
-        # One pass over the memory; on CUDA torch.optim's own default does as well.
+        # One pass over the memory in place of several. On CUDA torch has it for Adam, but not for AdaGrad.
         if parameters[0].device.type == "cpu" and "fused" in inspect.signature(optimizer).parameters:
             settings["fused"] = True
         self.optimizer = optimizer(parameters, **settings)

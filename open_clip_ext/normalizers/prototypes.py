@@ -32,7 +32,7 @@ from torch import Tensor
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.log_sum import exponents_of, log_sum
+from open_clip_ext.normalizers.log_sum import exponents_of, log_sum, log_sums
 from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
@@ -175,7 +175,11 @@ class Prototypes(NetworkNormalizer):
         self._follow(pairs.all_image)
         prototypes, lengths = self._active_prototypes()
         inputs = (pairs.image, pairs.text, positives, tau, prototypes)
-        if self.split:
+        if self.split and not torch.is_grad_enabled():
+            everywhere = (batch.image, batch.text, batch.positives, batch.tau, prototypes)
+            own, _ = log_sums(*everywhere, self.surrogate, lengths, slopes=False)
+            log_total = log_sum_over_processes(own)[:, pairs.local]
+        elif self.split:
             log_total = SplitLogSum.apply(*inputs, lengths, pairs, batch, self.surrogate)
         else:
             log_total = log_sum(*inputs, self.surrogate, lengths)

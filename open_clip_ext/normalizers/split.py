@@ -106,7 +106,8 @@ class SplitLogSum(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         partial, share = ctx.saved_tensors
         slopes = share * all_gather(grad_output.T).T
-        summed = _sum_of_own(partial * slopes[:, :, None], ctx.local)
+        # In place, as in `log_sum`: autograd itself refuses to come here twice.
+        summed = _sum_of_own(partial.mul_(slopes[:, :, None]), ctx.local)
         by_tau = summed[:, :, -1]
         features = summed[:, :, :-2]
         by_tau = by_tau.sum() if ctx.one_tau else by_tau

@@ -1,6 +1,7 @@
 """A fine-tuning is evaluated from before its first step, and says when it makes the model worse."""
 
 import json
+import math
 import re
 
 import open_clip
@@ -114,6 +115,12 @@ def test_a_best_of_zero_is_one(run, pretrained, evaluations, tmp_path):
     evaluations([0.6])
     assert not run_main(ext_main, f"{flags} --epochs 2 --name x --resume latest", tmp_path / "logs")
     assert torch.load(path, weights_only=True)["metrics"]["clip_val_loss"] == 0.0
+
+
+def test_no_number_is_no_best(run, pretrained, evaluations):
+    evaluations([math.nan, 0.5, math.nan])
+    path = run("x", f"{FLAGS} --loss clip --lr 1e-3 --pretrained {pretrained} --epochs 2 --keep-best {RECALL}").path
+    assert torch.load(path / BEST, weights_only=True)["metrics"]["epoch"] == 1
 
 
 def test_weights_alone_begin_a_training_of_their_own(run, pretrained, evaluations):
