@@ -235,38 +235,63 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shown = [metric for metric in METRICS if any(metric in metrics[-1] for metrics in results.values())]
-    figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 5.2), constrained_layout=True)
     variants = list(dict.fromkeys(cell.variant for cell in results))
     several = len({(cell.n, cell.batch) for cell in results}) > 1
-    one_n = len({cell.n for cell in results}) == 1
+    bars = not several and len(variants) > 12  # lines could not be told from one another
+    figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 5.2), constrained_layout=True, sharey=bars)
     for axis, metric in zip(axes, shown, strict=True):
-        for number, variant in enumerate(variants):
-            style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
-            if several:
-                for n in dict.fromkeys(cell.n for cell in results):
-                    batches = sorted({cell.batch for cell in results if cell.n == n})
-                    found = {b: last(results, metric, n=n, batch=b, variant=variant) for b in batches}
-                    points = [(b if one_n else n / b, mean(values)) for b, values in found.items() if values]
-                    if points:
-                        axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
-                    style["label"] = None
-                axis.set_xscale("log", base=2 if one_n else 10)
-                axis.set_xlabel("batch size" if one_n else "n / B")
-            else:
-                runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
-                factor = 1 if metric == "normalizer_mse" else 100
-                epochs = [m["epoch"] for m in runs[0] if metric in m]
-                curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
-                if epochs:
-                    axis.plot(epochs, [mean(values) for values in zip(*curves, strict=True)], **style)
-                axis.set(xlabel="epoch")
-        if metric == "normalizer_mse":
-            axis.set(yscale="log")
+        if bars:
+            draw_bars(axis, results, variants, metric)
+        else:
+            draw_lines(axis, results, variants, metric, several)
         axis.set(title=METRICS[metric])
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=math.ceil(len(variants) / 2))
+    if not bars:
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=math.ceil(len(variants) / 2))
     figure.suptitle(f"{args.experiment}, {args.size}")
     figure.savefig(path, dpi=120)
+
+
+def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str, several: bool) -> None:
+    """By epoch; with several cells their last values by batch size, or by n / B where n differs too."""
+    one_n = len({cell.n for cell in results}) == 1
+    for number, variant in enumerate(variants):
+        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
+        if several:
+            for n in dict.fromkeys(cell.n for cell in results):
+                batches = sorted({cell.batch for cell in results if cell.n == n})
+                found = {b: last(results, metric, n=n, batch=b, variant=variant) for b in batches}
+                points = [(b if one_n else n / b, mean(values)) for b, values in found.items() if values]
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
+                style["label"] = None
+        else:
+            runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
+            factor = 1 if metric == "normalizer_mse" else 100
+            epochs = [m["epoch"] for m in runs[0] if metric in m]
+            curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
+            if epochs:
+                axis.plot(epochs, [mean(values) for values in zip(*curves, strict=True)], **style)
+    if several:
+        axis.set_xscale("log", base=2 if one_n else 10)
+    axis.set_xlabel("epoch" if not several else "batch size" if one_n else "n / B")
+    if metric == "normalizer_mse":
+        axis.set_yscale("log")
+
+
+def draw_bars(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str) -> None:
+    """The last values of one cell."""
+    found = [last(results, metric, variant=variant) for variant in variants]
+    heights = [mean(values) if values else 0 for values in found]
+    spread = [stdev(values) if len(values) > 1 else 0 for values in found]
+    # From the bottom up; the axes share their order.
+    axis.barh(variants[::-1], heights[::-1], xerr=spread[::-1] if any(spread) else None, color="#2a6f97")
+    axis.set_axisbelow(True)
+    if metric == "normalizer_mse":
+        axis.set_xscale("log")
+    else:
+        axis.set_xlim(max(0, min(heights) - 10), 100)
 
 
 if __name__ == "__main__":

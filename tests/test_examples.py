@@ -79,3 +79,27 @@ def test_leverage_is_read_between_the_batches_of_clip(example):
         "| ours | 32 | 80.0 | 128 | 4.0 |",
         "| ours | 64 | 90.0 | more than all |  |",
     ]
+
+
+@pytest.mark.parametrize("cells", ["one", "batches", "sizes", "many variants"])
+def test_every_form_of_a_comparison_is_drawn(example, cells):
+    import argparse
+
+    import compare
+
+    variants = [f"variant {number}" for number in range(15 if cells == "many variants" else 2)]
+    rows, batches = ([100, 200] if cells == "sizes" else [100]), ([8, 16] if cells in ("sizes", "batches") else [8])
+    results = {}
+    for number, variant in enumerate(variants):
+        for n in rows:
+            for batch in batches:
+                epochs = [
+                    {"epoch": epoch, "image_to_text_R@1": 0.01 * (number + epoch), "text_to_image_R@1": 0.5}
+                    | ({"normalizer_mse": 2.0} if number else {})  # which not every method has
+                    for epoch in (1, 2)
+                ]
+                for seed in (0, 1):
+                    results[compare.Cell(variant, n, batch, seed)] = epochs
+    compare.draw(results, argparse.Namespace(experiment="methods", size="small"), Path("drawn.png"))
+    assert Path("drawn.png").stat().st_size > 10_000
+    assert compare.table(results, 100).count("\n| ") == 1 + len(variants) * len(rows) * len(batches)
