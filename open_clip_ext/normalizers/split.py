@@ -2,7 +2,7 @@
 
 The log-sum-exp over m prototypes is that over processes of each one's own part, so that an update of the network sends
 2 B numbers per process instead of a gradient of 2 m d. The encoders' gradient through alpha is a sum over processes,
-too: the one thing in this package that is sent in a backward pass, 2 B (d + 2) numbers once per step.
+too: 2 B (d + 2) numbers once per step.
 
 Shapes: m prototypes a side, k of them active, k_r of those on this process; B pairs of all processes, b of this one.
 """
