@@ -41,7 +41,7 @@ def load_mapped(path: str) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
-def short(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An exception's message on one line."""
     return " ".join(str(error).split())[:200]
 
@@ -92,7 +92,7 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     except FileNotFoundError:
         raise InputError(f"--resume: {path!r} does not exist") from None
     except Exception as error:
-        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {short(error)}") from None
+        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {one_line(error)}") from None
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
         raise InputError(f"--resume: {path!r} holds weights only; give it as --pretrained")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)

@@ -11,7 +11,7 @@ import torch
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext import zero_shot
-from training_ext.checkpoint import atomic_save, keeps_files, load_mapped, plain_name, short
+from training_ext.checkpoint import atomic_save, keeps_files, load_mapped, one_line, plain_name
 from training_ext.data import trains
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
@@ -144,5 +144,5 @@ def _read_best(path: str, metric: str | None) -> float | None:
         kept = load_mapped(path)
         return kept["metrics"].get(metric)
     except Exception as error:
-        logging.warning(f"The best weights in '{path}' cannot be read: {short(error)}")
+        logging.warning(f"The best weights in '{path}' cannot be read: {one_line(error)}")
         return None

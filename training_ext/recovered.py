@@ -11,7 +11,7 @@ import torch
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.checkpoint import atomic_save, load_mapped, short, state_settings
+from training_ext.checkpoint import atomic_save, load_mapped, one_line, state_settings
 from training_ext.data import DataRows
 
 KIND = "open_clip_ext statistics recovery"
@@ -66,7 +66,7 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
             f"{flag}: there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead"
         ) from None
     except Exception as error:
-        raise InputError(f"{flag}: {path!r} cannot be read: {short(error)}") from None
+        raise InputError(f"{flag}: {path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{flag}: {path!r} was not written by --osr-save")
     if content["format"] != FORMAT:

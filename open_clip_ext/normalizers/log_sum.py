@@ -1,8 +1,14 @@
 """log sum_j exp(l(cos(e_i, q_j) - s_ii) / tau) over vectors q_j that are not of the batch, and its gradient.
 
-What prototypes and queues predict with. The gradient of an anchor's value is a sum over the same exponents, so that it
-costs no second pass: both are computed together, for a few anchors at a time (`streaming`), and only the gradients are
-kept, b x d numbers in place of b x k.
+What prototypes and queues predict with (neuclip.txt Eq. 10-11). With x_ij = l(cos(e_i, q_j) - s_ii) / tau and the
+shares p_ij = exp(x_ij) / sum_j exp(x_ij), the derivatives of the value of anchor i are
+
+    in e_i:     sum_j p_ij l'_ij / tau * q_j / |q_j|      (d,)
+    in s_ii:  - sum_j p_ij l'_ij / tau
+    in tau:   - sum_j p_ij x_ij / tau
+
+They are sums over the same exponents, so that they cost no second pass: value and derivatives are computed together,
+for a few anchors at a time (`streaming`), and only the derivatives are kept, b x d numbers in place of b x k.
 
 Shapes: b anchors a side, k vectors a side, d = embedding dimension.
 """

@@ -116,7 +116,11 @@ class Prototypes(NetworkNormalizer):
         self.weight.copy_(self.ring.rows)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
-        """Of the sum over sides of the anchors' mean objective.
+        """Of the sum over sides of the anchors' mean objective (neuclip.txt Eq. 12 or another of `fits`). With
+        x_ij = l(cos(e_i, W_j) - s_ii) / tau and the objective's slope f'_i in alpha_i,
+
+            G_j = (1/B) sum_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i          in W_j at length 1, (d,)
+            gradient_j = (G_j - <G_j, W_j> W_j / |W_j|^2) / |W_j|
 
         An anchor needs all prototypes and no other anchor, so that a few anchors at a time are seen once, both ways.
         """

@@ -50,7 +50,7 @@ class Saved:
         except FileNotFoundError:
             raise InputError(f"--checkpoint: {path!r} does not exist") from None
         except Exception as error:
-            reason = checkpoint.short(error)
+            reason = checkpoint.one_line(error)
             raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
         weights = {checkpoint.plain_name(name): value for name, value in weights.items()}
