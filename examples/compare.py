@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision fp32 --workers 1 --wd 0.1 --lr {lr:.2e} --warmup {warmup} "
-    "--log-every-n-steps 10 --aug-cfg scale=(0.95,1.0)"
+    "--log-every-n-steps 10 --aug-cfg scale=(0.95,1.0) --delete-previous-checkpoint"
 )
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
 OURS = "--rho 5 --lr-tau 1e-3"
@@ -52,8 +52,8 @@ METHODS = {
     "isogclr": "--loss isogclr",
     "amorlip": "--loss amorlip --lr-tau 1e-3",
     "neuclip": NETWORK,
-    "neuclip, lr 0.05": f"{NETWORK} --npn-lr 0.05",
-    "neuclip, mixing 0.6": f"{NETWORK} --npn-lr 0.05 --mixing 0.6",
+    "neuclip, T_r 0.2 epochs": f"{NETWORK} --npn-restart-every {{restart}}",
+    "neuclip, T_r 0.2 epochs, mixing 0.6": f"{NETWORK} --npn-restart-every {{restart}} --mixing 0.6",
     "queue, mixing 0.6": f"--loss queue {OURS} --queue-size 1024",
 }
 NEUCLIP = {
@@ -81,7 +81,7 @@ AMORLIP = {
     **{o: f"--loss amorlip --lr-tau 1e-3 --amor-objective {o}" for o in ("kl", "js")},
     "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
 }
-SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, lr 0.05", "queue, mixing 0.6")
+SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, T_r 0.2 epochs", "queue, mixing 0.6")
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
     "small": ([8000], [32], 64_000, 1),
@@ -169,7 +169,9 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
         def one(cell: Cell) -> list[dict]:
             recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=6400 // cell.batch)
             flags = f"{recipe} {args.data.replace('{n}', str(cell.n))} {args.flags}"
-            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]}"
+            restart = max(1, round(cell.n / cell.batch / 5))  # 0.11 to 0.19 epochs in the papers
+            variant = variants[cell.variant].replace("{restart}", str(restart))
+            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variant}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
             errors: dict[int, list[float]] = {}
             for epoch, error in ERROR.findall((experiment / "out.log").read_text()):

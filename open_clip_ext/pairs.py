@@ -42,9 +42,14 @@ class Pairs:
     offset: int
 
     @classmethod
+    def of_process(cls, image: Tensor, text: Tensor) -> "Pairs":
+        """This process's pairs as if there were no others."""
+        return cls(image, text, image.detach(), text.detach(), 0)
+
+    @classmethod
     def gather(cls, image: Tensor, text: Tensor) -> "Pairs":
         if world_size() == 1:
-            return cls(image, text, image.detach(), text.detach(), 0)
+            return cls.of_process(image, text)
         both = all_gather(torch.cat([image.detach(), text.detach()], dim=1))
         all_image, all_text = both.chunk(2, dim=1)
         return cls(image, text, all_image, all_text, rank() * image.shape[0])

@@ -4,9 +4,7 @@ amorlip.txt Eq. 1-12 and Algorithm 1; there and here tau is OpenCLIP's logit_sca
 below, and B pairs include the anchor's own:
 
     Z_1i = mean_j exp(s <image_i, text_j>),    Z_2i with the sides swapped                                    Eq. 2
-    Stage I    log Z_comb = log(beta_t * lambda_previous + (1 - beta_t) * Z)                                  Eq. 12
-               the online network lambda fits log Z_comb by an f-divergence or the squared logarithm          Eq. 8, 10
-               target network <- ema * target + (1 - ema) * online                                            Eq. 11
+    Stage I    networks lambda_1 and lambda_2 learn log Z                                   Eq. 8-12, see `amortization`
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
@@ -15,16 +13,9 @@ pairs, so that nothing is gathered on steps without stage I.
 
 Readings fixed here, where the paper is silent or its released code differs:
 
-- Steps of an epoch count from 0, so that stage I runs on an epoch's first step: a network that was just drawn anew is
-  never divided by. The last bias of a new network starts at the batch's mean log Z (`networks`), in the target too:
-  within an epoch the moving average hardly leaves where it started (0.999 every 2 steps).
-- beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training; in the first
-  epoch there is no network of an earlier one, and Z stands alone.
 - rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default the last quarter of the training.
 - Stage II estimates Z / lambda from b local pairs. The anchor's own pair counts there what it counts in Z, 1 / B, and
   the b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times, and push it away.
-- KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
-  log Z; those of `l2-log` and `js` lie at log Z.
 - exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most
   n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
 - The released recipe divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
@@ -36,45 +27,22 @@ Readings fixed here, where the paper is silent or its released code differs:
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
 from open_clip_ext.losses.base import Loss
-from open_clip_ext.networks import WIDTH, PartitionNetwork, below
+from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Option, not_negative, positive, refuse_unused
-from open_clip_ext.pairs import MAX_LOG_WEIGHT, Pairs, SimilarityBlocks, local_part
+from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
 
-
-def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 10 per anchor in r = log Z_comb - log lambda, and its derivative in r."""
-    return ratio.square() / 2, ratio
-
-
-def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """f(t) = t log t of Eq. 8 at t = exp(r), and its derivative in r."""
-    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
-    return t * ratio, t * (ratio + 1)
-
-
-def js(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2 of Eq. 8 at t = exp(r), and its derivative in r."""
-    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
-    slope = t * (math.log(2) - softplus(-ratio)) / 2
-    return slope + (math.log(2) - softplus(ratio)) / 2, slope
-
-
-DIVERGENCES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"l2-log": l2_log, "kl": kl, "js": js}
-
 MAX_LOG_RATIO = 10.0
-NETWORKS = ("online", "target", "previous")
 at_least_1 = dict(valid=lambda value: value >= 1, wanted="at least 1")
 share = dict(valid=lambda value: 0 <= value < 1, wanted="in [0, 1)")
 
@@ -162,28 +130,15 @@ class AmorLIPLoss(Loss):
         self.rho = rho
         self.rho_annealed = rho_annealed
         self.rho_annealed_from = math.inf if rho_annealed_from is None else rho_annealed_from
-        self.width = mlp_width
-        self.objective = amor_objective
-        self.l2_weight = amor_l2_weight
-        self.updates = amor_updates
-        self.online_every = amor_online_every
-        self.target_every = amor_target_every
-        self.ema = amor_ema
-        self.beta = amor_beta
-        self.beta_epochs = amor_beta_epochs
-        self.reinit_every = amor_reinit_every
-        self.lr = amor_lr
+        self.networks = Amortization(
+            width=mlp_width, objective=amor_objective, l2_weight=amor_l2_weight, updates=amor_updates,
+            online_every=amor_online_every, target_every=amor_target_every, ema=amor_ema, beta=amor_beta,
+            beta_epochs=amor_beta_epochs, reinit_every=amor_reinit_every, lr=amor_lr,
+        )
         self.fits_negatives = amor_target == "negatives"
         self.divides_by_combined = amor_denominator == "combined"
         self.log_positive_weight = math.log(amor_positive_weight) if amor_positive_weight > 0 else -math.inf
-        self.epoch = 0
-        self.step_of_epoch = 0
-        self.online: PartitionNetwork | None = None
-        self.target: PartitionNetwork | None = None
-        self.previous: PartitionNetwork | None = None  # the target of the epoch before
-        self.optimizer: torch.optim.Adam | None = None
         self._last: dict[str, Tensor] = {}
-        self._objective_before: Tensor | None = None
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -198,167 +153,111 @@ class AmorLIPLoss(Loss):
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        if epoch != self.epoch:  # else a state of this epoch was loaded, or nothing has happened yet
-            self.epoch, self.step_of_epoch = epoch, 0
+        self.networks.set_epoch(epoch)
 
     @property
     def current_rho(self) -> float:
-        return self.rho if self.epoch < self.rho_annealed_from else self.rho_annealed
-
-    @property
-    def current_beta(self) -> float:
-        """beta_t; 0 while there is no network of an earlier epoch."""
-        if self.previous is None:
-            return 0.0
-        return self.beta / 2 * (1 - math.cos(math.pi * min(self.epoch + 1, self.beta_epochs) / self.beta_epochs))
+        return self.rho if self.networks.epoch < self.rho_annealed_from else self.rho_annealed
 
     def compute(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool) -> Tensor:
         """The value, an estimate of Eq. 5 with Appendix C's scale, is that of this process's pairs."""
         with torch.no_grad():
-            self._follow(image)
+            self.networks.follow(image)
             scale = logit_scale.detach()
-            stage_1 = moves and self.step_of_epoch % self.online_every == 0
-            gathered = None
-            if stage_1 or self.divides_by_combined or self.online is None:
-                gathered = self._log_partitions(Pairs.gather(image, text), scale)
+            pairs = Pairs.of_process(image, text)
+            blocks = SimilarityBlocks(pairs, Identity())
+            log_negatives = blocks.log_batch_normalizers(scale.reciprocal())
+            stage_1 = moves and self.networks.due
+            log_z = None
+            if stage_1 or self.divides_by_combined or self.networks.online is None:
+                everyone = Pairs.gather(image, text)
+                log_z = self._log_partitions(everyone, scale, blocks.positives, log_negatives)
             if moves:
-                self._stage_1(gathered if stage_1 else None)
-            log_lambda = self._log_denominators(image.detach(), text.detach(), scale, gathered)
-        return self._stage_2(image, text, logit_scale, log_lambda)
+                if stage_1:
+                    self.networks.update(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
+                self.networks.step()
+            log_lambda = self._log_denominators(pairs.all_image, pairs.all_text, scale, log_z)
+            value, gradients = self._stage_2(blocks, scale, log_negatives, log_lambda)
+        inputs = (image, text, logit_scale)
+        return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 
-    def _follow(self, image: Tensor) -> None:
-        """Go where the embeddings are."""
-        self._dimension = image.shape[1]
-        if self.online is not None:
-            parameter = next(iter(self.online.named().values()))
-            if parameter.device != image.device or parameter.dtype != image.dtype:
-                self._restore(self._tensors(), image)
+    def _log_partitions(self, pairs: Pairs, scale: Tensor, positives: Tensor, log_negatives: Tensor) -> Tensor:
+        """log Z of this process's anchors over all pairs, (2, b): Eq. 2, or its part that the networks fit.
 
-    # Stage I: amortization
-
-    def _log_partitions(self, pairs: Pairs, scale: Tensor) -> tuple[Pairs, Tensor]:
-        """The batch, and log Z of all its anchors over all its pairs, (2, B): Eq. 2, or its part that the network fits.
-
-        Two small gathers: the embeddings and 2 b numbers.
+        Args:
+            pairs: of all processes.
+            positives: s_ii, (b,); log_negatives: log g over this process's pairs, (2, b).
         """
-        blocks = SimilarityBlocks(pairs, Identity())
-        batch = pairs.all_image.shape[0]
+        batch = len(pairs.all_image)
+        if batch > len(positives):
+            log_negatives = SimilarityBlocks(pairs, Identity()).log_batch_normalizers(scale.reciprocal())
         # Relative to the positive, whose own term is 1.
-        log_negatives = blocks.log_batch_normalizers(scale.reciprocal()) + math.log(batch - 1)
+        log_sums = log_negatives + math.log(batch - 1)
         if not self.fits_negatives:
-            weight = torch.full_like(log_negatives, self.log_positive_weight)
-            log_negatives = torch.logaddexp(log_negatives, weight)
-        log_z = log_negatives + scale * blocks.positives - math.log(batch)
-        return pairs, all_gather(log_z.T).T
+            log_sums = torch.logaddexp(log_sums, torch.full_like(log_sums, self.log_positive_weight))
+        return log_sums + scale * positives - math.log(batch)
 
-    def _stage_1(self, gathered: tuple[Pairs, Tensor] | None) -> None:
-        if self.step_of_epoch == 0 and gathered is not None:
-            self._begin_epoch(gathered[1])
-        if gathered is not None:
-            self._update_online(*gathered)
-        if self.step_of_epoch % self.target_every == 0:
-            online = self.online.named()
-            for name, parameter in self.target.named().items():
-                parameter.lerp_(online[name], 1 - self.ema)
-        self.step_of_epoch += 1
+    def _log_denominators(self, image: Tensor, text: Tensor, scale: Tensor, log_z: Tensor | None) -> Tensor:
+        """log lambda of this process's anchors, (2, b).
 
-    def _begin_epoch(self, log_z: Tensor) -> None:
-        """Algorithm 1, line 4."""
-        if self.target is not None:
-            self.previous = self.target
-            self.target = self._copy(self.previous.named(), log_z)
-        due = self.reinit_every > 0 and self.epoch % self.reinit_every == 0
-        if self.online is None or due:
-            levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
-            self.online = PartitionNetwork(self._dimension, self.width, levels, seed=self.epoch)
-            self._new_optimizer()
-            self.target = self._copy(self.online.named(), log_z)
-        if world_size() > 1:  # hardware that rounds otherwise must not drift apart
-            for tensor in self._tensors().values():
-                if tensor.device == log_z.device:
-                    dist.broadcast(tensor, 0)
-
-    def _copy(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
-        copy = PartitionNetwork(self._dimension, self.width, like.new_zeros(2), seed=0)
-        copy.load(parameters)
-        return copy
-
-    def _new_optimizer(self) -> None:
-        self.optimizer = torch.optim.Adam(self.online.named().values(), lr=self.lr)
-
-    def _log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
-        """Eq. 12 for anchors (b, d) with log Z (2, b)."""
-        beta = self.current_beta
-        if beta == 0:
-            return log_z
-        return torch.logaddexp(math.log(beta) + self.previous(image, text), math.log1p(-beta) + log_z)
-
-    def _update_online(self, pairs: Pairs, log_z: Tensor) -> None:
-        image, text = pairs.all_image, pairs.all_text
-        log_combined = self._log_combined(image, text, log_z)
-        finite = log_z.isfinite().all()
-        # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
-        weight = (log_z - log_combined).exp()
-        for update in range(self.updates):
-            ratio = log_combined - self.online(image, text)
-            values, slopes = DIVERGENCES[self.objective](ratio)
-            if self.objective != "l2-log":
-                l2_values, l2_slopes = l2_log(ratio)
-                values = weight * values + self.l2_weight * l2_values
-                slopes = weight * slopes + self.l2_weight * l2_slopes
-            if update == 0:
-                self._objective_before = values.mean(dim=1).sum()
-            gradients = self.online.gradients(image, text, -slopes / ratio.shape[1])
-            for parameter, gradient in zip(self.online.named().values(), gradients, strict=True):
-                parameter.grad = torch.where(finite, gradient, 0.0)
-            self.optimizer.step()
-
-    # Stage II: representation learning
-
-    def _log_denominators(self, image: Tensor, text: Tensor, scale: Tensor, gathered) -> Tensor:
-        """log lambda of this process's anchors, (2, b)."""
-        if self.divides_by_combined or self.online is None:
-            pairs, log_z = gathered
-            log_lambda = self._log_combined(image, text, local_part(log_z, pairs))
+        Args:
+            log_z: (2, b), or None where the target network suffices.
+        """
+        if self.divides_by_combined or self.networks.online is None:  # the latter before any training
+            log_lambda = self.networks.log_combined(image, text, log_z)
         else:
-            log_lambda = self.target(image, text)
+            log_lambda = self.networks.target(image, text)
         if self.fits_negatives:
-            batch = image.shape[0] * world_size()
-            positives = (image * text).sum(dim=1)
-            weight = self.log_positive_weight - math.log(batch)
-            log_lambda = torch.logaddexp(log_lambda, (scale * positives + weight).expand_as(log_lambda))
+            positives = scale * (image * text).sum(dim=1)
+            log_lambda = torch.logaddexp(log_lambda, (positives + self._log_positive_share(len(image))).expand(2, -1))
         return log_lambda
 
-    def _stage_2(self, image: Tensor, text: Tensor, scale: Tensor, log_lambda: Tensor) -> Tensor:
-        """Eq. 6 over this process's pairs with Appendix C's scale."""
-        exponents = scale * (image @ text.T)
-        aligned = exponents.diagonal().mean()
-        exponents = exponents + self._log_shares(len(image)).to(exponents)
-        log_means = torch.stack([exponents.logsumexp(dim=1), exponents.logsumexp(dim=0)])
-        log_lambda = log_lambda.maximum(log_means.detach() - MAX_LOG_RATIO)
-        cross = (log_means - log_lambda).exp().mean(dim=1).sum()
-        surrogate = (cross - 2 * aligned) / scale.detach() + self.current_rho / scale
-        with torch.no_grad():
-            value = (log_lambda.mean(dim=1).sum() - 2 * aligned + self.current_rho) / scale
-            self._watch(image, text, scale, exponents, log_lambda)
-        return surrogate + (value - surrogate).detach()
+    def _log_positive_share(self, pairs: int) -> float:
+        """What the positive counts in a mean over the global batch, its logarithm."""
+        return self.log_positive_weight - math.log(pairs * world_size())
 
-    def _log_shares(self, pairs: int) -> Tensor:
-        """What each local pair counts in an estimate of Z over the global batch, (b, b), logarithms: the positive what
-        it counts there, the negatives together for all B - 1."""
+    def _stage_2(
+        self, blocks: SimilarityBlocks, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """The value, and the derivatives in image and text, (b, d), and in s of Eq. 6 with Appendix C's scale.
+
+        `SimilarityBlocks` has exponents s (s_ij - s_ii), so that lambda is taken relative to exp(s s_ii), too. Its
+        gradient in s_ii is not there where lambda is a constant; what has to be added for that, and the positive's own
+        terms, make r_1i + r_2i - 2 with r_ki = mean_j exp(s s_ij) / lambda_ki.
+
+        Args:
+            log_negatives: log g over this process's pairs, (2, b).
+            log_lambda: (2, b).
+        """
+        positives = blocks.positives
+        pairs = len(positives)
         batch = pairs * world_size()
-        shares = torch.full((pairs, pairs), math.log((batch - 1) / batch / (pairs - 1)))
-        return shares.fill_diagonal_(self.log_positive_weight - math.log(batch))
+        # The b - 1 negatives of this process stand for B - 1.
+        log_share = math.log1p(-1 / batch)
+        log_means = log_negatives + log_share
+        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_share(pairs)))
+        log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
+        relative = log_lambda - scale * positives
+        alpha = relative - log_share
+        image, text = torch.zeros_like(blocks.pairs.all_image), torch.zeros_like(blocks.pairs.all_text)
+        tau_terms = blocks.add_gradients((image, text), scale.reciprocal(), alpha, alpha)
+        excess = (log_means - relative).exp().sum(dim=0) - 2
+        image.addcmul_(excess[:, None], blocks.pairs.all_text, value=1 / pairs)
+        text.addcmul_(excess[:, None], blocks.pairs.all_image, value=1 / pairs)
+        by_similarity = (excess * positives).mean() - tau_terms.mean(dim=1).sum() / scale
+        by_scale = by_similarity / scale - self.current_rho / scale.square()
+        value = (log_lambda.mean(dim=1).sum() + self.current_rho) / scale - 2 * positives.mean()
+        self._watch(blocks.pairs, scale, log_negatives, log_lambda)
+        return value, (image, text, by_scale)
 
-    def _watch(self, image: Tensor, text: Tensor, scale: Tensor, exponents: Tensor, log_lambda: Tensor) -> None:
-        finite = [tensor.isfinite().all() for tensor in (image, text, scale)]
-        similar = exponents.new_zeros(()) if self.log_positive_weight == -math.inf else exponents
-        self.note(~torch.stack([*finite, similar.isfinite().all(), log_lambda.isfinite().all()]))
+    def _watch(self, pairs: Pairs, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
+        checked = (pairs.all_image, pairs.all_text, scale, log_negatives, log_lambda)
+        self.note(~torch.stack([tensor.isfinite().all() for tensor in checked]))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
-            "tau": scale.reciprocal().detach(),
+            "tau": scale.reciprocal(),
             "rho": torch.tensor(float(self.current_rho)),
-            "amor_beta": torch.tensor(self.current_beta),
+            "amor_beta": torch.tensor(self.networks.current_beta),
             "log_lambda_image_mean": mean[0],
             "log_lambda_image_std": deviation[0],
             "log_lambda_text_mean": mean[1],
@@ -366,49 +265,18 @@ class AmorLIPLoss(Loss):
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
-        shown = {} if self._objective_before is None else {"amor_objective": self._objective_before}
-        return {**self._last, **shown}
-
-    # State
-
-    @property
-    def _networks(self) -> dict[str, PartitionNetwork]:
-        networks = {"online": self.online, "target": self.target, "previous": self.previous}
-        return {name: network for name, network in networks.items() if network is not None}
+        before = self.networks.objective_before
+        return self._last if before is None else {**self._last, "amor_objective": before}
 
     def full_state(self) -> dict[str, Tensor | int | str]:
-        state = {**super().full_state(), "epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
-        tensors = self._tensors() if rank() == 0 else {}
+        networks = self.networks
+        state = {**super().full_state(), "epoch": networks.epoch, "step_of_epoch": networks.step_of_epoch}
+        tensors = networks.tensors() if rank() == 0 else {}
         return {**state, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
-            hidden, dimension = tensors["online:0.up.weight"].shape
-            if hidden != PartitionNetwork.hidden(dimension, self.width):
-                raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
-            self._restore(tensors, tensors["online:0.up.weight"])
-        self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
-
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {}
-        for name in NETWORKS:
-            if (network := getattr(self, name)) is not None:
-                tensors |= {f"{name}:{key}": value for key, value in network.named().items()}
-        if self.online is not None:
-            for key, parameter in self.online.named().items():
-                tensors |= {f"adam:{key}:{name}": value for name, value in self.optimizer.state[parameter].items()}
-        return tensors
-
-    def _restore(self, tensors: dict[str, Tensor], like: Tensor) -> None:
-        """Take over what `_tensors` gave, with the device and type of `like`."""
-        self._dimension = tensors["online:0.up.weight"].shape[1]
-        for name in NETWORKS:
-            parameters = below(tensors, f"{name}:")
-            setattr(self, name, self._copy(parameters, like) if parameters else None)
-        self._new_optimizer()
-        moments = [below(tensors, f"adam:{key}:") for key in self.online.named()]
-        if moments[0]:
-            state = {i: {name: value.clone() for name, value in own.items()} for i, own in enumerate(moments)}
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+            self.networks.load(tensors)
+        self.networks.epoch, self.networks.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])

@@ -69,6 +69,10 @@ class Loss(nn.Module):
         """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
         self._calls = 0
 
+    def advice(self, steps_per_epoch: int) -> str | None:
+        """One line for the log if a setting does not fit the length of an epoch, else None."""
+        return None
+
     def hold_temperatures(self, hold: bool) -> None:
         """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""
 

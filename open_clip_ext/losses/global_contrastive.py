@@ -118,6 +118,9 @@ class GlobalContrastiveLoss(Loss):
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
+    def advice(self, steps_per_epoch: int) -> str | None:
+        return self.normalizer.advice(steps_per_epoch)
+
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
 

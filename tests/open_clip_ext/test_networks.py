@@ -44,6 +44,21 @@ def test_prototypes_minimise_the_chosen_objective(objective, opt):
         torch.testing.assert_close(loss.full_state()["state.weight"], w.detach(), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize(
+    "settings, steps, right",
+    [
+        (dict(), 250, 50), (dict(), 2, 1), (dict(npn_restart_every=30), 59, 12), (dict(npn_restart_every=30), 60, None),
+        (dict(npn_restart_every=0), 1, None), (dict(npn_joint=True), 1, None), (dict(normalizer="mlp"), 1, None),
+    ],
+)
+def test_restarts_that_do_not_fit_the_epoch_are_told(settings, steps, right):
+    advice = create_loss("neuclip", **settings).advice(steps)
+    if right is None:
+        assert advice is None
+    else:
+        assert advice.startswith("--npn-restart-every") and advice.endswith(f"consider {right}")
+
+
 def test_joint_is_algorithm_3():
     """Encoders' gradient and network's at the same point; then one AdamW step on the network."""
     rho = 5.0

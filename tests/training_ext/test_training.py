@@ -122,6 +122,7 @@ def test_the_log_carries_the_diagnostics(run, datasets):
     assert [value for _, value in fastclip.logged("Gamma")] == [1.0] * 6 + [0.6] * 6 + [0.2] * 6
     # OpenCLIP adds up what `values()` gives: the total must be the loss alone.
     assert neuclip.logged("Loss") == neuclip.logged("Contrastive_loss")
+    assert neuclip.log.count("--npn-restart-every 5 is 0.8 epochs here") == 1 and "--npn-restart-every" not in fastclip.log
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(neuclip.path / "tensorboard"))

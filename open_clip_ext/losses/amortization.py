@@ -1,0 +1,218 @@
+"""Stage I of AmorLIP: networks that learn log Z of every embedding.
+
+amorlip.txt Algorithm 1, with an online network, the target network that follows it, and the target network that the
+epoch before ended with:
+
+    log Z_comb = log(beta_t * lambda_previous + (1 - beta_t) * Z)                                   Eq. 12
+    the online network lambda fits log Z_comb by an f-divergence or the squared logarithm           Eq. 8, 10
+    target network <- ema * target + (1 - ema) * online                                            Eq. 11
+
+Readings fixed here, where the paper is silent:
+
+- Steps of an epoch count from 0, so that there is an update on an epoch's first step: a network that was just drawn
+  anew is never divided by. The last bias of a new network starts at the batch's mean log Z (`networks`), in the target
+  too: within an epoch the moving average hardly leaves where it started (0.999 every 2 steps).
+- beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training; in the first
+  epoch there is no network of an earlier one, and Z stands alone.
+- KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
+  log Z; those of `l2-log` and `js` lie at log Z.
+
+Shapes: B pairs of all processes, d = embedding dimension; log Z of both sides is (2, B), images first.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from open_clip_ext.distributed import world_size
+from open_clip_ext.networks import PartitionNetwork, below
+from open_clip_ext.pairs import MAX_LOG_WEIGHT
+
+
+def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Eq. 10 per anchor in r = log Z_comb - log lambda, and its derivative in r."""
+    return ratio.square() / 2, ratio
+
+
+def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """f(t) = t log t of Eq. 8 at t = exp(r), and its derivative in r."""
+    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
+    return t * ratio, t * (ratio + 1)
+
+
+def js(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2 of Eq. 8 at t = exp(r), and its derivative in r."""
+    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
+    slope = t * (math.log(2) - softplus(-ratio)) / 2
+    return slope + (math.log(2) - softplus(ratio)) / 2, slope
+
+
+DIVERGENCES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"l2-log": l2_log, "kl": kl, "js": js}
+NETWORKS = ("online", "target", "previous")
+
+
+class Amortization:
+    """The networks, their optimiser and their clocks. Memory is allocated at the first batch.
+
+    Args:
+        width: f_d, see `networks`.
+        objective: of `DIVERGENCES`; l2_weight: of Eq. 10 beside another objective.
+        updates: T_lambda; online_every: T_online; target_every: T_target, in steps.
+        ema: what the target keeps of itself at each of its updates, in [0, 1).
+        beta: beta_T; beta_epochs: T.
+        reinit_every: epochs between new networks; 0: never.
+        lr: Adam's.
+    """
+
+    def __init__(
+        self, *, width: float, objective: str, l2_weight: float, updates: int, online_every: int, target_every: int,
+        ema: float, beta: float, beta_epochs: int, reinit_every: int, lr: float,
+    ):
+        self.width = width
+        self.objective = objective
+        self.l2_weight = l2_weight
+        self.updates = updates
+        self.online_every = online_every
+        self.target_every = target_every
+        self.ema = ema
+        self.beta = beta
+        self.beta_epochs = beta_epochs
+        self.reinit_every = reinit_every
+        self.lr = lr
+        self.epoch = 0
+        self.step_of_epoch = 0
+        self.online: PartitionNetwork | None = None
+        self.target: PartitionNetwork | None = None
+        self.previous: PartitionNetwork | None = None  # the target of the epoch before
+        self.optimizer: torch.optim.Adam | None = None
+        self.objective_before: Tensor | None = None  # the last update's first value
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:  # else a state of this epoch was loaded, or nothing has happened yet
+            self.epoch, self.step_of_epoch = epoch, 0
+
+    @property
+    def current_beta(self) -> float:
+        """beta_t; 0 while there is no network of an earlier epoch."""
+        if self.previous is None:
+            return 0.0
+        return self.beta / 2 * (1 - math.cos(math.pi * min(self.epoch + 1, self.beta_epochs) / self.beta_epochs))
+
+    @property
+    def due(self) -> bool:
+        """Whether the next step updates the online network."""
+        return self.step_of_epoch % self.online_every == 0
+
+    def follow(self, image: Tensor) -> None:
+        """Go where the embeddings are."""
+        self._dimension = image.shape[1]
+        if self.online is not None:
+            parameter = next(iter(self.online.named().values()))
+            if parameter.device != image.device or parameter.dtype != image.dtype:
+                self._restore(self.tensors(), image)
+
+    def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
+        """Eq. 12 for anchors (b, d) with log Z (2, b)."""
+        beta = self.current_beta
+        if beta == 0:
+            return log_z
+        return torch.logaddexp(math.log(beta) + self.previous(image, text), math.log1p(-beta) + log_z)
+
+    def update(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
+        """The updates of a step that is `due`.
+
+        Args:
+            image, text: of all processes, (B, d).
+            log_z: of all anchors, (2, B).
+        """
+        if self.step_of_epoch == 0:
+            self._begin_epoch(log_z)
+        log_combined = self.log_combined(image, text, log_z)
+        finite = log_z.isfinite().all()
+        # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
+        weight = (log_z - log_combined).exp()
+        for update in range(self.updates):
+            ratio = log_combined - self.online(image, text)
+            values, slopes = DIVERGENCES[self.objective](ratio)
+            if self.objective != "l2-log":
+                l2_values, l2_slopes = l2_log(ratio)
+                values = weight * values + self.l2_weight * l2_values
+                slopes = weight * slopes + self.l2_weight * l2_slopes
+            if update == 0:
+                self.objective_before = values.mean(dim=1).sum()
+            gradients = self.online.gradients(image, text, -slopes / ratio.shape[1])
+            for parameter, gradient in zip(self.online.named().values(), gradients, strict=True):
+                parameter.grad = torch.where(finite, gradient, 0.0)
+            self.optimizer.step()
+
+    def step(self) -> None:
+        """A step of Algorithm 1's clock, with the target's part of it."""
+        if self.step_of_epoch % self.target_every == 0:
+            online = self.online.named()
+            for name, parameter in self.target.named().items():
+                parameter.lerp_(online[name], 1 - self.ema)
+        self.step_of_epoch += 1
+
+    def _begin_epoch(self, log_z: Tensor) -> None:
+        """Algorithm 1, line 4."""
+        if self.target is not None:
+            self.previous = self.target
+            self.target = self._copy(self.previous.named(), log_z)
+        due = self.reinit_every > 0 and self.epoch % self.reinit_every == 0
+        if self.online is None or due:
+            levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
+            self.online = PartitionNetwork(self._dimension, self.width, levels, seed=self.epoch)
+            self._new_optimizer()
+            self.target = self._copy(self.online.named(), log_z)
+        if world_size() > 1:  # hardware that rounds otherwise must not drift apart
+            for tensor in self.tensors().values():
+                if tensor.device == log_z.device:
+                    dist.broadcast(tensor, 0)
+
+    def _copy(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
+        copy = PartitionNetwork(self._dimension, self.width, like.new_zeros(2), seed=0)
+        copy.load(parameters)
+        return copy
+
+    def _new_optimizer(self) -> None:
+        self.optimizer = torch.optim.Adam(self.online.named().values(), lr=self.lr)
+
+    # State
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters and Adam's moments by name, (network or adam):(parameter)."""
+        tensors = {}
+        for name in NETWORKS:
+            if (network := getattr(self, name)) is not None:
+                tensors |= {f"{name}:{key}": value for key, value in network.named().items()}
+        if self.online is not None:
+            for key, parameter in self.online.named().items():
+                tensors |= {f"adam:{key}:{name}": value for name, value in self.optimizer.state[parameter].items()}
+        return tensors
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take over what `tensors` gave.
+
+        Raises:
+            ValueError: the networks are of another width.
+        """
+        hidden, dimension = tensors["online:0.up.weight"].shape
+        if hidden != PartitionNetwork.hidden(dimension, self.width):
+            raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
+        self._restore(tensors, tensors["online:0.up.weight"])
+
+    def _restore(self, tensors: dict[str, Tensor], like: Tensor) -> None:
+        """Take over what `tensors` gave, with the device and type of `like`."""
+        self._dimension = tensors["online:0.up.weight"].shape[1]
+        for name in NETWORKS:
+            parameters = below(tensors, f"{name}:")
+            setattr(self, name, self._copy(parameters, like) if parameters else None)
+        self._new_optimizer()
+        moments = [below(tensors, f"adam:{key}:") for key in self.online.named()]
+        if moments[0]:
+            state = {i: {name: value.clone() for name, value in own.items()} for i, own in enumerate(moments)}
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
