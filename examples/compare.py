@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
     parser.add_argument("--data", default=SCENES, help="data flags, in place of generated scenes'")
-    parser.add_argument("--flags", default="", help="more flags for every run, such as --model ViT-B-32")
+    parser.add_argument("--flags", default="", help="more flags for every run, above its own, such as --rho 8")
     parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data, in place of the grid's")
     parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")
     parser.add_argument("--samples", type=int, help="samples that each run sees, in place of the grid's")
@@ -168,10 +168,10 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
 
         def one(cell: Cell) -> list[dict]:
             recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=6400 // cell.batch)
-            flags = f"{recipe} {args.data.replace('{n}', str(cell.n))} {args.flags}"
+            flags = f"{recipe} {args.data.replace('{n}', str(cell.n))}"
             restart = max(1, round(cell.n / cell.batch / 5))  # 0.11 to 0.19 epochs in the papers
             variant = variants[cell.variant].replace("{restart}", str(restart))
-            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variant}"
+            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variant} {args.flags}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
             errors: dict[int, list[float]] = {}
             for epoch, error in ERROR.findall((experiment / "out.log").read_text()):

@@ -1,0 +1,64 @@
+"""What products in bfloat16 would do to the normalizers that prototypes and queues predict.
+
+    python benchmarks/precision.py
+
+Embeddings of `--batch-size` anchors and m others share a few directions, so that some are near one another, as a
+trained model's are. alpha in float64 is the truth; beside it the products' inputs are rounded to bfloat16 and summed in
+float32, as matrix units do, and the results rounded to bfloat16 too, as autocast leaves them. The error of alpha as a
+root mean square over anchors; a network's own error is about 1 (`docs/results.md`).
+"""
+
+import math
+
+import torch
+from measuring import begin, finish, parser, table
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from open_clip_ext.normalizers.log_sum import log_sums
+from open_clip_ext.surrogates import Identity
+
+
+def log_means(similarities: Tensor, positives: Tensor, tau: float) -> Tensor:
+    return ((similarities - positives[:, None]) / tau).double().logsumexp(dim=1) - math.log(similarities.shape[1])
+
+
+def compare(batch: int, m: int, dim: int, tau: float, device: torch.device) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(64, dim, generator=generator)
+    image, others = (
+        normalize(directions[torch.randint(64, (size,), generator=generator)]
+                  + torch.randn(size, dim, generator=generator), dim=1).to(device)
+        for size in (batch, m)
+    )
+    text = normalize(image + torch.randn(batch, dim, generator=generator).to(device) / dim**0.5, dim=1)
+    positives = (image * text).sum(dim=1)
+    truth = log_means(image.double() @ others.double().T, positives.double(), tau)
+    both = others.expand(2, m, dim)
+    values = log_sums(image, image, positives, torch.tensor(tau, device=device), both, Identity(), slopes=False)[0][0]
+    summed = image.bfloat16().float() @ others.bfloat16().float().T
+    estimates = {
+        "float32": values.double() - math.log(m),
+        "bfloat16, summed in float32": log_means(summed, positives, tau),
+        "bfloat16 throughout": log_means(summed.bfloat16().float(), positives, tau),
+    }
+    errors = {name: (estimate - truth).square().mean().sqrt().item() for name, estimate in estimates.items()}
+    return {"tau": tau, "batch": batch, "m": m, "dim": dim, "errors": errors}
+
+
+def main(argv: list[str] | None = None) -> list[dict]:
+    flags = parser(__doc__)
+    flags.add_argument("--batch-size", type=int, default=1024)
+    flags.add_argument("-m", type=int, default=4096, help="prototypes, or queued embeddings")
+    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("--taus", type=float, nargs="+", default=[0.07, 0.03, 0.01, 0.005])
+    args = flags.parse_args(argv)
+    device = begin(args)
+    results = [compare(args.batch_size, args.m, args.dim, tau, device) for tau in args.taus]
+    print(table([{"tau": r["tau"], **{name: f"{error:.1e}" for name, error in r["errors"].items()}} for r in results]))
+    finish(args, device, results)
+    return results
+
+
+if __name__ == "__main__":
+    main()
