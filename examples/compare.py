@@ -42,6 +42,7 @@ RECIPE = (
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
 OURS = "--rho 5 --lr-tau 1e-3"
 NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024"
+PAPER = f"{NETWORK} --npn-restart-every 500"
 METHODS = {
     "clip": "--loss clip",
     "siglip": "--loss siglip",
@@ -52,21 +53,21 @@ METHODS = {
     "isogclr": "--loss isogclr",
     "amorlip": "--loss amorlip --lr-tau 1e-3",
     "neuclip": NETWORK,
-    "neuclip, T_r 0.2 epochs": f"{NETWORK} --npn-restart-every {{restart}}",
-    "neuclip, T_r 0.2 epochs, mixing 0.6": f"{NETWORK} --npn-restart-every {{restart}} --mixing 0.6",
+    "neuclip, T_r 500": PAPER,
+    "neuclip, mixing 0.6": f"{NETWORK} --mixing 0.6",
     "queue, mixing 0.6": f"--loss queue {OURS} --queue-size 1024",
 }
 NEUCLIP = {
-    "as the paper": NETWORK,
-    "l2-log": f"{NETWORK} --npn-objective l2-log",
+    "as the paper": PAPER,
+    "l2-log": f"{PAPER} --npn-objective l2-log",
     "mlp": f"--loss neuclip {OURS} --normalizer mlp",
     "mlp, l2-log": f"--loss neuclip {OURS} --normalizer mlp --npn-objective l2-log",
     "joint": f"{NETWORK} --npn-joint",
     **{f"T_r {every}": f"{NETWORK} --npn-restart-every {every}" for every in (0, 50, 2000)},
-    **{f"T_u {updates}": f"{NETWORK} --npn-updates {updates}" for updates in (0, 1, 30)},
-    **{f"m {m}": f"{NETWORK.replace('1024', str(m))}" for m in (256, 4096)},
-    **{f"AdaGrad {lr}": f"{NETWORK} --npn-lr {lr}" for lr in (0.3, 0.1, 0.05, 0.01)},
-    **{f"Adam {lr}": f"{NETWORK} --npn-opt adam --npn-lr {lr}" for lr in (0.01, 0.001)},
+    **{f"T_u {updates}": f"{PAPER} --npn-updates {updates}" for updates in (0, 1, 30)},
+    **{f"m {m}": f"{PAPER.replace('1024', str(m))}" for m in (256, 4096)},
+    **{f"AdaGrad {lr}": f"{PAPER} --npn-lr {lr}" for lr in (0.3, 0.1, 0.05, 0.01)},
+    **{f"Adam {lr}": f"{PAPER} --npn-opt adam --npn-lr {lr}" for lr in (0.01, 0.001)},
     "T_r 50, AdaGrad 0.05": f"{NETWORK} --npn-restart-every 50 --npn-lr 0.05",
     "T_r 50, mixing 0.6": f"{NETWORK} --npn-restart-every 50 --mixing 0.6",
     "clip": METHODS["clip"],
@@ -79,9 +80,10 @@ AMORLIP = {
     **{f"EMA {ema}": f"--loss amorlip --lr-tau 1e-3 --amor-ema {ema}" for ema in (0.92, 0.99)},
     **{f"beta {beta}": f"--loss amorlip --lr-tau 1e-3 --amor-beta {beta}" for beta in (0.5, 1.0)},
     **{o: f"--loss amorlip --lr-tau 1e-3 --amor-objective {o}" for o in ("kl", "js")},
+    "negatives alone": "--loss amorlip --lr-tau 1e-3 --amor-target negatives",
     "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
 }
-SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip, T_r 0.2 epochs", "queue, mixing 0.6")
+SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip", "queue, mixing 0.6")
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
     "small": ([8000], [32], 64_000, 1),
@@ -169,9 +171,7 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
         def one(cell: Cell) -> list[dict]:
             recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=6400 // cell.batch)
             flags = f"{recipe} {args.data.replace('{n}', str(cell.n))}"
-            restart = max(1, round(cell.n / cell.batch / 5))  # 0.11 to 0.19 epochs in the papers
-            variant = variants[cell.variant].replace("{restart}", str(restart))
-            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variant} {args.flags}"
+            flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]} {args.flags}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
             errors: dict[int, list[float]] = {}
             for epoch, error in ERROR.findall((experiment / "out.log").read_text()):

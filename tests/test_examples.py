@@ -47,7 +47,7 @@ def test_fine_tuning(example, tmp_path, capsys):
 
 def test_comparing(example):
     data = "--dataset-type shapes --train-num-samples {n} --val-num-samples 16"
-    network = "neuclip, T_r 0.2 epochs"
+    network = "neuclip"
     example(
         "compare",
         ["leverage", *"--jobs 1 --rows 96 --batches 8 --samples 192 --seeds 1".split()]
@@ -56,8 +56,8 @@ def test_comparing(example):
     runs = json.loads(Path("compare/leverage-small.json").read_text())
     assert [(run["variant"], run["n"], run["batch"]) for run in runs] == [("clip", 96, 8), (network, 96, 8)]
     assert runs[0]["epochs"][-1]["epoch"] == 2
-    flags = Path("compare/logs/neuclip-t-r-0.2-epochs-n96-b8-s0.flags").read_text()
-    assert "--npn-restart-every 2 " in flags and flags.index("--wd 0.1") < flags.index("--wd 0.3")
+    flags = Path("compare/logs/neuclip-n96-b8-s0.flags").read_text()
+    assert flags.index("--wd 0.1") < flags.index("--wd 0.3")
     assert [path.name for path in Path("compare/logs").glob("*/checkpoints/*.pt")] == ["epoch_2.pt"] * 2
     assert "normalizer_mse" in runs[1]["epochs"][-1] and "normalizer_mse" not in runs[0]["epochs"][-1]
     text = Path("compare/leverage-small.md").read_text()

@@ -69,9 +69,8 @@ class Loss(nn.Module):
         """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
         self._calls = 0
 
-    def advice(self, steps_per_epoch: int) -> str | None:
-        """One line for the log if a setting does not fit the length of an epoch, else None."""
-        return None
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """Tell settings that go by the length of an epoch how many optimiser steps it has, before the first."""
 
     def hold_temperatures(self, hold: bool) -> None:
         """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""

@@ -118,8 +118,8 @@ class GlobalContrastiveLoss(Loss):
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
-    def advice(self, steps_per_epoch: int) -> str | None:
-        return self.normalizer.advice(steps_per_epoch)
+    def set_steps_per_epoch(self, steps: int) -> None:
+        self.normalizer.set_steps_per_epoch(steps)
 
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold

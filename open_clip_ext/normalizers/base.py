@@ -68,9 +68,8 @@ class Normalizer(nn.Module):
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 
-    def advice(self, steps_per_epoch: int) -> str | None:
-        """As `Loss.advice`."""
-        return None
+    def set_steps_per_epoch(self, steps: int) -> None:
+        """As `Loss.set_steps_per_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""

@@ -6,6 +6,8 @@ same point, and both move by one step.
 
 Readings fixed here, where the paper is silent:
 
+- T_r is the paper's 500 steps, which are 0.11 to 0.19 epochs of its data, but at most a fifth of an epoch where the
+  length of an epoch is known: at 2 epochs the network lags behind the encoders (`docs/results.md`).
 - The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
   forgets it.
 - Eq. 12's factor tau is left out of the network's objective; AdaGrad and Adam do not see it.
@@ -17,6 +19,7 @@ Readings fixed here, where the paper is silent:
 """
 
 import inspect
+import logging
 from collections.abc import Collection
 
 import torch
@@ -37,8 +40,11 @@ OPTIMIZERS = {
 
 MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
 
+RESTARTS = 500
 RESTART_EVERY = Option(
-    "npn_restart_every", int, 500, "T_r, steps between restarts of the network; 0: never after the first, as mlp",
+    "npn_restart_every", int, None,
+    "T_r, steps between restarts of the network; 0: never after the first (default: 500, at most a fifth of an epoch; "
+    "0 for mlp)",
     valid=not_negative, wanted="at least 0",
 )
 OPTIMIZER = Option(
@@ -76,7 +82,7 @@ class NetworkNormalizer(Normalizer):
 
     def __init__(
         self,
-        npn_restart_every: int = 500,
+        npn_restart_every: int | None = None,
         npn_updates: int = 10,
         npn_opt: str | None = None,
         npn_lr: float | None = None,
@@ -90,7 +96,8 @@ class NetworkNormalizer(Normalizer):
         for option in (RESTART_EVERY, *COMMON):
             option.check_given(given)
         super().__init__()
-        self.restart_every = 0 if npn_joint else npn_restart_every
+        self._fits_epoch = npn_restart_every is None and not npn_joint
+        self.restart_every = 0 if npn_joint else RESTARTS if npn_restart_every is None else npn_restart_every
         self.updates = 1 if npn_joint else npn_updates
         self.optimizer_name = npn_opt or ("adamw" if npn_joint else self.default_optimizer)
         self.reset_optimizer = npn_reset_optimizer
@@ -115,14 +122,10 @@ class NetworkNormalizer(Normalizer):
         if settings["npn_opt"] != "adagrad":
             refuse_unused(given, ["npn_initial_accumulator"], f"with --npn-opt {settings['npn_opt']}")
 
-    def advice(self, steps_per_epoch: int) -> str | None:
-        """0.11 to 0.19 epochs lie between restarts in neuclip.txt; at 2 the network lagged behind the encoders."""
-        if self.restart_every <= steps_per_epoch / 2:
-            return None
-        return (
-            f"--npn-restart-every {self.restart_every} is {self.restart_every / steps_per_epoch:.1f} epochs here, and "
-            f"0.1 to 0.2 in NeuCLIP's own runs; consider {max(1, round(steps_per_epoch / 5))}"
-        )
+    def set_steps_per_epoch(self, steps: int) -> None:
+        if self._fits_epoch:
+            self.restart_every = min(RESTARTS, max(1, round(steps / 5)))
+            logging.getLogger(__name__).info(f"{RESTART_EVERY.flag} {self.restart_every}, of {steps} steps an epoch")
 
     # What a network is
 

@@ -45,18 +45,30 @@ def test_prototypes_minimise_the_chosen_objective(objective, opt):
 
 
 @pytest.mark.parametrize(
-    "settings, steps, right",
+    "settings, restarts",
     [
-        (dict(), 250, 50), (dict(), 2, 1), (dict(npn_restart_every=30), 59, 12), (dict(npn_restart_every=30), 60, None),
-        (dict(npn_restart_every=0), 1, None), (dict(npn_joint=True), 1, None), (dict(normalizer="mlp"), 1, None),
+        (dict(), [0, 2, 4, 6, 8, 10]),
+        (dict(npn_restart_every=5), [0, 5, 10]), (dict(npn_restart_every=0), [0]),
+        (dict(npn_joint=True), [0]), (dict(normalizer="mlp"), [0]),
     ],
 )
-def test_restarts_that_do_not_fit_the_epoch_are_told(settings, steps, right):
-    advice = create_loss("neuclip", **settings).advice(steps)
-    if right is None:
-        assert advice is None
-    else:
-        assert advice.startswith("--npn-restart-every") and advice.endswith(f"consider {right}")
+def test_restarts_go_by_the_length_of_an_epoch_unless_given(settings, restarts, monkeypatch):
+    loss = create_loss("neuclip", **settings)
+    loss.set_steps_per_epoch(11)
+    seen = []
+    monkeypatch.setattr(loss.normalizer, "_restart", lambda batch: seen.append(loss.normalizer.steps))
+    for e1, e2 in batches(12):
+        loss(e1, e2, 1 / TAU)
+    assert seen == restarts
+
+
+@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2400, 480), (250, 50), (1, 1)])
+def test_restarts_by_default(steps, every):
+    """Without the length of an epoch, and with CC3M's, the paper's."""
+    loss = create_loss("neuclip")
+    if steps is not None:
+        loss.set_steps_per_epoch(steps)
+    assert loss.normalizer.restart_every == every
 
 
 def test_joint_is_algorithm_3():
