@@ -5,8 +5,11 @@
 Ours and ClipLoss alternate on the same features in one process; ratios of the medians, with the quartiles of the single
 rounds' ratios. Memory is what a call has allocated at a time beyond what was there before. A network's updates are left
 out here (`network.py` has them). What compares anchors with m other vectors is also compared with ClipLoss plus the
-bare matrix products which that takes: forward, and backward in the anchors where alpha has a gradient.
+bare matrix products which that takes: forward, and backward in the anchors where alpha has a gradient. `amorlip` and
+what it is compared with are called eight times, one of which trains its networks.
 """
+
+from collections.abc import Callable
 
 import torch
 from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
@@ -47,6 +50,18 @@ class Call:
             tensor.grad = None
 
 
+class Repeated:
+    """A function several times."""
+
+    def __init__(self, function: Callable[[], None], times: int):
+        self.function = function
+        self.times = times
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.function()
+
+
 def fill(call: Call, m: int, batch: int) -> None:
     """Call until the ring of a network or a queue is full."""
     for _ in range(-(-m // batch)):
@@ -70,12 +85,16 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     if settings:
         back = "anchors" if loss.objective.needs_differentiable_normalizer else None
         functions["products"] = BareProducts(batch, dim, m, back, device)
+    if name == "amorlip":  # all steps from one training of its networks to the next, beyond the first epoch
+        ours()
+        loss.set_epoch(1)
+        functions = {name: Repeated(function, loss.networks.online_every) for name, function in functions.items()}
     times = alternate(functions, device, seconds=args.seconds)
     result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     result |= summary(times, "ours", "clip")
     if settings:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
-    result["bytes"], result["base_bytes"] = peak_memory(ours, device), peak_memory(clip, device)
+    result["bytes"], result["base_bytes"] = (peak_memory(functions[name], device) for name in ("ours", "clip"))
     return result
 
 

@@ -1,11 +1,11 @@
-"""What products in bfloat16 would do to the normalizers that prototypes and queues predict.
+"""What products in TF32 and bfloat16 would do to the normalizers that prototypes and queues predict.
 
     python benchmarks/precision.py
 
-Embeddings of `--batch-size` anchors and m others share a few directions, so that some are near one another, as a
-trained model's are. alpha in float64 is the truth; beside it the products' inputs are rounded to bfloat16 and summed in
-float32, as matrix units do, and the results rounded to bfloat16 too, as autocast leaves them. The error of alpha as a
-root mean square over anchors; a network's own error is about 1 (`docs/results.md`).
+Synthetic embeddings of `--batch-size` anchors and m others share 64 directions, so that some are near one another.
+alpha in float64 is the truth. The products' inputs are rounded and summed in float32, as matrix units do; in the last
+column similarities are rounded to bfloat16 as well, as autocast would leave them. The error of alpha as a root mean
+square over anchors. It says nothing of gradients.
 """
 
 import math
@@ -17,6 +17,11 @@ from torch.nn.functional import normalize
 
 from open_clip_ext.normalizers.log_sum import log_sums
 from open_clip_ext.surrogates import Identity
+
+
+def tf32(values: Tensor) -> Tensor:
+    """Float32 numbers rounded to the 10 bits of TF32's fraction."""
+    return ((values.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
 def log_means(similarities: Tensor, positives: Tensor, tau: float) -> Tensor:
@@ -39,8 +44,9 @@ def compare(batch: int, m: int, dim: int, tau: float, device: torch.device) -> d
     summed = image.bfloat16().float() @ others.bfloat16().float().T
     estimates = {
         "float32": values.double() - math.log(m),
-        "bfloat16, summed in float32": log_means(summed, positives, tau),
-        "bfloat16 throughout": log_means(summed.bfloat16().float(), positives, tau),
+        "TF32": log_means(tf32(image) @ tf32(others).T, positives, tau),
+        "bfloat16": log_means(summed, positives, tau),
+        "similarities, too": log_means(summed.bfloat16().float(), positives.bfloat16().float(), tau),
     }
     errors = {name: (estimate - truth).square().mean().sqrt().item() for name, estimate in estimates.items()}
     return {"tau": tau, "batch": batch, "m": m, "dim": dim, "errors": errors}

@@ -7,8 +7,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, as_completed
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from tqdm import tqdm
 
@@ -44,6 +46,18 @@ def evaluations(experiment: Path) -> list[dict]:
     lines = (experiment / "checkpoints" / "results.jsonl").read_text().splitlines()
     by_epoch = {metrics["epoch"]: metrics for metrics in map(json.loads, lines)}
     return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+
+def results_of(jobs: dict[Any, Future]) -> dict[Any, Any]:
+    """The jobs' results; after one has failed no other begins."""
+    try:
+        for job in as_completed(jobs.values()):
+            job.result()
+    except BaseException:
+        for job in jobs.values():
+            job.cancel()
+        raise
+    return {name: job.result() for name, job in jobs.items()}
 
 
 class Runs:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from command import Runs, evaluations
+from command import Runs, evaluations, results_of
 from tqdm import tqdm
 
 RECIPE = (
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
     parser.add_argument("--data", default=SCENES, help="data flags, in place of generated scenes'")
-    parser.add_argument("--flags", default="", help="more flags for every run, above its own, such as --rho 8")
+    parser.add_argument("--flags", default="", help="more flags for every run; they override its own, such as --wd 0.3")
     parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data, in place of the grid's")
     parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")
     parser.add_argument("--samples", type=int, help="samples that each run sees, in place of the grid's")
@@ -180,7 +180,7 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
             return [metrics | means.get(metrics["epoch"], {}) for metrics in evaluations(experiment)]
 
         jobs = {cell: pool.submit(one, cell) for cell in cells}
-        return {cell: job.result() for cell, job in jobs.items()}
+        return results_of(jobs)
 
 
 def last(results: dict[Cell, list[dict]], metric: str, **chosen) -> list[float]:

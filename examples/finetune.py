@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 
-from command import Runs, evaluations
+from command import Runs, evaluations, results_of
 from tqdm import tqdm
 
 MODEL = "--model ViT-shapes-tiny --device cpu --precision fp32 --dataset-type shapes --val-num-samples 1000 --workers 1"
@@ -102,8 +102,9 @@ def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
         results = {}
         for loads in (False, True):
             chosen = [variant for variant in args.variants if ("--osr-load" in VARIANTS[variant]) == loads]
-            jobs = {variant: [pool.submit(tune, variant, seed) for seed in range(args.seeds)] for variant in chosen}
-            results |= {variant: [job.result() for job in jobs[variant]] for variant in chosen}
+            pairs = [(variant, seed) for variant in chosen for seed in range(args.seeds)]
+            for (variant, _), metrics in results_of({pair: pool.submit(tune, *pair) for pair in pairs}).items():
+                results.setdefault(variant, []).append(metrics)
         return results
 
 

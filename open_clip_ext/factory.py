@@ -3,7 +3,7 @@
 A name is a preset over the replaceable parts; each part can also be chosen on its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -285,6 +285,7 @@ def create_loss(
     accum_freq: int = 1,
     device: torch.device | str = "cpu",
     validate: bool = False,
+    steps_per_epoch: int | None = None,
     **options: Any,
 ) -> Loss:
     """Build a loss by its name, for one's own training loop.
@@ -297,6 +298,8 @@ def create_loss(
         accum_freq: calls per optimiser step, see `Loss`.
         device: where state per sample is kept, the embeddings' device.
         validate: check also what needs a wait for the device.
+        steps_per_epoch: optimiser steps of one pass over the data; neuclip's network is restarted at least every fifth
+            of it unless told otherwise.
         options: settings and parts by the flags' names with underscores.
 
     Raises:
@@ -320,8 +323,18 @@ def create_loss(
         return part(**{option.name: settings[option.name] for option in part.options}, **more)
 
     calls = {"accum_freq": accum_freq, "validate": validate}
-    if not preset.has_parts:
-        return build(preset.loss, **calls)
+    if preset.has_parts:
+        loss = _from_parts(parts, settings, build, calls)
+    else:
+        loss = build(preset.loss, **calls)
+    if steps_per_epoch is not None:
+        loss.set_steps_per_epoch(steps_per_epoch)
+    return loss
+
+
+def _from_parts(
+    parts: tuple[type, ...], settings: dict[str, Any], build: Callable[..., Any], calls: dict[str, Any]
+) -> GlobalContrastiveLoss:
     _, normalizer, temperature, surrogate_class = parts
     surrogate = build(surrogate_class)
     more = {"eps": settings["loss_eps"], "surrogate": surrogate} if normalizer.differentiable else {}

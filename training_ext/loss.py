@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext import create_loss, factory
+from open_clip_ext.distributed import world_size
 from open_clip_ext.losses import Loss
 from training_ext.data import RowLoader
 
@@ -16,7 +17,7 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
 
     Args:
         args: as `params.parse_args` gives them.
-        num_rows: of the train data.
+        num_rows: of the train data, which tell the length of a pass, too.
         device: where the loss computes.
 
     Raises:
@@ -30,6 +31,7 @@ def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
         num_samples=num_rows,
         epochs=args.loss_epochs,
         accum_freq=args.accum_freq,
+        steps_per_epoch=max(1, num_rows // (args.batch_size * world_size() * args.accum_freq)),
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )

@@ -200,7 +200,6 @@ class Session:
                 what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
                 logging.info(f"{what}: its gradients are exact without it.")
         loss = build_loss(args, self.rows.num_rows, args.device)
-        loss.set_steps_per_epoch(max(1, self.loader.num_batches // args.accum_freq))
         if self._restored is not None:
             loss.load_full_state(self._restored)
             self._restored = None

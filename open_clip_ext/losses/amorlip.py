@@ -8,7 +8,8 @@ below, and B pairs include the anchor's own:
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
-with lambda of stage II the target network, a constant. Stage I sees the global batch; stage II only this process's
+with b pairs on each of W processes, B = W b, and d the embeddings' dimension; lambda of stage II is the target network,
+a constant. Stage I sees the global batch; stage II only this process's
 pairs, so that nothing is gathered on steps without stage I.
 
 Readings fixed here, where the paper is silent or its released code differs:
@@ -32,7 +33,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
 from open_clip_ext.losses.base import Loss
@@ -77,7 +78,10 @@ class AmorLIPLoss(Loss):
         Option("amor_online_every", int, 8, "T_online, steps between updates of the network", **at_least_1),
         Option("amor_target_every", int, 2, "T_target, steps between updates of the target network", **at_least_1),
         Option("amor_ema", float, 0.999, "alpha, what the target network keeps of itself at each update", **share),
-        Option("amor_beta", float, 0.8, "beta_T, final share of the last epoch's network in the target", **share),
+        Option(
+            "amor_beta", float, 0.8, "beta_T, final share of the last epoch's network in the target",
+            valid=lambda value: 0 <= value <= 1, wanted="in [0, 1]",
+        ),
         Option("amor_beta_epochs", int, None, "epochs of beta's cosine (default: --epochs)", **at_least_1),
         Option(
             "amor_reinit_every", int, 1, "epochs between new networks; 0: never",
@@ -99,7 +103,7 @@ class AmorLIPLoss(Loss):
     )
     optimizer_options = LOGIT_SCALE_OPTIONS
     least_pairs = 2
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "log lambda")
+    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda")
 
     def __init__(
         self,
@@ -177,7 +181,8 @@ class AmorLIPLoss(Loss):
                     self.networks.update(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
                 self.networks.step()
             log_lambda = self._log_denominators(pairs.all_image, pairs.all_text, scale, log_z)
-            value, gradients = self._stage_2(blocks, scale, log_negatives, log_lambda)
+            value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
+            self._watch(pairs, scale, log_negatives, log_lambda)
         inputs = (image, text, logit_scale)
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 
@@ -212,43 +217,46 @@ class AmorLIPLoss(Loss):
             log_lambda = torch.logaddexp(log_lambda, (positives + self._log_positive_share(len(image))).expand(2, -1))
         return log_lambda
 
-    def _log_positive_share(self, pairs: int) -> float:
-        """What the positive counts in a mean over the global batch, its logarithm."""
-        return self.log_positive_weight - math.log(pairs * world_size())
+    def _log_positive_share(self, size: int) -> float:
+        """What the positive counts in a mean over the global batch, its logarithm.
+
+        Args:
+            size: b.
+        """
+        return self.log_positive_weight - math.log(size * world_size())
 
     def _stage_2(
         self, blocks: SimilarityBlocks, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The value, and the derivatives in image and text, (b, d), and in s of Eq. 6 with Appendix C's scale.
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
+        """The value; the derivatives of Eq. 6 with Appendix C's scale in image and text, (b, d), and in s; and log
+        lambda as it was used, (2, b).
 
-        `SimilarityBlocks` has exponents s (s_ij - s_ii), so that lambda is taken relative to exp(s s_ii), too. Its
-        gradient in s_ii is not there where lambda is a constant; what has to be added for that, and the positive's own
-        terms, make r_1i + r_2i - 2 with r_ki = mean_j exp(s s_ij) / lambda_ki.
+        `add_gradients` differentiates exp(s (s_ij - s_ii) - alpha_i). With alpha_i = log lambda_i - s s_ii these are
+        the terms of Eq. 6, whose lambda is a constant: what it takes off in s_ii is added back. That, the positive's
+        own term and the alignment's -2 make r_1i + r_2i - 2, with r_ki the weighted mean of exp(s s_ij) / lambda_ki.
 
         Args:
             log_negatives: log g over this process's pairs, (2, b).
             log_lambda: (2, b).
         """
-        positives = blocks.positives
-        pairs = len(positives)
-        batch = pairs * world_size()
+        image, text, positives = blocks.pairs.all_image, blocks.pairs.all_text, blocks.positives
+        size = len(positives)
         # The b - 1 negatives of this process stand for B - 1.
-        log_share = math.log1p(-1 / batch)
+        log_share = math.log1p(-1 / (size * world_size()))
         log_means = log_negatives + log_share
-        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_share(pairs)))
+        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_share(size)))
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
         alpha = relative - log_share
-        image, text = torch.zeros_like(blocks.pairs.all_image), torch.zeros_like(blocks.pairs.all_text)
-        tau_terms = blocks.add_gradients((image, text), scale.reciprocal(), alpha, alpha)
+        by_image, by_text = torch.zeros_like(image), torch.zeros_like(text)
+        tau_terms = blocks.add_gradients((by_image, by_text), scale.reciprocal(), alpha, alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2
-        image.addcmul_(excess[:, None], blocks.pairs.all_text, value=1 / pairs)
-        text.addcmul_(excess[:, None], blocks.pairs.all_image, value=1 / pairs)
+        by_image.addcmul_(excess[:, None], text, value=1 / size)
+        by_text.addcmul_(excess[:, None], image, value=1 / size)
         by_similarity = (excess * positives).mean() - tau_terms.mean(dim=1).sum() / scale
         by_scale = by_similarity / scale - self.current_rho / scale.square()
         value = (log_lambda.mean(dim=1).sum() + self.current_rho) / scale - 2 * positives.mean()
-        self._watch(blocks.pairs, scale, log_negatives, log_lambda)
-        return value, (image, text, by_scale)
+        return value, (by_image, by_text, by_scale), log_lambda
 
     def _watch(self, pairs: Pairs, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
         checked = (pairs.all_image, pairs.all_text, scale, log_negatives, log_lambda)
@@ -269,14 +277,8 @@ class AmorLIPLoss(Loss):
         return self._last if before is None else {**self._last, "amor_objective": before}
 
     def full_state(self) -> dict[str, Tensor | int | str]:
-        networks = self.networks
-        state = {**super().full_state(), "epoch": networks.epoch, "step_of_epoch": networks.step_of_epoch}
-        tensors = networks.tensors() if rank() == 0 else {}
-        return {**state, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
+        return {**super().full_state(), **self.networks.full_state()}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if tensors:
-            self.networks.load(tensors)
-        self.networks.epoch, self.networks.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
+        self.networks.load_full_state(state)

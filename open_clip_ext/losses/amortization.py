@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from open_clip_ext.distributed import world_size
+from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.networks import PartitionNetwork, below
 from open_clip_ext.pairs import MAX_LOG_WEIGHT
 
@@ -109,18 +109,20 @@ class Amortization:
 
     def follow(self, image: Tensor) -> None:
         """Go where the embeddings are."""
-        self._dimension = image.shape[1]
         if self.online is not None:
             parameter = next(iter(self.online.named().values()))
             if parameter.device != image.device or parameter.dtype != image.dtype:
-                self._restore(self.tensors(), image)
+                self._restore(self._tensors(), image)
 
     def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
         """Eq. 12 for anchors (b, d) with log Z (2, b)."""
         beta = self.current_beta
         if beta == 0:
             return log_z
-        return torch.logaddexp(math.log(beta) + self.previous(image, text), math.log1p(-beta) + log_z)
+        log_previous = self.previous(image, text)
+        if beta == 1:
+            return log_previous
+        return torch.logaddexp(math.log(beta) + log_previous, math.log1p(-beta) + log_z)
 
     def update(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
         """The updates of a step that is `due`.
@@ -130,7 +132,7 @@ class Amortization:
             log_z: of all anchors, (2, B).
         """
         if self.step_of_epoch == 0:
-            self._begin_epoch(log_z)
+            self._begin_epoch(image.shape[1], log_z)
         log_combined = self.log_combined(image, text, log_z)
         finite = log_z.isfinite().all()
         # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
@@ -157,7 +159,7 @@ class Amortization:
                 parameter.lerp_(online[name], 1 - self.ema)
         self.step_of_epoch += 1
 
-    def _begin_epoch(self, log_z: Tensor) -> None:
+    def _begin_epoch(self, dimension: int, log_z: Tensor) -> None:
         """Algorithm 1, line 4."""
         if self.target is not None:
             self.previous = self.target
@@ -165,16 +167,17 @@ class Amortization:
         due = self.reinit_every > 0 and self.epoch % self.reinit_every == 0
         if self.online is None or due:
             levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
-            self.online = PartitionNetwork(self._dimension, self.width, levels, seed=self.epoch)
+            self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
             self._new_optimizer()
             self.target = self._copy(self.online.named(), log_z)
         if world_size() > 1:  # hardware that rounds otherwise must not drift apart
-            for tensor in self.tensors().values():
+            for tensor in self._tensors().values():
                 if tensor.device == log_z.device:
                     dist.broadcast(tensor, 0)
 
     def _copy(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
-        copy = PartitionNetwork(self._dimension, self.width, like.new_zeros(2), seed=0)
+        dimension = parameters["0.up.weight"].shape[1]
+        copy = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
         copy.load(parameters)
         return copy
 
@@ -183,8 +186,28 @@ class Amortization:
 
     # State
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters and Adam's moments by name, (network or adam):(parameter)."""
+    def full_state(self) -> dict[str, Tensor | int]:
+        """Clocks everywhere; on process 0 also parameters and Adam's moments as CPU tensors."""
+        tensors = self._tensors() if rank() == 0 else {}
+        clocks = {"epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
+        return {**clocks, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Take over what `full_state` gave on process 0.
+
+        Raises:
+            ValueError: the networks are of another width.
+        """
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if tensors:
+            hidden, dimension = tensors["online:0.up.weight"].shape
+            if hidden != PartitionNetwork.hidden(dimension, self.width):
+                raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
+            self._restore(tensors, tensors["online:0.up.weight"])
+        self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """By (network or adam):(parameter)."""
         tensors = {}
         for name in NETWORKS:
             if (network := getattr(self, name)) is not None:
@@ -194,20 +217,8 @@ class Amortization:
                 tensors |= {f"adam:{key}:{name}": value for name, value in self.optimizer.state[parameter].items()}
         return tensors
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave.
-
-        Raises:
-            ValueError: the networks are of another width.
-        """
-        hidden, dimension = tensors["online:0.up.weight"].shape
-        if hidden != PartitionNetwork.hidden(dimension, self.width):
-            raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
-        self._restore(tensors, tensors["online:0.up.weight"])
-
     def _restore(self, tensors: dict[str, Tensor], like: Tensor) -> None:
-        """Take over what `tensors` gave, with the device and type of `like`."""
-        self._dimension = tensors["online:0.up.weight"].shape[1]
+        """Take over what `_tensors` gave, with the device and type of `like`."""
         for name in NETWORKS:
             parameters = below(tensors, f"{name}:")
             setattr(self, name, self._copy(parameters, like) if parameters else None)

@@ -70,7 +70,8 @@ class Loss(nn.Module):
         self._calls = 0
 
     def set_steps_per_epoch(self, steps: int) -> None:
-        """Tell settings that go by the length of an epoch how many optimiser steps it has, before the first."""
+        """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
+        where they are not given."""
 
     def hold_temperatures(self, hold: bool) -> None:
         """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""

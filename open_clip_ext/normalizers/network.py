@@ -6,8 +6,9 @@ same point, and both move by one step.
 
 Readings fixed here, where the paper is silent:
 
-- T_r is the paper's 500 steps, which are 0.11 to 0.19 epochs of its data, but at most a fifth of an epoch where the
-  length of an epoch is known: at 2 epochs the network lags behind the encoders (`docs/results.md`).
+- T_r is the paper's 500 steps, which are 0.11 to 0.19 passes over its data, but at most a fifth of a pass where its
+  length is known: with 2 passes between restarts the network lags behind the encoders (`docs/results.md`). What a
+  training began with it keeps, from checkpoint to checkpoint, unless another is given.
 - The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
   forgets it.
 - Eq. 12's factor tau is left out of the network's objective; AdaGrad and Adam do not see it.
@@ -19,7 +20,6 @@ Readings fixed here, where the paper is silent:
 """
 
 import inspect
-import logging
 from collections.abc import Collection
 
 import torch
@@ -40,11 +40,11 @@ OPTIMIZERS = {
 
 MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
 
-RESTARTS = 500
+PAPER_RESTART_EVERY = 500
 RESTART_EVERY = Option(
     "npn_restart_every", int, None,
-    "T_r, steps between restarts of the network; 0: never after the first (default: 500, at most a fifth of an epoch; "
-    "0 for mlp)",
+    "T_r, steps between restarts of the network; 0: never after the first (default: 500, at most a fifth of a pass "
+    "over the data; 0 for mlp)",
     valid=not_negative, wanted="at least 0",
 )
 OPTIMIZER = Option(
@@ -97,7 +97,9 @@ class NetworkNormalizer(Normalizer):
             option.check_given(given)
         super().__init__()
         self._fits_epoch = npn_restart_every is None and not npn_joint
-        self.restart_every = 0 if npn_joint else RESTARTS if npn_restart_every is None else npn_restart_every
+        self.restart_every = PAPER_RESTART_EVERY if npn_restart_every is None else npn_restart_every
+        if npn_joint:
+            self.restart_every = 0
         self.updates = 1 if npn_joint else npn_updates
         self.optimizer_name = npn_opt or ("adamw" if npn_joint else self.default_optimizer)
         self.reset_optimizer = npn_reset_optimizer
@@ -124,8 +126,7 @@ class NetworkNormalizer(Normalizer):
 
     def set_steps_per_epoch(self, steps: int) -> None:
         if self._fits_epoch:
-            self.restart_every = min(RESTARTS, max(1, round(steps / 5)))
-            logging.getLogger(__name__).info(f"{RESTART_EVERY.flag} {self.restart_every}, of {steps} steps an epoch")
+            self.restart_every = min(PAPER_RESTART_EVERY, max(1, steps // 5))
 
     # What a network is
 
@@ -236,7 +237,8 @@ class NetworkNormalizer(Normalizer):
         parameters = self._named()
         if not parameters:
             return {}
-        state = {"steps": torch.tensor(self.steps), "dimension": torch.tensor(self.dimension), **parameters}
+        numbers = {"steps": self.steps, "restart_every": self.restart_every, "dimension": self.dimension}
+        state = {name: torch.tensor(number) for name, number in numbers.items()} | parameters
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state[parameter].items():
                 state[f"{self.optimizer_name}:{name}:{key}"] = value
@@ -250,6 +252,9 @@ class NetworkNormalizer(Normalizer):
         self._new_optimizer()
         self._restore_extra(state)
         self.steps = int(state["steps"])
+        if self._fits_epoch:
+            # Absent in files of before it went by the length of an epoch.
+            self.restart_every = int(state.get("restart_every", PAPER_RESTART_EVERY))
         saved: dict[int, dict[str, Tensor]] = {}
         for i, (name, parameter) in enumerate(self._named().items()):
             parameter.copy_(state[name])

@@ -47,28 +47,38 @@ def test_prototypes_minimise_the_chosen_objective(objective, opt):
 @pytest.mark.parametrize(
     "settings, restarts",
     [
-        (dict(), [0, 2, 4, 6, 8, 10]),
+        (dict(), [0, 2, 4, 6, 8, 10, 12]),
         (dict(npn_restart_every=5), [0, 5, 10]), (dict(npn_restart_every=0), [0]),
         (dict(npn_joint=True), [0]), (dict(normalizer="mlp"), [0]),
     ],
 )
 def test_restarts_go_by_the_length_of_an_epoch_unless_given(settings, restarts, monkeypatch):
-    loss = create_loss("neuclip", **settings)
-    loss.set_steps_per_epoch(11)
+    """A fifth of 14 steps is 2; a state takes its number along, where none is given."""
+    loss, resumed = (create_loss("neuclip", steps_per_epoch=steps, **settings) for steps in (14, 4))
     seen = []
-    monkeypatch.setattr(loss.normalizer, "_restart", lambda batch: seen.append(loss.normalizer.steps))
-    for e1, e2 in batches(12):
+    for one in (loss, resumed):
+        monkeypatch.setattr(one.normalizer, "_restart", lambda batch, own=one.normalizer: seen.append(own.steps))
+    for step, (e1, e2) in enumerate(batches(13)):
+        if step == 7:
+            resumed.load_full_state(loss.full_state())
+            loss = resumed
         loss(e1, e2, 1 / TAU)
     assert seen == restarts
 
 
-@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2400, 480), (250, 50), (1, 1)])
+@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2404, 480), (1, 1)])
 def test_restarts_by_default(steps, every):
     """Without the length of an epoch, and with CC3M's, the paper's."""
-    loss = create_loss("neuclip")
-    if steps is not None:
-        loss.set_steps_per_epoch(steps)
-    assert loss.normalizer.restart_every == every
+    assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every
+
+
+def test_restarts_of_a_state_from_before_they_went_by_the_epoch():
+    loss, resumed = (create_loss("neuclip", steps_per_epoch=100) for _ in range(2))
+    loss(*batches(1)[0], 1 / TAU)
+    state = loss.full_state()
+    del state["state.restart_every"]
+    resumed.load_full_state(state)
+    assert resumed.normalizer.restart_every == 500
 
 
 def test_joint_is_algorithm_3():

@@ -155,7 +155,7 @@ def test_a_gradient_of_the_log_sum_is_taken_once():
         ("isogclr", {**CONSTANT, "negatives": "both"}),
         ("neuclip", dict(npn_prototypes=8192, npn_updates=2)),
         ("queue", dict(queue_size=8192)),
-        ("amorlip", dict(epochs=1)),
+        ("amorlip", dict(epochs=1, amor_online_every=1)),
     ],
 )
 def test_memory_does_not_grow_with_the_square_of_the_batch(name, settings, monkeypatch):
