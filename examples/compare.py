@@ -78,7 +78,7 @@ AMORLIP = {
     **{f"T_online {every}": f"--loss amorlip --lr-tau 1e-3 --amor-online-every {every}" for every in (1, 32)},
     **{f"width {width}": f"--loss amorlip --lr-tau 1e-3 --mlp-width {width}" for width in (0.25, 1)},
     **{f"EMA {ema}": f"--loss amorlip --lr-tau 1e-3 --amor-ema {ema}" for ema in (0.92, 0.99)},
-    **{f"beta {beta}": f"--loss amorlip --lr-tau 1e-3 --amor-beta {beta}" for beta in (0.5, 1.0)},
+    **{f"beta {beta}": f"--loss amorlip --lr-tau 1e-3 --amor-beta {beta}" for beta in (0, 0.5, 1.0)},
     **{o: f"--loss amorlip --lr-tau 1e-3 --amor-objective {o}" for o in ("kl", "js")},
     "negatives alone": "--loss amorlip --lr-tau 1e-3 --amor-target negatives",
     "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
