@@ -2,6 +2,8 @@
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import open_clip
@@ -43,6 +45,27 @@ def test_fine_tuning(example, tmp_path, capsys):
     assert json.loads(Path("finetune/results.json").read_text()) == results
     with pytest.raises(SystemExit, match="other flags"):
         example("finetune", [*arguments, "--lr", "1e-3"])
+
+
+def test_after_one_has_failed_no_other_run_begins(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from command import results_of
+
+    begun = []
+
+    def run(number):
+        begun.append(number)
+        if number == 1:
+            sys.exit("run 1 failed")
+        return number
+
+    with pytest.raises(SystemExit, match="run 1 failed"), ThreadPoolExecutor(1) as pool:
+        jobs = {number: pool.submit(run, number) for number in range(2)}
+        jobs |= {number: pool.submit(time.sleep, 0.2) for number in range(2, 40)}
+        results_of(jobs)
+    assert begun == [0, 1] and sum(job.cancelled() for job in jobs.values()) > 30
+    with ThreadPoolExecutor(2) as pool:
+        assert results_of({name: pool.submit(str, name) for name in range(3)}) == {0: "0", 1: "1", 2: "2"}
 
 
 def test_comparing(example):
