@@ -256,7 +256,8 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
 
 
 def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str, several: bool) -> None:
-    """By epoch; with several cells their last values by batch size, or by n / B where n differs too."""
+    """By epoch, with what lies between the lowest and the highest seed; with several cells their last values by batch
+    size, or by n / B where n differs too."""
     one_n = len({cell.n for cell in results}) == 1
     for number, variant in enumerate(variants):
         style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
@@ -274,7 +275,11 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
             epochs = [m["epoch"] for m in runs[0] if metric in m]
             curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
             if epochs:
-                axis.plot(epochs, [mean(values) for values in zip(*curves, strict=True)], **style)
+                means = [mean(values) for values in zip(*curves, strict=True)]
+                axis.plot(epochs, means, **style)
+                if len(curves) > 1:
+                    low, high = ([end(values) for values in zip(*curves, strict=True)] for end in (min, max))
+                    axis.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
     if several:
         axis.set_xscale("log", base=2 if one_n else 10)
     axis.set_xlabel("epoch" if not several else "batch size" if one_n else "n / B")
