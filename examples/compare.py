@@ -10,7 +10,7 @@
 | error | the estimators' errors against the batch size and the size of the data set (figures 2c and 4) |
 | amorlip | AmorLIP's schedule, width, target network and objective (tables 2 and 3, figure 4) |
 
-`small` is one cell of data and batch with one seed, sized for 40 minutes on 2 CPU cores for `methods`; `medium` is the
+`small` is one cell of data and batch with one seed, `methods` in 35 minutes on 2 CPU cores; `medium` is the
 grid with three seeds, a night; `large` is one GPU with n / B in the thousands. The learning rate is 1e-3 at a batch of
 32 and goes with the root of the batch; warm-up takes 6,400 samples. A run that has ended is not run again, and one that
 was interrupted goes on.
