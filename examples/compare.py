@@ -268,6 +268,9 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
                 points = [(b if one_n else n / b, mean(values)) for b, values in found.items() if values]
                 if points:
                     axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
+                    if not one_n:
+                        offset = {"xytext": (-3, 4), "textcoords": "offset points", "ha": "right"}
+                        axis.annotate(f"n = {n:,}", points[0], fontsize=6, color=style["color"], **offset)
                 style["label"] = None
         else:
             runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
@@ -281,7 +284,7 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
                     low, high = ([end(values) for values in zip(*curves, strict=True)] for end in (min, max))
                     axis.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
     if several:
-        axis.set_xscale("log", base=2 if one_n else 10)
+        axis.set_xscale("log", base=2)
     axis.set_xlabel("epoch" if not several else "batch size" if one_n else "n / B")
     if metric == "normalizer_mse":
         axis.set_yscale("log")
