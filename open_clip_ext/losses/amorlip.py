@@ -8,9 +8,10 @@ below, and B pairs include the anchor's own:
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
-with b pairs on each of W processes, B = W b, and d the embeddings' dimension; lambda of stage II is the target network,
-a constant. Stage I sees the global batch; stage II only this process's
+with lambda of stage II the target network, a constant. Stage I sees the global batch; stage II only this process's
 pairs, so that nothing is gathered on steps without stage I.
+
+Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; what exists per side is (2, b), images first.
 
 Readings fixed here, where the paper is silent or its released code differs:
 
@@ -45,7 +46,6 @@ from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
 
 MAX_LOG_RATIO = 10.0
 at_least_1 = dict(valid=lambda value: value >= 1, wanted="at least 1")
-share = dict(valid=lambda value: 0 <= value < 1, wanted="in [0, 1)")
 
 
 class AmorLIPLoss(Loss):
@@ -77,7 +77,10 @@ class AmorLIPLoss(Loss):
         Option("amor_updates", int, 3, "T_lambda, updates of the network each time", **at_least_1),
         Option("amor_online_every", int, 8, "T_online, steps between updates of the network", **at_least_1),
         Option("amor_target_every", int, 2, "T_target, steps between updates of the target network", **at_least_1),
-        Option("amor_ema", float, 0.999, "alpha, what the target network keeps of itself at each update", **share),
+        Option(
+            "amor_ema", float, 0.999, "alpha, what the target network keeps of itself at each update",
+            valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
+        ),
         Option(
             "amor_beta", float, 0.8, "beta_T, final share of the last epoch's network in the target",
             valid=lambda value: 0 <= value <= 1, wanted="in [0, 1]",
