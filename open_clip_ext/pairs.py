@@ -109,34 +109,46 @@ class SimilarityBlocks:
         self.parts = parts(len(image), len(self.all_positives), image.device)
         self.negatives = (2 if both_sides else 1) * (len(self.all_positives) - 1)
         self._latest: tuple[Block, slice, Tensor] | None = None
+        self._memory = self._part_memory()
+
+    def _part_memory(self) -> Tensor:
+        """For the numbers of any part: on a CPU fresh memory takes as long as a pass over it."""
+        rows = max(part.stop - part.start for part in self.parts)
+        return self.positives.new_empty(rows * len(self.all_positives))
 
     def _similarities(self, block: Block, part: slice) -> Tensor:
         """(rows of the part, B). The one computed last is still there for whoever asks again."""
         if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
             return self._latest[2]
-        self._latest = None  # before its successor is allocated
-        self._latest = (block, part, block.rows[part] @ block.columns.T)
-        return self._latest[2]
+        rows = block.rows[part]
+        memory = self._memory[: len(rows) * len(block.columns)].view(len(rows), -1)
+        self._latest = (block, part, torch.mm(rows, block.columns.T, out=memory))
+        return memory
 
     def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
         """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1; with negatives of both
         sides, isogclr.txt Eq. 11."""
         tau = local_part(all_tau, self.pairs)
         log_sums = self.positives.new_full((2, len(self.positives)), -math.inf)
+        memory = self._part_memory()
         for block in self.blocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
                 own = self.pairs.offset + part.start
-                rows = self._log_sum(similarities, self.positives[part], of_side(tau, block.row_side, part), 1, own)
+                row_tau = of_side(tau, block.row_side, part)
+                rows = self._log_sum(similarities, self.positives[part], row_tau, 1, own, memory)
                 log_sums[block.row_side, part] = torch.logaddexp(log_sums[block.row_side, part], rows)
                 if block.whole:
-                    columns = self._log_sum(similarities, self.positives, of_side(tau, block.column_side), 0, own)
+                    column_tau = of_side(tau, block.column_side)
+                    columns = self._log_sum(similarities, self.positives, column_tau, 0, own, memory)
                     log_sums[block.column_side] = torch.logaddexp(log_sums[block.column_side], columns)
         return log_sums - math.log(self.negatives)
 
-    def _log_sum(self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, own: int) -> Tensor:
+    def _log_sum(
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, own: int, memory: Tensor
+    ) -> Tensor:
         """Over the negatives, which are along `dim`; the anchors are along the other dimension."""
-        gaps = similarities - positives.unsqueeze(dim)
+        gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim) if tau.dim() else tau)
         exponents.diagonal(own).fill_(-math.inf)
         return log_sum_exp_(exponents, dim)
@@ -162,44 +174,55 @@ class SimilarityBlocks:
         tau = local_part(all_tau, self.pairs)
         share = 1 / len(self.all_positives)
         tau_terms, positive_weight = torch.zeros_like(alpha), torch.zeros_like(self.positives)
+        memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
             for part in reversed(self.parts):  # the similarities of the first pass's last part are still there
                 similarities = self._similarities(block, part)
                 own = self.pairs.offset + part.start
                 weights, positive, by_tau = self._weights(
-                    similarities, self.positives[part], of_side(tau, row_side, part), alpha[row_side, part], 1, own
+                    similarities, self.positives[part], of_side(tau, row_side, part), alpha[row_side, part], 1, own,
+                    gaps=memory, out=row_memory,
                 )
                 positive_weight[part] += positive
                 tau_terms[row_side, part] -= by_tau
                 column_weights, positive, by_tau = self._weights(
-                    similarities, self.all_positives, of_side(all_tau, column_side), all_alpha[column_side], 0, own
+                    similarities, self.all_positives, of_side(all_tau, column_side), all_alpha[column_side], 0, own,
+                    gaps=self._memory, out=memory,
                 )
+                self._latest = None  # overwritten
                 weights.add_(column_weights)
                 features[row_side][part].addmm_(weights, block.columns, alpha=share)
                 if block.whole:
                     positive_weight += positive
                     tau_terms[column_side] -= by_tau
                     features[column_side].addmm_(weights.T, block.rows[part], alpha=share)
-        self._latest = None
         for feature, partner in zip(features, (self.pairs.text, self.pairs.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-share)
         return tau_terms
 
     def _weights(
-        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, own: int
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, own: int,
+        gaps: Tensor, out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """exp(l / tau - alpha) dl/ds / N of each pair of a part; for each anchor their sum over its negatives, and that
-        of exp(l / tau - alpha) l / tau / N. The negatives are along `dim`, the anchors along the other dimension."""
-        gaps = similarities - positives.unsqueeze(dim)
+        of exp(l / tau - alpha) l / tau / N. The negatives are along `dim`, the anchors along the other dimension. `out`
+        is memory for the first of these, `gaps` for what is needed on the way, perhaps that of `similarities`."""
+        gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim) if tau.dim() else tau)
-        weights = exp_(exponents - (alpha + math.log(self.negatives)).unsqueeze(dim))
+        shift = (alpha + math.log(self.negatives)).unsqueeze(dim)
+        weights = exp_(torch.sub(exponents, shift, out=like(out, similarities)))
         weights.diagonal(own).zero_()
         by_tau = exponents.mul_(weights).sum(dim)
         if isinstance(slope, Tensor) or slope != 1:
             weights.mul_(slope)
         return weights, weights.sum(dim), by_tau
+
+
+def like(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Some of the memory in the shape of `tensor`."""
+    return memory[: tensor.numel()].view_as(tensor)
 
 
 def of_side(tau: Tensor, side: int, part: slice = slice(None)) -> Tensor:

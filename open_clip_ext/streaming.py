@@ -1,13 +1,15 @@
 """Similarities in parts: a block of a few MiB at a time is computed, used and forgotten."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 # Numbers in a part: it and what is derived from it should stay in a CPU's cache, and fill a GPU.
-CPU_PART, GPU_PART = 1 << 18, 1 << 22
-LEAST_ROWS = 128  # matrix products of fewer are slow
+CPU_PART, GPU_PART = 1 << 19, 1 << 22
+LEAST_ROWS = 256  # matrix products of fewer are slow
+CPU_TILE, GPU_TILE = 1024, 2048  # rows and columns of a part that need not have all columns
 # Beside a largest term of 1, exp(-80) is nothing; from exp(-87) on, where float32 leaves the normal numbers, a CPU
 # takes up to 40 times as long.
 LEAST_EXPONENT = -80.0
@@ -19,6 +21,22 @@ def parts(rows: int, columns: int, device: torch.device, least: int = 1) -> list
     numbers = CPU_PART if device.type == "cpu" else GPU_PART
     step = max(least * LEAST_ROWS, numbers // max(1, columns))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[list[slice], list[slice]]:
+    """Slices of `rows`, and of those columns that count: a product of one with the other is a part, at most `CPU_TILE`
+    or `GPU_TILE` both ways."""
+    size = CPU_TILE if device.type == "cpu" else GPU_TILE
+
+    def pieces(whole: slice) -> list[slice]:
+        return [slice(at, min(at + size, whole.stop)) for at in range(whole.start, whole.stop, size)]
+
+    return pieces(slice(0, rows)), [piece for some in columns for piece in pieces(some)]
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Whether there is neither NaN nor infinity in `tensor`, 0-d, in one pass: either would be an extreme of it."""
+    return torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
 
 
 def exp_(exponents: Tensor) -> Tensor:

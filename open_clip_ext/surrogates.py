@@ -23,7 +23,7 @@ class Surrogate:
         """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), of the shape of `gap`, which may be `gap` itself; the caller overwrites it."""
+        """l(x), of the shape of `gap` and perhaps in its memory; the caller overwrites it."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:
@@ -71,7 +71,7 @@ class PowerHinge(Surrogate):
         self.power = margin_power
 
     def value(self, gap: Tensor) -> Tensor:
-        return (gap + self.margin).clamp_(min=0).pow_(self.power)
+        return gap.add_(self.margin).clamp_(min=0).pow_(self.power)
 
     def slope(self, gap: Tensor) -> Tensor:
         if self.power == 1:

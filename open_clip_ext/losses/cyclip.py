@@ -17,6 +17,7 @@ from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import Option, not_negative
 from open_clip_ext.pairs import Pairs, scale_gradient
+from open_clip_ext.streaming import all_finite
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS
 
 
@@ -66,7 +67,7 @@ class CyCLIPLoss(Loss):
         anchors = [scale_gradient(features, 2.0) for features in (image, text)]
         inmodal, crossmodal = consistency(*anchors, pairs.all_image, pairs.all_text)
         checked = (image, text, logit_scale)
-        self.note(torch.stack([~tensor.detach().isfinite().all() for tensor in checked]))
+        self.note(torch.stack([~all_finite(tensor) for tensor in checked]))
         self._last = tuple(x.detach() for x in (contrastive, inmodal, crossmodal, logit_scale.reciprocal()))
         return contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
 

@@ -8,7 +8,8 @@ shares p_ij = exp(x_ij) / sum_j exp(x_ij), the derivatives of the value of ancho
     in tau:   - sum_j p_ij x_ij / tau
 
 They are sums over the same exponents, so that they cost no second pass: value and derivatives are computed together,
-for a few anchors at a time (`streaming`), and only the derivatives are kept, b x d numbers in place of b x k.
+for some anchors and some vectors at a time (`streaming`), and only the derivatives are kept, b x d numbers in place of
+b x k.
 
 Shapes: b anchors a side, k vectors a side, d = embedding dimension.
 """
@@ -20,36 +21,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext.streaming import exp_, highest, parts
+from open_clip_ext.streaming import exp_, highest, tiles
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
+def is_linear(surrogate: Surrogate) -> bool:
+    """Whether l(x) = x, so that 1 / tau can be put into one of the factors of a product of matrices."""
+    return type(surrogate) is Identity
+
+
 def exponents_of(
-    anchors: Tensor, positives: Tensor, tau: Tensor, others: Tensor, inverse_lengths: Tensor | None,
-    surrogate: Surrogate,
+    similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """l(cos(e_i, q_j) - s_ii) / tau, (..., r, k), less a number for each anchor; these numbers, (..., r); and the slope
     of l, (..., r, k), or None where it is 1.
 
     Args:
-        anchors: (..., r, d); positives: (r,); tau: 0-d or (..., r).
-        others: (..., k, d); inverse_lengths: (..., k), or None if they are unit vectors.
+        similarities: (..., r, k), overwritten: the cosines, over tau where l is linear.
+        positives: (r,); tau: 0-d or (..., r).
     """
-    row_tau = tau[..., None] if tau.dim() else tau
-    linear = type(surrogate) is Identity  # then s_ii and tau need no pass over all pairs
-    similarities = (anchors / row_tau if linear else anchors) @ others.mT
-    if inverse_lengths is not None:
-        similarities.mul_(inverse_lengths[..., None, :])
-    if linear:
+    if is_linear(surrogate):
         return similarities, -positives / tau, None
     similarities.sub_(positives[:, None])
     slope = surrogate.slope(similarities)
-    return surrogate.value(similarities).div_(row_tau), torch.zeros_like(positives), slope
+    exponents = surrogate.value(similarities).div_(tau[..., None] if tau.dim() else tau)
+    return exponents, torch.zeros_like(positives), slope
 
 
 def log_sums(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, hidden: Sequence[slice | Tensor] = (), slopes: bool = True,
+    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, slopes: bool = True,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """The values, (2, b), and their derivatives in the anchors, (2, b, d), in s_ii and in tau, (2, b) each.
 
@@ -59,54 +60,73 @@ def log_sums(
         tau: 0-d or (2, b).
         others: (2, k, d), those that images meet first.
         lengths: of `others`, (2, k); None if they are unit vectors.
-        hidden: places among the k that do not count.
+        seen: which of the k count; None for all.
         slopes: whether the derivatives are wanted.
     """
-    values = positives.new_empty(2, len(positives))
-    by_anchor = image.new_empty(2, *image.shape) if slopes else None
-    by_positive, by_tau = torch.empty_like(values), torch.empty_like(values)
-    inverse_lengths = None if lengths is None else lengths.reciprocal()
+    values = positives.new_full((2, len(positives)), -math.inf)
+    by_anchor = image.new_zeros(2, *image.shape) if slopes else None
+    by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
+    seen = [slice(0, others.shape[1])] if seen is None else seen
     for side, anchors in enumerate((image, text)):
-        inverse = None if lengths is None else inverse_lengths[side]
-        for part in parts(len(positives), others.shape[1], image.device):
-            part_tau = tau[side, part] if tau.dim() else tau
-            exponents, shift, slope = exponents_of(
-                anchors[part], positives[part], part_tau, others[side], inverse, surrogate
-            )
-            for places in hidden:
-                exponents[:, places] = -math.inf
+        side_tau = tau[side] if tau.dim() else tau
+        derivatives = (by_anchor[side], by_positive[side], by_tau[side]) if slopes else None
+        side_lengths = None if lengths is None else lengths[side]
+        _add(values[side], derivatives, anchors, positives, side_tau, others[side], surrogate, side_lengths, seen)
+        if slopes and is_linear(surrogate):
+            # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
+            by_positive[side] = -1 / side_tau
+            by_tau[side] = (positives / side_tau - (anchors * by_anchor[side]).sum(1)) / side_tau
+    return values, (by_anchor, by_positive, by_tau) if slopes else None
+
+
+def _add(
+    values: Tensor, derivatives: tuple[Tensor, Tensor, Tensor] | None, anchors: Tensor, positives: Tensor, tau: Tensor,
+    others: Tensor, surrogate: Surrogate, lengths: Tensor | None, seen: Sequence[slice],
+) -> None:
+    """Add the vectors of one side to what `log_sums` gives; of the derivatives of a linear l to that in the anchors
+    alone."""
+    linear = is_linear(surrogate)
+    divisor = tau if linear and tau.dim() == 0 else 1.0  # of the vectors
+    rows, columns = tiles(len(positives), seen, anchors.device)
+    height, width = (max((some.stop - some.start for some in slices), default=0) for slices in (rows, columns))
+    # Once for all: on a CPU fresh memory takes as long as a pass over it.
+    product_memory, vector_memory = anchors.new_empty(height * width), anchors.new_empty(width, anchors.shape[1])
+    for column in columns:
+        divisors = divisor if lengths is None else lengths[column, None] * divisor
+        some = torch.div(others[column], divisors, out=vector_memory[: column.stop - column.start])
+        for row in rows:
+            row_tau = tau[row] if tau.dim() else tau
+            products = product_memory[: len(positives[row]) * len(some)].view(-1, len(some))
+            torch.mm(anchors[row], some.T, out=products)
+            if linear and tau.dim():
+                products.div_(row_tau[:, None])
+            exponents, shift, slope = exponents_of(products, positives[row], row_tau, surrogate)
             peak = highest(exponents, 1)
             # Where l is not the identity the exponents themselves are wanted again.
-            shares = exp_(exponents.sub_(peak) if slope is None else exponents - peak)
-            total = shares.sum(1)
-            values[side, part] = total.log() + peak[:, 0] + shift
-            if not slopes:
+            shares = exp_(exponents.sub_(peak) if linear else exponents - peak)
+            peak = peak[:, 0] + shift
+            before = values[row].clone()
+            values[row] = after = torch.logaddexp(before, shares.sum(1).log_().add_(peak))
+            if derivatives is None:
                 continue
-            weights = shares.mul_((1 / (total * part_tau))[:, None])
-            if slope is not None:
-                for places in hidden:
-                    exponents[:, places] = 0.0  # their share is next to 0
-                by_tau[side, part] = -exponents.mul_(weights).sum(1)
+            by_anchor, by_positive, by_tau = (derivative[row] for derivative in derivatives)
+            # What was summed before keeps exp(before - after) of its share in the whole.
+            kept = (before - after).exp_()
+            weights = shares.mul_(((peak - after).exp_() * (divisor / row_tau))[:, None])
+            if not linear:
+                by_tau.mul_(kept).sub_(exponents.mul_(weights).sum(1))
                 weights.mul_(slope)
-                by_positive[side, part] = -weights.sum(1)
-            if lengths is not None:
-                weights.mul_(inverse)
-            torch.mm(weights, others[side], out=by_anchor[side, part])
-            if slope is None:
-                # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
-                by_positive[side, part] = -1 / part_tau
-                mean = (anchors[part] * by_anchor[side, part]).sum(1)
-                by_tau[side, part] = (positives[part] / part_tau - mean) / part_tau
-    return values, (by_anchor, by_positive, by_tau) if slopes else None
+                by_positive.mul_(kept).sub_(weights.sum(1))
+            by_anchor.mul_(kept[:, None]).addmm_(weights, some)
 
 
 class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-        lengths: Tensor | None, hidden: Sequence[slice | Tensor],
+        lengths: Tensor | None, seen: Sequence[slice] | None,
     ) -> Tensor:
-        values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, hidden)
+        values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, seen)
         ctx.save_for_backward(*derivatives)
         ctx.one_tau = tau.dim() == 0
         return values
@@ -123,8 +143,8 @@ class LogSum(torch.autograd.Function):
 
 def log_sum(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, hidden: Sequence[slice | Tensor] = (),
+    lengths: Tensor | None = None, seen: Sequence[slice] | None = None,
 ) -> Tensor:
     """The values of `log_sums`, with their gradient in `image`, `text`, `positives` and `tau` where one is wanted."""
-    inputs = (image, text, positives, tau, others, surrogate, lengths, hidden)
+    inputs = (image, text, positives, tau, others, surrogate, lengths, seen)
     return LogSum.apply(*inputs) if torch.is_grad_enabled() else log_sums(*inputs, slopes=False)[0]

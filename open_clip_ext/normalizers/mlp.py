@@ -9,7 +9,9 @@ Readings fixed here: the network is AmorLIP's (`networks`). A restart draws new 
 to restart from, there is none after the first unless `npn_restart_every` asks for it. Adam at 1e-3, as AmorLIP's.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +63,9 @@ class MLP(NetworkNormalizer):
         levels = (batch.log_batch + batch.positives / batch.tau).mean(dim=1)
         levels = torch.where(batch.finite, levels, 0.0)
         self.network.load(PartitionNetwork(self.dimension, self.width, levels, seed=self.steps).named())
+
+    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
+        return partial(self._set_gradient, batch)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
         log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau

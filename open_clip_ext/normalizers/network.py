@@ -20,7 +20,7 @@ Readings fixed here, where the paper is silent:
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ COMMON = (
 class NetworkNormalizer(Normalizer):
     """Base of the networks. Memory is allocated at the first batch, on its device.
 
-    A network overrides `_allocate`, `_named`, `_restart`, `_set_gradient` and `forward`, and `_extra_state` and
+    A network overrides `_allocate`, `_named`, `_restart`, `_gradient_setter` and `forward`, and `_extra_state` and
     `_restore_extra` if it keeps more than parameters.
     """
 
@@ -145,8 +145,9 @@ class NetworkNormalizer(Normalizer):
     def _observe(self, batch: Batch) -> None:
         """See each batch, before restarts and updates."""
 
-    def _set_gradient(self, batch: Batch) -> Tensor:
-        """Write the objective's gradient to the parameters' `grad`, 0 if the batch is not finite; its value, 0-d.
+    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
+        """For the updates of a step, what writes the objective's gradient to the parameters' `grad`, 0 if the batch is
+        not finite, and returns the objective, 0-d.
 
         The batch comes here with numbers in it in any case (`Batch.numbers`).
         """
@@ -171,14 +172,18 @@ class NetworkNormalizer(Normalizer):
             if self.reset_optimizer:
                 self._new_optimizer()
             self._broadcast()
-        batch = batch.numbers()
+        if self.updates > 0:
+            self._train(batch.numbers())
+        self.steps += 1
+
+    def _train(self, batch: Batch) -> None:
+        set_gradient = self._gradient_setter(batch)
         for update in range(self.updates):
-            objective = self._set_gradient(batch)
+            objective = set_gradient()
             if update == 0:
                 self.objective_before = objective
             if not self.joint:
                 self.optimizer.step()
-        self.steps += 1
 
     def _follow(self, image: Tensor) -> None:
         """Allocate for embeddings like `image`, or go where they went since the last batch."""

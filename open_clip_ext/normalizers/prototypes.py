@@ -24,6 +24,7 @@ Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ from torch import Tensor
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.log_sum import exponents_of, log_sum, log_sums
+from open_clip_ext.normalizers.log_sum import log_sum, log_sums
 from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.normalizers.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import Pairs, add_eps
-from open_clip_ext.streaming import exp_, highest, parts
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -115,57 +116,10 @@ class Prototypes(NetworkNormalizer):
     def _restart(self, batch: Batch) -> None:
         self.weight.copy_(self.ring.rows)
 
-    def _set_gradient(self, batch: Batch) -> Tensor:
-        """Of the sum over sides of the anchors' mean objective (neuclip.txt Eq. 12 or another of `fits`). With
-        x_ij = l(cos(e_i, W_j) - s_ii) / tau and the objective's slope f'_i in alpha_i,
-
-            G_j = (1/B) sum_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i          in W_j at length 1, (d,)
-            gradient_j = (G_j - <G_j, W_j> W_j / |W_j|^2) / |W_j|
-
-        An anchor needs all prototypes and no other anchor, so that a few anchors at a time are seen once, both ways.
-        """
-        prototypes, lengths = self._active_prototypes()
-        gradient = self.weight.grad[:, : self.own_active]
-        alpha = torch.empty_like(batch.log_batch)
-        # The same parts on every process, whose numbers of prototypes may differ by one.
-        columns = -(-self.active // world_size()) if self.split else self.active
-        for part in parts(len(batch.positives), 2 * columns, batch.image.device, least=4):
-            alpha[:, part] = self._add_gradient(gradient, prototypes, lengths.reciprocal(), batch, part)
-        # From the gradient in unit vectors to that in the prototypes themselves.
-        for part in parts(prototypes.shape[1], 2 * prototypes.shape[2], prototypes.device):
-            some, length = prototypes[:, part], lengths[:, part, None]
-            radial = (gradient[:, part] * some).sum(dim=2, keepdim=True) / length**3
-            gradient[:, part].div_(length).addcmul_(some, radial, value=-1)
-        return self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
-
-    def _add_gradient(
-        self, gradient: Tensor, prototypes: Tensor, inverse_lengths: Tensor, batch: Batch, part: slice
-    ) -> Tensor:
-        """Add some anchors' gradient in the prototypes at length 1, (2, k, d), to that of the anchors before them.
-
-        Returns:
-            alpha of these anchors, (2, r).
-        """
-        anchors = torch.stack([batch.image[part], batch.text[part]])
-        tau = batch.tau[:, part] if batch.tau.dim() else batch.tau
-        exponents, shift, slope = exponents_of(
-            anchors, batch.positives[part], tau, prototypes, inverse_lengths, self.surrogate
-        )
-        peak = highest(exponents, 2)
-        shares = exp_(exponents.sub_(peak))
-        peak = peak[:, :, 0] + shift
-        log_sum = shares.sum(2).log_().add_(peak)
-        if self.split:
-            log_sum = log_sum_over_processes(log_sum)
-        alpha = add_eps(log_sum - math.log(self.active), self.eps)
-        # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
-        factor = (peak - alpha - math.log(self.active)).exp_()
-        slopes = self.objective.slopes(batch.log_batch[:, part], alpha) / len(batch.positives)
-        shares.mul_((factor * slopes * batch.finite / tau)[:, :, None])
-        if slope is not None:
-            shares.mul_(slope)
-        gradient.baddbmm_(shares.mT, anchors, beta=0 if part.start == 0 else 1)
-        return alpha
+    def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
+        sizes = self.active, self.own_active, self.split
+        step = PrototypeGradient(batch, self.objective, self.surrogate, self.eps, *sizes)
+        return lambda: step.write(self.weight.grad[:, : self.own_active], *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """Those in use that are here, (2, k, d), and their lengths, (2, k)."""

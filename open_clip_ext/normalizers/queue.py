@@ -51,7 +51,7 @@ class Queue(Normalizer):
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing | None = None
-        self.own: list[slice | Tensor] = []  # places of the step's own batch
+        self.own: list[slice] = []  # places of the step's own batch
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
@@ -70,13 +70,14 @@ class Queue(Normalizer):
             self._restore(self.ring.state(), image)
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        hidden = self.own if self.training else []
-        others = 0 if self.ring is None else self.ring.active - sum(map(_count, hidden))
+        active = 0 if self.ring is None else self.ring.active
+        seen = gaps(self.own, active) if self.training else [slice(0, active)]
+        others = sum(some.stop - some.start for some in seen)
         if others == 0:
             return batch.log_batch[:, pairs.local]
         self._follow(pairs.all_image)
-        queued = self.ring.rows[:, : self.ring.active]
-        log_total = log_sum(pairs.image, pairs.text, positives, tau, queued, self.surrogate, hidden=hidden)
+        inputs = (pairs.image, pairs.text, positives, tau, self.ring.rows)
+        log_total = log_sum(*inputs, self.surrogate, seen=seen)
         return add_eps(log_total - math.log(others), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
@@ -99,5 +100,8 @@ class Queue(Normalizer):
         self.ring.restore(state)
 
 
-def _count(places: slice | Tensor) -> int:
-    return places.stop - places.start if isinstance(places, slice) else len(places)
+def gaps(places: list[slice], size: int) -> list[slice]:
+    """What `places`, which do not overlap, leave of `size` places."""
+    ends = [0, *(some.stop for some in sorted(places, key=lambda some: some.start))]
+    starts = [*(some.start for some in sorted(places, key=lambda some: some.start)), size]
+    return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

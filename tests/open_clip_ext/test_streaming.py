@@ -35,6 +35,7 @@ LOSSES = {
 def few_at_a_time(monkeypatch):
     monkeypatch.setattr(streaming, "CPU_PART", 1)
     monkeypatch.setattr(streaming, "LEAST_ROWS", 1)
+    monkeypatch.setattr(streaming, "CPU_TILE", 2)
 
 
 def features(seed, batch=BATCH, dimension=DIMENSION):
@@ -100,10 +101,10 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
     tau = torch.rand(2, 9, generator=generator, dtype=torch.float64) + 0.1 if individual else torch.tensor(0.2).double()
     tau.requires_grad_()
     positives = (image * text).sum(dim=1).detach().requires_grad_()
-    places = [slice(1, 2), torch.tensor([4])] if hidden else []
+    seen = [slice(0, 1), slice(2, 4), slice(5, 7)] if hidden else None
 
     def streamed(*inputs):
-        return log_sum(*inputs, others, surrogate, norms, places)
+        return log_sum(*inputs, others, surrogate, norms, seen)
 
     expected = torch.empty(2, 9, dtype=torch.float64)
     for side, anchors in enumerate((image, text)):
@@ -125,6 +126,21 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
         torch.testing.assert_close(slope, wanted)
     with torch.no_grad():
         torch.testing.assert_close(streamed(*inputs), expected)
+
+
+def test_tiles_cover_what_counts_once(few_at_a_time):
+    rows, columns = streaming.tiles(5, [slice(0, 3), slice(4, 5), slice(7, 7)], torch.device("cpu"))
+    assert rows == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert columns == [slice(0, 2), slice(2, 3), slice(4, 5)]
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(), (3, 4)])
+def test_all_finite(bad, shape):
+    tensor = torch.full(shape, -3e38)
+    if bad is not None:
+        tensor.view(-1)[-1] = bad
+    assert streaming.all_finite(tensor) == (bad is None)
 
 
 def test_no_others_at_all():

@@ -1,0 +1,109 @@
+"""The gradient of the network's objective in its prototypes.
+
+Of the sum over sides of the anchors' mean objective (neuclip.txt Eq. 12 or another of `fits`). With
+x_ij = l(cos(e_i, W_j) - s_ii) / tau and the objective's slope f'_i in alpha_i,
+
+    G_j = (1/B) sum_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i          in W_j at length 1, (d,)
+    gradient_j = G_j / |W_j| - <G_j, W_j> W_j / |W_j|^3                           in W_j, (d,)
+
+An anchor needs all prototypes and no other anchor, so that some anchors at a time are seen once, both ways.
+
+Shapes: k prototypes a side, those here of m in use; d = embedding dimension; B = global batch, r of it at a time.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import world_size
+from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.normalizers.fits import L2LogFit, UnifiedFit
+from open_clip_ext.normalizers.log_sum import exponents_of, is_linear
+from open_clip_ext.normalizers.split import log_sum_over_processes
+from open_clip_ext.pairs import add_eps
+from open_clip_ext.streaming import exp_, highest, parts
+from open_clip_ext.surrogates import Surrogate
+
+PROTOTYPES_AT_ONCE = 256  # whose gradients stay in a CPU's cache while they are turned into that of unit vectors
+
+
+class PrototypeGradient:
+    """For the updates of one step, which share anchors and memory: fresh memory takes a CPU as long as a pass over it.
+
+    Args:
+        batch: the global batch, with numbers in it.
+        objective: what the network minimises.
+        surrogate: l.
+        eps: eps of Eq. 1.
+        active: m, prototypes in use.
+        own_active: k, those of them that are here.
+        split: whether the others are on other processes.
+    """
+
+    def __init__(
+        self, batch: Batch, objective: type[UnifiedFit | L2LogFit], surrogate: Surrogate, eps: float,
+        active: int, own_active: int, split: bool,
+    ):
+        self.batch, self.objective, self.surrogate, self.eps = batch, objective, surrogate, eps
+        self.active, self.split = active, split
+        self.anchors = torch.stack([batch.image, batch.text])
+        if is_linear(surrogate):
+            self.anchors.div_(batch.tau[:, :, None] if batch.tau.dim() else batch.tau)
+        # The same parts on every process, whose numbers of prototypes may differ by one.
+        columns = -(-active // world_size()) if split else active
+        self.parts = parts(len(batch.positives), 2 * columns, batch.image.device, least=2)
+        size = self.parts[0].stop - self.parts[0].start
+        self.similarities = self.anchors.new_empty(2 * own_active * size)
+        self.weighted = torch.empty_like(self.anchors[:, :size])
+
+    def write(self, gradient: Tensor, prototypes: Tensor, lengths: Tensor) -> Tensor:
+        """Write the gradient, 0 if the batch is not finite, over `gradient`, (2, k, d); the objective, 0-d.
+
+        Args:
+            prototypes: (2, k, d).
+            lengths: theirs, (2, k), 1 for those of length 0.
+        """
+        inverse_lengths = lengths.reciprocal()
+        alpha = torch.empty_like(self.batch.log_batch)
+        for part in self.parts:
+            shape = (*lengths.shape, part.stop - part.start)
+            similarities = self.similarities[: math.prod(shape)].view(shape)
+            torch.bmm(prototypes, self.anchors[:, part].mT, out=similarities).mul_(inverse_lengths[:, :, None])
+            alpha[:, part] = self._add(gradient, similarities.mT, part)
+        products = torch.empty_like(gradient[0, :PROTOTYPES_AT_ONCE])
+        for whole in zip(gradient, prototypes, inverse_lengths[:, :, None], strict=True):
+            pieces = (tensor.split(PROTOTYPES_AT_ONCE) for tensor in whole)
+            for slopes, some, inverse in zip(*pieces, strict=True):
+                radial = torch.mul(slopes, some, out=products[: len(some)]).sum(1, keepdim=True)
+                slopes.mul_(inverse).addcmul_(some, radial.mul_(inverse**3), value=-1)
+        return self.objective.values(self.batch.log_batch, alpha).mean(dim=1).sum()
+
+    def _add(self, gradient: Tensor, similarities: Tensor, part: slice) -> Tensor:
+        """Add G of some anchors to that of the anchors before them.
+
+        Args:
+            similarities: (2, r, k), over tau where l is linear; overwritten.
+
+        Returns:
+            alpha of these anchors, (2, r).
+        """
+        batch = self.batch
+        tau = batch.tau[:, part] if batch.tau.dim() else batch.tau
+        exponents, shift, slope = exponents_of(similarities, batch.positives[part], tau, self.surrogate)
+        peak = highest(exponents, 2)
+        shares = exp_(exponents.sub_(peak))
+        peak = peak[:, :, 0] + shift
+        log_sum = shares.sum(2).log_().add_(peak)
+        if self.split:
+            log_sum = log_sum_over_processes(log_sum)
+        alpha = add_eps(log_sum - math.log(self.active), self.eps)
+        # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
+        factor = (peak - alpha - math.log(self.active)).exp_()
+        factor *= self.objective.slopes(batch.log_batch[:, part], alpha) * batch.finite / len(batch.positives)
+        if slope is not None:
+            shares.mul_(slope)
+            factor /= tau
+        weighted = torch.mul(self.anchors[:, part], factor[:, :, None], out=self.weighted[:, : factor.shape[1]])
+        gradient.baddbmm_(shares.mT, weighted, beta=0 if part.start == 0 else 1)
+        return alpha
