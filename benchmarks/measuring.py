@@ -129,6 +129,7 @@ def begin(args: argparse.Namespace) -> torch.device:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = True  # as OpenCLIP trains
     return torch.device(args.device)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 # Numbers in a part: it and what is derived from it should stay in a CPU's cache, and fill a GPU.
 CPU_PART, GPU_PART = 1 << 19, 1 << 22
 LEAST_ROWS = 256  # matrix products of fewer are slow
-CPU_TILE, GPU_TILE = 1024, 2048  # rows and columns of a part that need not have all columns
+CPU_TILE, GPU_TILE = (512, 1024), (2048, 2048)  # rows and columns of a part that need not have all columns
 # Beside a largest term of 1, exp(-80) is nothing; from exp(-87) on, where float32 leaves the normal numbers, a CPU
 # takes up to 40 times as long.
 LEAST_EXPONENT = -80.0
@@ -25,13 +25,13 @@ def parts(rows: int, columns: int, device: torch.device, least: int = 1) -> list
 
 def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[list[slice], list[slice]]:
     """Slices of `rows`, and of those columns that count: a product of one with the other is a part, at most `CPU_TILE`
-    or `GPU_TILE` both ways."""
-    size = CPU_TILE if device.type == "cpu" else GPU_TILE
+    or `GPU_TILE`."""
+    height, width = CPU_TILE if device.type == "cpu" else GPU_TILE
 
-    def pieces(whole: slice) -> list[slice]:
+    def pieces(whole: slice, size: int) -> list[slice]:
         return [slice(at, min(at + size, whole.stop)) for at in range(whole.start, whole.stop, size)]
 
-    return pieces(slice(0, rows)), [piece for some in columns for piece in pieces(some)]
+    return pieces(slice(0, rows), height), [piece for some in columns for piece in pieces(some, width)]
 
 
 def all_finite(tensor: Tensor) -> Tensor:

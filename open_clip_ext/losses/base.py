@@ -73,6 +73,10 @@ class Loss(nn.Module):
         """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
         where they are not given."""
 
+    def description(self) -> str:
+        """A line for the log: what the loss is made of."""
+        return self.name
+
     def hold_temperatures(self, hold: bool) -> None:
         """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""
 

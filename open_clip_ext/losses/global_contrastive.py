@@ -122,6 +122,13 @@ class GlobalContrastiveLoss(Loss):
     def set_steps_per_epoch(self, steps: int) -> None:
         self.normalizer.set_steps_per_epoch(steps)
 
+    def description(self) -> str:
+        parts = {
+            "normalizers": self.normalizer.description(), "temperature": self.temperature.name,
+            "surrogate": self.surrogate.name, "encoder objective": self.objective.name,
+        }
+        return ", ".join(f"{part} {name}" for part, name in parts.items())
+
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
 

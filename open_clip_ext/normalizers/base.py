@@ -71,6 +71,10 @@ class Normalizer(nn.Module):
     def set_steps_per_epoch(self, steps: int) -> None:
         """As `Loss.set_steps_per_epoch`."""
 
+    def description(self) -> str:
+        """As `Loss.description`."""
+        return self.name
+
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""
 

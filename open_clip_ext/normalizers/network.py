@@ -128,6 +128,10 @@ class NetworkNormalizer(Normalizer):
         if self._fits_epoch:
             self.restart_every = min(PAPER_RESTART_EVERY, max(1, steps // 5))
 
+    def description(self) -> str:
+        often = f"every {self.restart_every} steps" if self.restart_every > 0 else "at the first step only"
+        return f"{self.name} (restarted {often})"
+
     # What a network is
 
     def _allocate(self, dimension: int, like: Tensor) -> None:

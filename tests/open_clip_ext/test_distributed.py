@@ -205,7 +205,7 @@ def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     # Several parts, where one process has all in one.
-    streaming.CPU_PART, streaming.LEAST_ROWS, streaming.CPU_TILE = 1, 5, 3
+    streaming.CPU_PART, streaming.LEAST_ROWS, streaming.CPU_TILE = 1, 5, (3, 4)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         check_table(rank, world)

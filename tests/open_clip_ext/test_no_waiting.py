@@ -34,6 +34,25 @@ def test_no_step_waits_for_the_device(name, monkeypatch):
             loss.diagnostics()
 
 
+@pytest.mark.parametrize("name", ["neuclip", "neuclip, hinge", "neuclip, individual"])
+def test_an_update_of_the_network_is_one_graph(name):
+    """torch.compile finds nothing that it would have to leave to Python."""
+    loss = create_loss("neuclip", num_samples=100, **LOSSES[name])
+    image, text = (torch.nn.functional.normalize(torch.randn(2, 16, 8), dim=2))
+    loss(image, text, torch.tensor(10.0), index=torch.arange(16))
+    network, seen = loss.normalizer, []
+    network.update = lambda batch: seen.append(batch)
+    loss(image, text, torch.tensor(10.0), index=torch.arange(16))
+    with torch.no_grad():
+        set_gradient = network._gradient_setter(seen[0])
+        value, gradient = set_gradient(), network.weight.grad.clone()
+        network.weight.grad.zero_()
+        compiled = torch.compile(set_gradient, fullgraph=True, backend="eager")()
+    torch.testing.assert_close(compiled, value)
+    torch.testing.assert_close(network.weight.grad, gradient)
+    assert gradient.abs().max() > 0
+
+
 def test_the_meta_device_would_tell():
     with pytest.raises(RuntimeError):
         torch.empty((), device="meta").item()

@@ -35,7 +35,7 @@ LOSSES = {
 def few_at_a_time(monkeypatch):
     monkeypatch.setattr(streaming, "CPU_PART", 1)
     monkeypatch.setattr(streaming, "LEAST_ROWS", 1)
-    monkeypatch.setattr(streaming, "CPU_TILE", 2)
+    monkeypatch.setattr(streaming, "CPU_TILE", (2, 3))
 
 
 def features(seed, batch=BATCH, dimension=DIMENSION):
@@ -129,9 +129,9 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
 
 
 def test_tiles_cover_what_counts_once(few_at_a_time):
-    rows, columns = streaming.tiles(5, [slice(0, 3), slice(4, 5), slice(7, 7)], torch.device("cpu"))
+    rows, columns = streaming.tiles(5, [slice(0, 4), slice(5, 6), slice(7, 7)], torch.device("cpu"))
     assert rows == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert columns == [slice(0, 2), slice(2, 3), slice(4, 5)]
+    assert columns == [slice(0, 3), slice(3, 4), slice(5, 6)]
 
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])

@@ -111,8 +111,10 @@ def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
         ("accumulated", "shapes", "--accum-freq 2", 1),
         ("recovered", "shapes", "--osr-epochs 0.5 --osr-transfer moments", 2),
     ):
-        state = run(name, f"{datasets[data]} {flags} {more}").checkpoint(1)["optimizer"]["open_clip_ext"]["state"]
+        experiment = run(name, f"{datasets[data]} {flags} {more}")
+        state = experiment.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]
         assert state["state.restart_every"] == every, name
+        assert f"Loss neuclip: normalizers prototypes (restarted every {every} steps), temperature " in experiment.log
 
 
 @pytest.mark.parametrize("loss", ["fastclip-v3", "neuclip"])
