@@ -25,7 +25,7 @@ from open_clip_ext.pairs import add_eps
 from open_clip_ext.streaming import exp_, highest, parts
 from open_clip_ext.surrogates import Surrogate
 
-PROTOTYPES_AT_ONCE = 256  # whose gradients stay in a CPU's cache while they are turned into that of unit vectors
+PROTOTYPES_AT_ONCE = 512  # whose gradients stay in a CPU's cache while they are turned into that of unit vectors
 
 
 class PrototypeGradient:

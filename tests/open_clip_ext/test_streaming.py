@@ -27,6 +27,7 @@ LOSSES = {
     ),
     "queue": ("queue", dict(queue_size=20, mixing=0.6)),
     "queue, unified": ("queue", dict(queue_size=20, mixing=0.3, encoder_objective="unified")),
+    "cyclip": ("cyclip", dict(cyclip_inmodal=0.7)),
     "amorlip": ("amorlip", dict(epochs=4, amor_online_every=2)),
 }
 
@@ -172,6 +173,7 @@ def test_a_gradient_of_the_log_sum_is_taken_once():
         ("neuclip", dict(npn_prototypes=8192, npn_updates=2)),
         ("queue", dict(queue_size=8192)),
         ("amorlip", dict(epochs=1, amor_online_every=1)),
+        ("cyclip", {}),
     ],
 )
 def test_memory_does_not_grow_with_the_square_of_the_batch(name, settings, monkeypatch):
