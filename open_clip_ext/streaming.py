@@ -9,7 +9,7 @@ from torch import Tensor
 # Numbers in a part: it and what is derived from it should stay in a CPU's cache, and fill a GPU.
 CPU_PART, GPU_PART = 1 << 19, 1 << 22
 LEAST_ROWS = 256  # matrix products of fewer are slow
-CPU_TILE, GPU_TILE = (512, 1024), (2048, 2048)  # rows and columns of a part that need not have all columns
+CPU_TILE, GPU_TILE = (512, 1024), (1024, 4096)  # rows and columns of a part that need not have all columns
 # Beside a largest term of 1, exp(-80) is nothing; from exp(-87) on, where float32 leaves the normal numbers, a CPU
 # takes up to 40 times as long.
 LEAST_EXPONENT = -80.0
@@ -34,9 +34,11 @@ def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[li
     return pieces(slice(0, rows), height), [piece for some in columns for piece in pieces(some, width)]
 
 
-def all_finite(tensor: Tensor) -> Tensor:
-    """Whether there is neither NaN nor infinity in `tensor`, 0-d, in one pass: either would be an extreme of it."""
-    return torch.stack(torch.aminmax(tensor.detach())).isfinite().all()
+def are_finite(*tensors: Tensor) -> Tensor:
+    """Whether there is neither NaN nor infinity in a tensor, (number of tensors,), in one pass over each: either would
+    be an extreme of it."""
+    extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor.detach())]
+    return torch.stack(extremes).view(-1, 2).isfinite().all(dim=1)
 
 
 def exp_(exponents: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from open_clip_ext.losses.base import Loss
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
-from open_clip_ext.streaming import all_finite
+from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
 
@@ -264,7 +264,7 @@ class AmorLIPLoss(Loss):
 
     def _watch(self, pairs: Pairs, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
         checked = (pairs.all_image, pairs.all_text, scale, log_negatives, log_lambda)
-        self.note(~torch.stack([all_finite(tensor) for tensor in checked]))
+        self.note(~are_finite(*checked))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
             "tau": scale.reciprocal(),

@@ -31,7 +31,7 @@ from torch.nn.functional import softplus
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.networks import PartitionNetwork, below
 from open_clip_ext.pairs import MAX_LOG_WEIGHT
-from open_clip_ext.streaming import all_finite
+from open_clip_ext.streaming import are_finite
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,7 +135,7 @@ class Amortization:
         if self.step_of_epoch == 0:
             self._begin_epoch(image.shape[1], log_z)
         log_combined = self.log_combined(image, text, log_z)
-        finite = all_finite(log_z)
+        finite = are_finite(log_z)[0]
         # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
         weight = (log_z - log_combined).exp()
         for update in range(self.updates):

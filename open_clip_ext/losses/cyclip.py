@@ -24,7 +24,7 @@ from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import Option, not_negative
 from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
-from open_clip_ext.streaming import all_finite
+from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS
 
@@ -72,7 +72,7 @@ class CyCLIPLoss(Loss):
             pairs = Pairs.gather(image, text)
             contrastive, by_image, by_text, by_scale = clip_loss(pairs, logit_scale)
             inmodal, crossmodal = self._add_consistency(pairs, by_image, by_text)
-            self.note(torch.stack([~all_finite(tensor) for tensor in (pairs.all_image, pairs.all_text, logit_scale)]))
+            self.note(~are_finite(pairs.all_image, pairs.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up

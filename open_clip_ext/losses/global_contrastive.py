@@ -31,7 +31,7 @@ from open_clip_ext.pairs import (
     local_part,
 )
 from open_clip_ext.probe import NormalizerProbe
-from open_clip_ext.streaming import all_finite
+from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperature import Temperature
 
@@ -159,7 +159,7 @@ class GlobalContrastiveLoss(Loss):
             alpha = self._alpha(pairs, inputs, batch, log_batch)
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
-            self.note(torch.cat([problems, ~all_finite(all_alpha)[None]]))
+            self.note(torch.cat([problems, ~are_finite(all_alpha)]))
             self._last = (taus, batch.log_batch, all_alpha)
             if moves:
                 self.probe.observe(batch, all_alpha)
@@ -202,7 +202,7 @@ class GlobalContrastiveLoss(Loss):
         """The batch, and what is wrong with it: a bool on the device for each of `CHECKED` but the last."""
         all_log_batch = all_gather(log_batch.T).T
         checked = (pairs.all_image, pairs.all_text, taus, all_log_batch)
-        problems = torch.stack([*(~all_finite(tensor) for tensor in checked), index_problem])
+        problems = torch.cat([~are_finite(*checked), index_problem[None]])
         batch = Batch(
             image=pairs.all_image,
             text=pairs.all_text,

@@ -63,35 +63,38 @@ def log_sums(
         seen: which of the k count; None for all.
         slopes: whether the derivatives are wanted.
     """
-    values = positives.new_full((2, len(positives)), -math.inf)
-    by_anchor = image.new_zeros(2, *image.shape) if slopes else None
-    by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
     seen = [slice(0, others.shape[1])] if seen is None else seen
+    nothing = all(some.stop == some.start for some in seen)  # then nothing is written below
+    values = positives.new_full((2, len(positives)), -math.inf)
+    by_anchor = (image.new_zeros if nothing else image.new_empty)(2, *image.shape) if slopes else None
+    by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
         side_tau = tau[side] if tau.dim() else tau
         derivatives = (by_anchor[side], by_positive[side], by_tau[side]) if slopes else None
         side_lengths = None if lengths is None else lengths[side]
-        _add(values[side], derivatives, anchors, positives, side_tau, others[side], surrogate, side_lengths, seen)
-        if slopes and is_linear(surrogate):
-            # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
-            by_positive[side] = -1 / side_tau
-            by_tau[side] = (positives / side_tau - (anchors * by_anchor[side]).sum(1)) / side_tau
-    return values, (by_anchor, by_positive, by_tau) if slopes else None
+        _write(values[side], derivatives, anchors, positives, side_tau, others[side], surrogate, side_lengths, seen)
+    if not slopes:
+        return values, None
+    if is_linear(surrogate):
+        # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
+        by_positive = (-1 / tau).expand_as(values)
+        means = [(anchors * slope).sum(1) for anchors, slope in zip((image, text), by_anchor, strict=True)]
+        by_tau = (positives / tau - torch.stack(means)) / tau
+    return values, (by_anchor, by_positive, by_tau)
 
 
-def _add(
+def _write(
     values: Tensor, derivatives: tuple[Tensor, Tensor, Tensor] | None, anchors: Tensor, positives: Tensor, tau: Tensor,
     others: Tensor, surrogate: Surrogate, lengths: Tensor | None, seen: Sequence[slice],
 ) -> None:
-    """Add the vectors of one side to what `log_sums` gives; of the derivatives of a linear l to that in the anchors
-    alone."""
+    """Write what `log_sums` gives of one side; of the derivatives of a linear l that in the anchors alone."""
     linear = is_linear(surrogate)
     divisor = tau if linear and tau.dim() == 0 else 1.0  # of the vectors
     rows, columns = tiles(len(positives), seen, anchors.device)
     height, width = (max((some.stop - some.start for some in slices), default=0) for slices in (rows, columns))
     # Once for all: on a CPU fresh memory takes as long as a pass over it.
     product_memory, vector_memory = anchors.new_empty(height * width), anchors.new_empty(width, anchors.shape[1])
-    for column in columns:
+    for number, column in enumerate(columns):
         divisors = divisor if lengths is None else lengths[column, None] * divisor
         some = torch.div(others[column], divisors, out=vector_memory[: column.stop - column.start])
         for row in rows:
@@ -105,19 +108,23 @@ def _add(
             # Where l is not the identity the exponents themselves are wanted again.
             shares = exp_(exponents.sub_(peak) if linear else exponents - peak)
             peak = peak[:, 0] + shift
-            before = values[row].clone()
-            values[row] = after = torch.logaddexp(before, shares.sum(1).log_().add_(peak))
-            if derivatives is None:
-                continue
-            by_anchor, by_positive, by_tau = (derivative[row] for derivative in derivatives)
-            # What was summed before keeps exp(before - after) of its share in the whole.
-            kept = (before - after).exp_()
-            weights = shares.mul_(((peak - after).exp_() * (divisor / row_tau))[:, None])
-            if not linear:
-                by_tau.mul_(kept).sub_(exponents.mul_(weights).sum(1))
-                weights.mul_(slope)
-                by_positive.mul_(kept).sub_(weights.sum(1))
-            by_anchor.mul_(kept[:, None]).addmm_(weights, some)
+            log_sum = shares.sum(1).log_().add_(peak)
+            before = values[row]
+            after = torch.logaddexp(before, log_sum) if number else log_sum
+            if derivatives is not None:
+                by_anchor, by_positive, by_tau = (derivative[row] for derivative in derivatives)
+                if number:
+                    # What was summed before keeps exp(before - after) of its share in the whole.
+                    kept = (before - after).exp_()
+                    for derivative in (by_anchor.T, *(() if linear else (by_positive, by_tau))):
+                        derivative.mul_(kept)
+                weights = shares.mul_(((peak - after).exp_() * (divisor / row_tau))[:, None])
+                if not linear:
+                    by_tau.sub_(exponents.mul_(weights).sum(1))
+                    weights.mul_(slope)
+                    by_positive.sub_(weights.sum(1))
+                by_anchor.addmm_(weights, some, beta=1 if number else 0)
+            values[row] = after
 
 
 class LogSum(torch.autograd.Function):

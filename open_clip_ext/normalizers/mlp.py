@@ -70,12 +70,11 @@ class MLP(NetworkNormalizer):
     def _set_gradient(self, batch: Batch) -> Tensor:
         log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
         alpha = add_eps(log_ratio, self.eps)
-        objective = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
         slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp() / alpha.shape[1]
         gradients = self.network.gradients(batch.image, batch.text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
             parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
-        return objective
+        return alpha
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         if self.network is None:

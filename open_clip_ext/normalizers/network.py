@@ -151,7 +151,7 @@ class NetworkNormalizer(Normalizer):
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         """For the updates of a step, what writes the objective's gradient to the parameters' `grad`, 0 if the batch is
-        not finite, and returns the objective, 0-d.
+        not finite, and returns alpha, (2, B).
 
         The batch comes here with numbers in it in any case (`Batch.numbers`).
         """
@@ -183,9 +183,9 @@ class NetworkNormalizer(Normalizer):
     def _train(self, batch: Batch) -> None:
         set_gradient = self._gradient_setter(batch)
         for update in range(self.updates):
-            objective = set_gradient()
+            alpha = set_gradient()
             if update == 0:
-                self.objective_before = objective
+                self.objective_before = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
             if not self.joint:
                 self.optimizer.step()
 

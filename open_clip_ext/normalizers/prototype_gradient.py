@@ -21,11 +21,8 @@ from open_clip_ext.normalizers.base import Batch
 from open_clip_ext.normalizers.fits import L2LogFit, UnifiedFit
 from open_clip_ext.normalizers.log_sum import exponents_of, is_linear
 from open_clip_ext.normalizers.split import log_sum_over_processes
-from open_clip_ext.pairs import add_eps
 from open_clip_ext.streaming import exp_, highest, parts
 from open_clip_ext.surrogates import Surrogate
-
-PROTOTYPES_AT_ONCE = 512  # whose gradients stay in a CPU's cache while they are turned into that of unit vectors
 
 
 class PrototypeGradient:
@@ -45,8 +42,10 @@ class PrototypeGradient:
         self, batch: Batch, objective: type[UnifiedFit | L2LogFit], surrogate: Surrogate, eps: float,
         active: int, own_active: int, split: bool,
     ):
-        self.batch, self.objective, self.surrogate, self.eps = batch, objective, surrogate, eps
-        self.active, self.split = active, split
+        self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
+        self.log_eps = batch.positives.new_full((), math.log(eps))
+        self.log_active = math.log(active)
+        self.share = batch.finite / len(batch.positives)
         self.anchors = torch.stack([batch.image, batch.text])
         if is_linear(surrogate):
             self.anchors.div_(batch.tau[:, :, None] if batch.tau.dim() else batch.tau)
@@ -58,26 +57,27 @@ class PrototypeGradient:
         self.weighted = torch.empty_like(self.anchors[:, :size])
 
     def write(self, gradient: Tensor, prototypes: Tensor, lengths: Tensor) -> Tensor:
-        """Write the gradient, 0 if the batch is not finite, over `gradient`, (2, k, d); the objective, 0-d.
+        """Write the gradient, 0 if the batch is not finite, over `gradient`, (2, k, d); alpha, (2, B).
 
         Args:
             prototypes: (2, k, d).
             lengths: theirs, (2, k), 1 for those of length 0.
         """
-        inverse_lengths = lengths.reciprocal()
+        inverse_lengths = lengths.reciprocal()[:, :, None]
+        minus_cubes = inverse_lengths.pow(3).neg_()
         alpha = torch.empty_like(self.batch.log_batch)
         for part in self.parts:
             shape = (*lengths.shape, part.stop - part.start)
             similarities = self.similarities[: math.prod(shape)].view(shape)
-            torch.bmm(prototypes, self.anchors[:, part].mT, out=similarities).mul_(inverse_lengths[:, :, None])
+            torch.bmm(prototypes, self.anchors[:, part].mT, out=similarities).mul_(inverse_lengths)
             alpha[:, part] = self._add(gradient, similarities.mT, part)
-        products = torch.empty_like(gradient[0, :PROTOTYPES_AT_ONCE])
-        for whole in zip(gradient, prototypes, inverse_lengths[:, :, None], strict=True):
-            pieces = (tensor.split(PROTOTYPES_AT_ONCE) for tensor in whole)
-            for slopes, some, inverse in zip(*pieces, strict=True):
-                radial = torch.mul(slopes, some, out=products[: len(some)]).sum(1, keepdim=True)
-                slopes.mul_(inverse).addcmul_(some, radial.mul_(inverse**3), value=-1)
-        return self.objective.values(self.batch.log_batch, alpha).mean(dim=1).sum()
+        some = parts(gradient.shape[1], 2 * gradient.shape[2], gradient.device)
+        products = torch.empty_like(gradient[:, some[0]]) if some else None
+        for part in some:
+            slopes, vectors = gradient[:, part], prototypes[:, part]
+            radial = torch.mul(slopes, vectors, out=products[:, : slopes.shape[1]]).sum(2, keepdim=True)
+            slopes.mul_(inverse_lengths[:, part]).addcmul_(vectors, radial.mul_(minus_cubes[:, part]))
+        return alpha
 
     def _add(self, gradient: Tensor, similarities: Tensor, part: slice) -> Tensor:
         """Add G of some anchors to that of the anchors before them.
@@ -93,14 +93,14 @@ class PrototypeGradient:
         exponents, shift, slope = exponents_of(similarities, batch.positives[part], tau, self.surrogate)
         peak = highest(exponents, 2)
         shares = exp_(exponents.sub_(peak))
-        peak = peak[:, :, 0] + shift
-        log_sum = shares.sum(2).log_().add_(peak)
+        peak = peak[:, :, 0] + (shift - self.log_active)
+        log_mean = shares.sum(2).log_().add_(peak)
         if self.split:
-            log_sum = log_sum_over_processes(log_sum)
-        alpha = add_eps(log_sum - math.log(self.active), self.eps)
+            log_mean = log_sum_over_processes(log_mean)
+        alpha = torch.logaddexp(log_mean, self.log_eps)
         # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
-        factor = (peak - alpha - math.log(self.active)).exp_()
-        factor *= self.objective.slopes(batch.log_batch[:, part], alpha) * batch.finite / len(batch.positives)
+        factor = (peak - alpha).exp_()
+        factor *= self.objective.slopes(batch.log_batch[:, part], alpha).mul_(self.share)
         if slope is not None:
             shares.mul_(slope)
             factor /= tau

@@ -119,7 +119,8 @@ class Prototypes(NetworkNormalizer):
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         sizes = self.active, self.own_active, self.split
         step = PrototypeGradient(batch, self.objective, self.surrogate, self.eps, *sizes)
-        return lambda: step.write(self.weight.grad[:, : self.own_active], *self._active_prototypes())
+        gradient = self.weight.grad[:, : self.own_active]
+        return lambda: step.write(gradient, *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """Those in use that are here, (2, k, d), and their lengths, (2, k)."""

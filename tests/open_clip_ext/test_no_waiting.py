@@ -45,10 +45,10 @@ def test_an_update_of_the_network_is_one_graph(name):
     loss(image, text, torch.tensor(10.0), index=torch.arange(16))
     with torch.no_grad():
         set_gradient = network._gradient_setter(seen[0])
-        value, gradient = set_gradient(), network.weight.grad.clone()
+        alpha, gradient = set_gradient(), network.weight.grad.clone()
         network.weight.grad.zero_()
         compiled = torch.compile(set_gradient, fullgraph=True, backend="eager")()
-    torch.testing.assert_close(compiled, value)
+    torch.testing.assert_close(compiled, alpha)
     torch.testing.assert_close(network.weight.grad, gradient)
     assert gradient.abs().max() > 0
 

@@ -137,11 +137,12 @@ def test_tiles_cover_what_counts_once(few_at_a_time):
 
 @pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("shape", [(), (3, 4)])
-def test_all_finite(bad, shape):
+def test_are_finite(bad, shape):
     tensor = torch.full(shape, -3e38)
     if bad is not None:
         tensor.view(-1)[-1] = bad
-    assert streaming.all_finite(tensor) == (bad is None)
+    found = streaming.are_finite(torch.ones(2), tensor, torch.zeros(()))
+    assert found.tolist() == [True, bad is None, True]
 
 
 def test_no_others_at_all():
