@@ -24,6 +24,8 @@ from open_clip_ext.normalizers.split import log_sum_over_processes
 from open_clip_ext.streaming import exp_, highest, parts
 from open_clip_ext.surrogates import Surrogate
 
+CPU_PROTOTYPES = 256  # on each side, whose gradients stay in the cache while they are turned into those of unit vectors
+
 
 class PrototypeGradient:
     """For the updates of one step, which share anchors and memory: fresh memory takes a CPU as long as a pass over it.
@@ -71,12 +73,12 @@ class PrototypeGradient:
             similarities = self.similarities[: math.prod(shape)].view(shape)
             torch.bmm(prototypes, self.anchors[:, part].mT, out=similarities).mul_(inverse_lengths)
             alpha[:, part] = self._add(gradient, similarities.mT, part)
-        some = parts(gradient.shape[1], 2 * gradient.shape[2], gradient.device)
-        products = torch.empty_like(gradient[:, some[0]]) if some else None
-        for part in some:
-            slopes, vectors = gradient[:, part], prototypes[:, part]
+        at_once = CPU_PROTOTYPES if gradient.device.type == "cpu" else max(1, gradient.shape[1])
+        products = torch.empty_like(gradient[:, :at_once])
+        pieces = (tensor.split(at_once, dim=1) for tensor in (gradient, prototypes, inverse_lengths, minus_cubes))
+        for slopes, vectors, inverses, cubes in zip(*pieces, strict=True):
             radial = torch.mul(slopes, vectors, out=products[:, : slopes.shape[1]]).sum(2, keepdim=True)
-            slopes.mul_(inverse_lengths[:, part]).addcmul_(vectors, radial.mul_(minus_cubes[:, part]))
+            slopes.mul_(inverses).addcmul_(vectors, radial.mul_(cubes))
         return alpha
 
     def _add(self, gradient: Tensor, similarities: Tensor, part: slice) -> Tensor:
