@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[1]
 SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip --batch-sizes 16 --dims 8 --dtypes float32 bfloat16 -m 8",
     "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2",
+    "operations": "--batch-size 8 --dim 4 -m 16 --num-samples 100",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
     "rows": "--rows 100 1000 --batch-size 8",
     "step_time": "--losses fastclip-v3 --batch-size 4 --num-samples 50 --precision amp_bf16",
     "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
-ROWS = {"loss": 8, "network": 1, "precision": 2, "rows": 2, "step_time": 1, "end_to_end": 2}
+ROWS = {"loss": 8, "network": 1, "operations": 13, "precision": 2, "rows": 2, "step_time": 1, "end_to_end": 2}
 
 
 def numbers(value) -> list[float]:
