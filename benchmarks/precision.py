@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
     flags.add_argument("--taus", type=float, nargs="+", default=[0.07, 0.03, 0.01, 0.005])
     args = flags.parse_args(argv)
-    device = begin(args)
+    device = begin(args, tf32=False)
     results = [compare(args.batch_size, args.m, args.dim, tau, device) for tau in args.taus]
     print(table([{"tau": r["tau"], **{name: f"{error:.1e}" for name, error in r["errors"].items()}} for r in results]))
     finish(args, device, results)

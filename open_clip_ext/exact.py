@@ -191,8 +191,8 @@ def exact_log_normalizers(
         eps: eps of Eq. 1, > 0.
         both_sides: whether samples of the anchor's own side are negatives, too.
         device: where to compute; None: where the embeddings are.
-        chunk_mib: size of a block of similarities in MiB, > 0. The identity needs one at a time, a hinge about four;
-            beside them there are the anchors' own embeddings.
+        chunk_mib: size of a block of similarities in MiB, > 0. One is there at a time; beside it there are the
+            anchors' own embeddings, and what a surrogate of one's own needs.
         progress: called with the number of pairs that were newly counted, n in all.
 
     Raises:

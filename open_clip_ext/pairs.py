@@ -85,8 +85,9 @@ class SimilarityBlocks:
     """The similarities that a process needs: its images against all texts and its texts against all images, as
     OpenCLIP's `local_loss` computes them, or one block for both where there is one process.
 
-    They are computed in parts of a few rows (`streaming`), once for the batch's own normalizers and once for the
-    gradient; nothing of b x B numbers is kept.
+    They are computed in parts of some rows (`streaming`), once for the batch's own normalizers and once for the
+    gradient; nothing of b x B numbers is kept. One part's similarities are there at a time, and the gradient overwrites
+    them.
 
     Args:
         pairs: the batch.

@@ -23,11 +23,13 @@ class Surrogate:
         """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), of the shape of `gap` and perhaps in its memory; the caller overwrites it."""
+        """l(x), of the shape of `gap`; may be written over `gap`, which the caller does not read again, and is itself
+        overwritten."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:
-        """dl/dx, of the shape of `gap` or a number."""
+        """dl/dx, of the shape of `gap` or a number. It is asked for before `value`; not `gap` itself if `value` writes
+        there."""
         raise NotImplementedError
 
 

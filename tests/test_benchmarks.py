@@ -39,7 +39,7 @@ def test_a_benchmark_runs(name, tmp_path):
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     written = json.loads(path.read_text())
-    assert {"device", "threads", "torch"} == written["machine"].keys()
+    assert {"device", "threads", "torch", "tf32"} == written["machine"].keys()
     assert len(written["results"]) == ROWS[name]
     for result in written["results"]:
         assert all(math.isfinite(number) and number >= 0 for number in numbers(result)), result

@@ -203,7 +203,8 @@ class Session:
         if self._restored is not None:
             loss.load_full_state(self._restored)
             self._restored = None
-        logging.info(f"Loss {args.loss}: {loss.description()}")
+        if loss.description():
+            logging.info(f"Loss {args.loss}: {loss.description()}")
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 

@@ -74,8 +74,8 @@ class Loss(nn.Module):
         where they are not given."""
 
     def description(self) -> str:
-        """A line for the log: what the loss is made of."""
-        return self.name
+        """What the loss is made of, for the log; empty where its name says it."""
+        return ""
 
     def hold_temperatures(self, hold: bool) -> None:
         """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""

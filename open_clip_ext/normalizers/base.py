@@ -72,7 +72,7 @@ class Normalizer(nn.Module):
         """As `Loss.set_steps_per_epoch`."""
 
     def description(self) -> str:
-        """As `Loss.description`."""
+        """Its name, and what is worth knowing about it in the log."""
         return self.name
 
     def set_epoch(self, epoch: int) -> None:

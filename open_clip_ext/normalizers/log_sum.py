@@ -60,22 +60,26 @@ def log_sums(
         tau: 0-d or (2, b).
         others: (2, k, d), those that images meet first.
         lengths: of `others`, (2, k); None if they are unit vectors.
-        seen: which of the k count; None for all.
+        seen: which of the k count, slices with a start and a stop that do not overlap; None for all.
         slopes: whether the derivatives are wanted.
     """
     seen = [slice(0, others.shape[1])] if seen is None else seen
-    nothing = all(some.stop == some.start for some in seen)  # then nothing is written below
+    linear = is_linear(surrogate)
     values = positives.new_full((2, len(positives)), -math.inf)
-    by_anchor = (image.new_zeros if nothing else image.new_empty)(2, *image.shape) if slopes else None
-    by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
+    by_anchor = by_positive = by_tau = None
+    if slopes:
+        by_anchor = image.new_empty(2, *image.shape)
+        if all(some.stop == some.start for some in seen):
+            by_anchor.zero_()  # as nothing is written below
+    if slopes and not linear:
+        by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
         side_tau = tau[side] if tau.dim() else tau
-        derivatives = (by_anchor[side], by_positive[side], by_tau[side]) if slopes else None
-        side_lengths = None if lengths is None else lengths[side]
-        _write(values[side], derivatives, anchors, positives, side_tau, others[side], surrogate, side_lengths, seen)
+        found = [None if tensor is None else tensor[side] for tensor in (by_anchor, by_positive, by_tau, lengths)]
+        _write(values[side], *found, anchors, positives, side_tau, others[side], surrogate, seen)
     if not slopes:
         return values, None
-    if is_linear(surrogate):
+    if linear:
         # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
         by_positive = (-1 / tau).expand_as(values)
         means = [(anchors * slope).sum(1) for anchors, slope in zip((image, text), by_anchor, strict=True)]
@@ -84,22 +88,26 @@ def log_sums(
 
 
 def _write(
-    values: Tensor, derivatives: tuple[Tensor, Tensor, Tensor] | None, anchors: Tensor, positives: Tensor, tau: Tensor,
-    others: Tensor, surrogate: Surrogate, lengths: Tensor | None, seen: Sequence[slice],
+    values: Tensor, by_anchor: Tensor | None, by_positive: Tensor | None, by_tau: Tensor | None, lengths: Tensor | None,
+    anchors: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate, seen: Sequence[slice],
 ) -> None:
-    """Write what `log_sums` gives of one side; of the derivatives of a linear l that in the anchors alone."""
+    """Write what `log_sums` gives of one side, and what is not None of its derivatives: of a linear l that in the
+    anchors alone."""
     linear = is_linear(surrogate)
     divisor = tau if linear and tau.dim() == 0 else 1.0  # of the vectors
     rows, columns = tiles(len(positives), seen, anchors.device)
     height, width = (max((some.stop - some.start for some in slices), default=0) for slices in (rows, columns))
     # Once for all: on a CPU fresh memory takes as long as a pass over it.
     product_memory, vector_memory = anchors.new_empty(height * width), anchors.new_empty(width, anchors.shape[1])
-    for number, column in enumerate(columns):
-        divisors = divisor if lengths is None else lengths[column, None] * divisor
-        some = torch.div(others[column], divisors, out=vector_memory[: column.stop - column.start])
+    for column in columns:
+        first = column is columns[0]
+        some = others[column]
+        if lengths is not None or divisor is tau:
+            divisors = divisor if lengths is None else lengths[column, None] * divisor
+            some = torch.div(some, divisors, out=vector_memory[: len(some)])
         for row in rows:
             row_tau = tau[row] if tau.dim() else tau
-            products = product_memory[: len(positives[row]) * len(some)].view(-1, len(some))
+            products = product_memory[: (row.stop - row.start) * len(some)].view(-1, len(some))
             torch.mm(anchors[row], some.T, out=products)
             if linear and tau.dim():
                 products.div_(row_tau[:, None])
@@ -110,20 +118,21 @@ def _write(
             peak = peak[:, 0] + shift
             log_sum = shares.sum(1).log_().add_(peak)
             before = values[row]
-            after = torch.logaddexp(before, log_sum) if number else log_sum
-            if derivatives is not None:
-                by_anchor, by_positive, by_tau = (derivative[row] for derivative in derivatives)
-                if number:
+            after = log_sum if first else torch.logaddexp(before, log_sum)
+            if by_anchor is not None:
+                if not first:
                     # What was summed before keeps exp(before - after) of its share in the whole.
                     kept = (before - after).exp_()
-                    for derivative in (by_anchor.T, *(() if linear else (by_positive, by_tau))):
-                        derivative.mul_(kept)
+                    by_anchor[row].mul_(kept[:, None])
                 weights = shares.mul_(((peak - after).exp_() * (divisor / row_tau))[:, None])
-                if not linear:
-                    by_tau.sub_(exponents.mul_(weights).sum(1))
+                if by_tau is not None:
+                    if not first:
+                        by_tau[row].mul_(kept)
+                        by_positive[row].mul_(kept)
+                    by_tau[row].sub_(exponents.mul_(weights).sum(1))
                     weights.mul_(slope)
-                    by_positive.sub_(weights.sum(1))
-                by_anchor.addmm_(weights, some, beta=1 if number else 0)
+                    by_positive[row].sub_(weights.sum(1))
+                by_anchor[row].addmm_(weights, some, beta=0 if first else 1)
             values[row] = after
 
 

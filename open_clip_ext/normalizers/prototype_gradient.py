@@ -47,7 +47,7 @@ class PrototypeGradient:
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.positives.new_full((), math.log(eps))
         self.log_active = math.log(active)
-        self.share = batch.finite / len(batch.positives)
+        self.share = batch.finite.to(batch.positives) / len(batch.positives)
         self.anchors = torch.stack([batch.image, batch.text])
         if is_linear(surrogate):
             self.anchors.div_(batch.tau[:, :, None] if batch.tau.dim() else batch.tau)
@@ -57,6 +57,8 @@ class PrototypeGradient:
         size = self.parts[0].stop - self.parts[0].start
         self.similarities = self.anchors.new_empty(2 * own_active * size)
         self.weighted = torch.empty_like(self.anchors[:, :size])
+        self.at_once = CPU_PROTOTYPES if batch.image.device.type == "cpu" else max(1, own_active)
+        self.products = self.anchors.new_empty(2, min(self.at_once, own_active), self.anchors.shape[2])
 
     def write(self, gradient: Tensor, prototypes: Tensor, lengths: Tensor) -> Tensor:
         """Write the gradient, 0 if the batch is not finite, over `gradient`, (2, k, d); alpha, (2, B).
@@ -73,11 +75,9 @@ class PrototypeGradient:
             similarities = self.similarities[: math.prod(shape)].view(shape)
             torch.bmm(prototypes, self.anchors[:, part].mT, out=similarities).mul_(inverse_lengths)
             alpha[:, part] = self._add(gradient, similarities.mT, part)
-        at_once = CPU_PROTOTYPES if gradient.device.type == "cpu" else max(1, gradient.shape[1])
-        products = torch.empty_like(gradient[:, :at_once])
-        pieces = (tensor.split(at_once, dim=1) for tensor in (gradient, prototypes, inverse_lengths, minus_cubes))
+        pieces = (tensor.split(self.at_once, dim=1) for tensor in (gradient, prototypes, inverse_lengths, minus_cubes))
         for slopes, vectors, inverses, cubes in zip(*pieces, strict=True):
-            radial = torch.mul(slopes, vectors, out=products[:, : slopes.shape[1]]).sum(2, keepdim=True)
+            radial = torch.mul(slopes, vectors, out=self.products[:, : slopes.shape[1]]).sum(2, keepdim=True)
             slopes.mul_(inverses).addcmul_(vectors, radial.mul_(cubes))
         return alpha
 

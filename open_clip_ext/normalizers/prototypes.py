@@ -117,8 +117,10 @@ class Prototypes(NetworkNormalizer):
         self.weight.copy_(self.ring.rows)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
-        sizes = self.active, self.own_active, self.split
-        step = PrototypeGradient(batch, self.objective, self.surrogate, self.eps, *sizes)
+        step = PrototypeGradient(
+            batch, self.objective, self.surrogate, self.eps,
+            active=self.active, own_active=self.own_active, split=self.split,
+        )
         gradient = self.weight.grad[:, : self.own_active]
         return lambda: step.write(gradient, *self._active_prototypes())
 

@@ -102,6 +102,6 @@ class Queue(Normalizer):
 
 def gaps(places: list[slice], size: int) -> list[slice]:
     """What `places`, which do not overlap, leave of `size` places."""
-    ends = [0, *(some.stop for some in sorted(places, key=lambda some: some.start))]
-    starts = [*(some.start for some in sorted(places, key=lambda some: some.start)), size]
+    places = sorted(places, key=lambda some: some.start)
+    ends, starts = [0, *(some.stop for some in places)], [*(some.start for some in places), size]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

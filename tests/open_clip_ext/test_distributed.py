@@ -14,6 +14,7 @@ from reference import unit
 from open_clip_ext import create_loss, streaming
 from open_clip_ext.collectives import CollectiveCounter
 from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.normalizers import prototype_gradient
 
 ROWS = 101
 LOSSES = {
@@ -46,7 +47,7 @@ LOSSES = {
     "unscaled": ("fastclip-v0", dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant")),
     "both sides": ("sogclr", dict(num_samples=ROWS, negatives="both")),
     "tuneclip": ("tuneclip", dict(num_samples=ROWS, gamma_schedule="constant", margin=1.0)),
-    "cyclip": ("cyclip", {}),
+    "cyclip": ("cyclip", dict(cyclip_inmodal=0.7)),
 }
 ACCUMULATIONS = (1, 2, 4)
 GLOBAL_BATCH, DIMENSION, STEPS, MORE_STEPS = 48, 8, 5, 2
@@ -206,6 +207,7 @@ def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     # Several parts, where one process has all in one.
+    prototype_gradient.CPU_PROTOTYPES = 5
     streaming.CPU_PART, streaming.LEAST_ROWS, streaming.CPU_TILE = 1, 5, (3, 4)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:

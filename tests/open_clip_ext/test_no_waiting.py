@@ -36,7 +36,7 @@ def test_no_step_waits_for_the_device(name, monkeypatch):
 
 @pytest.mark.parametrize("name", ["neuclip", "neuclip, hinge", "neuclip, individual"])
 def test_an_update_of_the_network_is_one_graph(name):
-    """torch.compile finds nothing that it would have to leave to Python."""
+    """torch.compile, which nothing here uses yet, finds nothing in it that it would have to leave to Python."""
     loss = create_loss("neuclip", num_samples=100, **LOSSES[name])
     image, text = (torch.nn.functional.normalize(torch.randn(2, 16, 8), dim=2))
     loss(image, text, torch.tensor(10.0), index=torch.arange(16))

@@ -65,6 +65,11 @@ class Doubled(Surrogate):
         return 2.0
 
 
+class DoubledInPlace(Doubled):
+    def value(self, gap):
+        return gap.mul_(2)
+
+
 class DoubledByTensor(Doubled):
     def slope(self, gap):
         return torch.full_like(gap, 2.0)
@@ -77,7 +82,7 @@ class DoubledIdentity(Identity):
     slope = Doubled.slope
 
 
-@pytest.mark.parametrize("surrogate", [Doubled, DoubledIdentity])
+@pytest.mark.parametrize("surrogate", [Doubled, DoubledIdentity, DoubledInPlace])
 @pytest.mark.parametrize("normalizer, objective", [("batch", Compositional), ("queue", Unified)])
 def test_a_slope_may_be_a_number(surrogate, normalizer, objective):
     def gradients(own):

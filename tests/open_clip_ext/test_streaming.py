@@ -8,6 +8,8 @@ import torch
 from reference import unit
 
 from open_clip_ext import create_loss, streaming
+from open_clip_ext.normalizers import Batch, prototype_gradient
+from open_clip_ext.normalizers.fits import FITS
 from open_clip_ext.normalizers.log_sum import log_sum, log_sums
 from open_clip_ext.surrogates import Identity, PowerHinge
 
@@ -37,6 +39,7 @@ def few_at_a_time(monkeypatch):
     monkeypatch.setattr(streaming, "CPU_PART", 1)
     monkeypatch.setattr(streaming, "LEAST_ROWS", 1)
     monkeypatch.setattr(streaming, "CPU_TILE", (2, 3))
+    monkeypatch.setattr(prototype_gradient, "CPU_PROTOTYPES", 5)
 
 
 def features(seed, batch=BATCH, dimension=DIMENSION):
@@ -65,7 +68,7 @@ def steps(name):
 def test_parts_make_no_difference(name, request):
     whole = steps(name)
     request.getfixturevalue("few_at_a_time")
-    assert len(streaming.parts(BATCH, BATCH, torch.device("cpu"), least=4)) == 4
+    assert len(streaming.parts(BATCH, BATCH, torch.device("cpu"), least=2)) == 7
     for one, other in zip(steps(name), whole, strict=True):
         # The state of tables and temperatures is float32.
         tolerance = dict(rtol=1e-5, atol=1e-6) if one.dtype == torch.float32 else dict(rtol=1e-9, atol=1e-12)
@@ -92,9 +95,9 @@ def test_gradcheck(name, few_at_a_time):
 
 @pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0), PowerHinge(0.5, 3.0)], ids=lambda s: s.name)
 @pytest.mark.parametrize("lengths", [False, True])
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("individual", [False, True])
-def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_time):
+def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time):
     generator = torch.Generator().manual_seed(0)
     image, text, _ = features(1, batch=9)
     others = torch.randn(2, 7, DIMENSION, generator=generator, dtype=torch.float64)
@@ -102,7 +105,7 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
     tau = torch.rand(2, 9, generator=generator, dtype=torch.float64) + 0.1 if individual else torch.tensor(0.2).double()
     tau.requires_grad_()
     positives = (image * text).sum(dim=1).detach().requires_grad_()
-    seen = [slice(0, 1), slice(2, 4), slice(5, 7)] if hidden else None
+    seen = [slice(0, 1), slice(2, 4), slice(5, 7)] if some else None
 
     def streamed(*inputs):
         return log_sum(*inputs, others, surrogate, norms, seen)
@@ -112,7 +115,7 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
         for i in range(9):
             terms = []
             for j in range(7):
-                if hidden and j in (1, 4):
+                if some and j in (1, 4):
                     continue
                 cosine = anchors[i] @ others[side, j] / (norms[side, j] if lengths else 1.0)
                 t = tau[side, i] if individual else tau
@@ -127,6 +130,34 @@ def test_log_sum_over_others(surrogate, lengths, hidden, individual, few_at_a_ti
         torch.testing.assert_close(slope, wanted)
     with torch.no_grad():
         torch.testing.assert_close(streamed(*inputs), expected)
+
+
+@pytest.mark.parametrize("objective", FITS)
+@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0)], ids=lambda s: s.name)
+@pytest.mark.parametrize("individual", [False, True])
+def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, few_at_a_time):
+    """To float64's accuracy, 1 / B included, which no other float is exactly; over what stood there before."""
+    generator = torch.Generator().manual_seed(0)
+    image, text = (side.detach() for side in features(1)[:2])
+    positives, eps = (image * text).sum(dim=1), 1e-3
+    tau = torch.rand(2, 13, generator=generator).double() + 0.2 if individual else torch.tensor(0.3).double()
+    log_batch = torch.randn(2, 13, generator=generator).double()
+    prototypes = torch.randn(2, 12, DIMENSION, generator=generator).double().requires_grad_()
+    batch = Batch(image, text, positives, log_batch, tau, None, torch.tensor(True))
+
+    cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
+    exponents = surrogate.value(cosines - positives[:, None]) / (tau[..., None] if individual else tau)
+    alpha = (eps + exponents.exp().mean(dim=2)).log()
+    (expected,) = torch.autograd.grad(FITS[objective].values(log_batch, alpha).mean(dim=1).sum(), prototypes)
+
+    sizes = dict(active=12, own_active=12, split=False)
+    step = prototype_gradient.PrototypeGradient(batch, FITS[objective], surrogate, eps, **sizes)
+    gradient = torch.full_like(expected, math.nan)
+    with torch.no_grad():
+        for _ in range(2):
+            found = step.write(gradient, prototypes, prototypes.norm(dim=2))
+            torch.testing.assert_close(found, alpha, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_tiles_cover_what_counts_once(few_at_a_time):
