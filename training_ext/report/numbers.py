@@ -6,6 +6,7 @@ embeddings and with minibatch estimates. All at the checkpoint's own temperature
 the loss rather than of the estimator, and is not applied.
 """
 
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -124,17 +125,17 @@ def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places:
     """
     image, text = (exact.Rows(side, args.device).take(places) for side in (embedded.image, embedded.text))
     index = embedded.rows[places].to(args.device)
-    normalizer, step, queued = loss.normalizer, ESTIMATED_AT_ONCE, None
-    if isinstance(normalizer, Queue) and normalizer.ring is not None:
+    normalizer, step, queue, queued = loss.normalizer, ESTIMATED_AT_ONCE, loss.normalizer, None
+    if isinstance(queue, Queue) and queue.ring is not None:
         step = min(step, args.batch_size * args.accum_freq)
-        texts, images = normalizer.ring.rows[:, : normalizer.ring.active]
+        texts, images = queue.ring.rows[:, : queue.ring.active]
         queued = exact.nearest_rows(embedded.image, embedded.text, images, texts, args.device)
     parts = []
     with exact.full_precision():
         for start in range(0, len(places), step):
             part = slice(start, start + step)
             if queued is not None:
-                leave_out_own(normalizer, torch.isin(queued, places[part]).nonzero()[:, 0].to(args.device))
+                normalizer = queue_of(queue, ~torch.isin(queued, places[part]))
             positives = (image[part] * text[part]).sum(dim=1)
             part_tau = tau[:, part] if tau.dim() else tau
             # What falls back on its batch's own estimate has none.
@@ -146,11 +147,14 @@ def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places:
     return torch.cat(parts, dim=1)
 
 
-def leave_out_own(queue: Queue, places: Tensor) -> None:
-    """Let the queue leave out `places`, as in a training step those of the step's own batch: an anchor's own positive
-    would hide every log-normalizer below -log k."""
-    queue.own = [places]
-    queue.train(len(places) > 0)
+def queue_of(queue: Queue, kept: Tensor) -> Queue:
+    """A queue of what is `kept` of this one, (k,) bool. As in a training step those of the step's own batch must not
+    count: an anchor's own positive would hide every log-normalizer below -log k."""
+    smaller, ring = copy.copy(queue), copy.copy(queue.ring)
+    ring.rows = ring.rows[:, : ring.active][:, kept.to(ring.rows.device)]
+    ring.active = ring.rows.shape[1]
+    smaller.ring = ring
+    return smaller.eval()
 
 
 def settings(args, loss: GlobalContrastiveLoss | None, tau: Tensor, common: dict[str, Any]) -> dict[str, Any]:
