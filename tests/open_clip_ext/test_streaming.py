@@ -11,6 +11,7 @@ from open_clip_ext import create_loss, streaming
 from open_clip_ext.normalizers import Batch, prototype_gradient
 from open_clip_ext.normalizers.fits import FITS
 from open_clip_ext.normalizers.log_sum import log_sum, log_sums
+from open_clip_ext.pairs import Pairs, SimilarityBlocks
 from open_clip_ext.surrogates import Identity, PowerHinge
 
 ROWS, BATCH, DIMENSION = 23, 13, 6
@@ -158,6 +159,22 @@ def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, 
             found = step.write(gradient, prototypes, prototypes.norm(dim=2))
             torch.testing.assert_close(found, alpha, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_gradient_of_a_batch_may_be_asked_for_again(few_at_a_time):
+    """It overwrites the similarities that it used."""
+    image, text = (side.detach() for side in features(1)[:2])
+    blocks, tau = SimilarityBlocks(Pairs.of_process(image, text), Identity()), torch.tensor(0.2).double()
+    found = []
+    for _ in range(2):
+        alpha = blocks.log_batch_normalizers(tau)
+        gradients = torch.zeros_like(image), torch.zeros_like(text)
+        found.append((alpha, blocks.add_gradients(gradients, tau, alpha, alpha), *gradients))
+        gradients = torch.zeros_like(image), torch.zeros_like(text)
+        found.append((alpha, blocks.add_gradients(gradients, tau, alpha, alpha), *gradients))
+    for again in found[1:]:
+        for one, other in zip(again, found[0], strict=True):
+            assert torch.equal(one, other)
 
 
 def test_tiles_cover_what_counts_once(few_at_a_time):
