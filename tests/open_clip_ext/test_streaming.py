@@ -161,6 +161,23 @@ def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, 
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatch):
+    """Else they would wait for each other: they exchange sums once per part."""
+    monkeypatch.setattr(streaming, "CPU_PART", 48)
+    monkeypatch.setattr(streaming, "LEAST_ROWS", 1)
+    monkeypatch.setattr(prototype_gradient, "world_size", lambda: 2)
+    image, text = (side.detach() for side in features(1)[:2])
+    log_batch, tau = torch.zeros(2, BATCH).double(), torch.tensor(0.2).double()
+    batch = Batch(image, text, (image * text).sum(dim=1), log_batch, tau, None, torch.tensor(True))
+    more, fewer = (
+        prototype_gradient.PrototypeGradient(
+            batch, FITS["unified"], Identity(), 1e-3, active=7, own_active=own, split=True
+        ).parts
+        for own in (4, 3)
+    )
+    assert more == fewer and len(more) > 1
+
+
 def test_the_gradient_of_a_batch_may_be_asked_for_again(few_at_a_time):
     """It overwrites the similarities that it used."""
     image, text = (side.detach() for side in features(1)[:2])
