@@ -1,10 +1,9 @@
 """Several processes compute what one process computes on the concatenated batch.
 
-Where a bound comes from. In float64, tables included, two orders of summation differ by some 1e-16 of the largest term;
-the network's updates and the steps amplify that by some powers of ten, so that 1e-9 leaves room and nothing that is wrong
-stays below it. In float32 one process itself loses digits, by an amount that depends on the temperature and on the
-processor: what it loses, over several batches that differ by no more than float32's rounding, is measured here, and several
-processes may lose a small multiple of it.
+Where the bounds come from. In float64, tables included, two orders of summation differ by some 1e-16 of the largest
+term. The network's updates and the steps amplify that by some powers of ten: 1e-9 leaves room for them. In float32 one
+process loses digits too, how many depends on the temperature and the processor. The test measures that loss, over
+several batches that differ by float32's rounding, and allows several processes a small multiple of it.
 """
 
 import os
