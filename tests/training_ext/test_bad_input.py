@@ -9,7 +9,7 @@ import sys
 import open_clip
 import open_clip_train.main
 import pytest
-from conftest import LOSSES, TINY, ext_main, run_main
+from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
 from training_ext.hooks import SEAMS
@@ -352,9 +352,10 @@ def test_what_open_clip_refuses_itself(stopped, tmp_path):
 
 
 def test_a_divergence_on_two_processes(tmp_path):
+    """Started by torchrun, as a user does."""
     result = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
-        + f"open_clip_ext.main {TINY} {NEUCLIP} --npn-prototypes 8 --lr 1e30 --batch-size 2 --epochs 100".split()
+        + f"open_clip_ext.main {SHIPPED} {NEUCLIP} --npn-prototypes 8 --lr 1e30 --batch-size 2 --epochs 100".split()
         + ["--logs", str(tmp_path), "--name", "x"],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,

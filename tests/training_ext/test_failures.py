@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import SHIPPED
 from open_clip_train.main import get_latest_checkpoint
 from ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-RUN = f"{TINY} --workers 0 --rho 5 --dist-backend gloo"
+RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
 
 
 @pytest.fixture
@@ -60,17 +60,15 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
     ],
 )
-def test_a_process_that_was_started_otherwise_is_named(start, datasets, tmp_path, one, other, message):
+def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path, one, other, message):
     csv = datasets["csv"]
     shorter = tmp_path / "shorter.csv"
     shorter.write_text("\n".join(Path(csv.split()[1]).read_text().splitlines()[:41]))
     theirs = f"--train-data {shorter}" if "SHORTER" in other else csv
     arguments = [f"{csv} {one}", f"{theirs} {other.removesuffix('SHORTER')}"]
-    port = free_ports()
-    processes = [start(rank, port, f"{mine} --epochs 1 --name unlike") for rank, mine in enumerate(arguments)]
-    for process in processes:
-        _, error = process.communicate(timeout=100)
-        assert process.returncode == 2 and message in error, error
+    common = "--workers 0 --rho 5 --dist-backend gloo --epochs 1 --name unlike"
+    for process in pair([f"{own} {common}" for own in arguments], tmp_path, local_ranks=(0, 0)):
+        assert process.code == 2 and message in process.stderr, process
     assert not (tmp_path / "unlike").exists()
 
 

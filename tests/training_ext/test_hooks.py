@@ -1,17 +1,13 @@
 """The seams: each in place once, only where and while it should be."""
 
 import importlib
-import os
-import shlex
-import subprocess
-import sys
 from collections import Counter
 
 import open_clip_train.data
 import open_clip_train.main
 import pytest
 import torch
-from conftest import LOSSES, TINY, Experiment, ext_main, run_main
+from conftest import LOSSES, Experiment, ext_main, run_main
 
 from training_ext.checkpoint import KEY
 from training_ext.data import DataRows
@@ -88,19 +84,11 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
     )
 
 
-def test_two_processes(datasets, tmp_path):
+def test_two_processes(datasets, pair, tmp_path):
     states = {}
     for loss in ("neuclip", "fastclip-v3"):
-        arguments = f"{TINY} {datasets['shards']} {LOSSES[loss]} --workers 1 --epochs 1 --logs {tmp_path} --name {loss}"
-        result = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "--"]
-            + ["open_clip_ext.main", *shlex.split(arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=120,
-        )
-        assert result.returncode == 0, result.stderr
+        ended = pair(f"{datasets['shards']} {LOSSES[loss]} --workers 1 --epochs 1 --name {loss}", tmp_path)
+        assert [process.code for process in ended] == [0, 0], ended
         experiment = Experiment(tmp_path, loss)
         # 48 samples, 8 in each of 2 processes.
         assert len(experiment.logged()) == len(experiment.logged("Tau")) == 3

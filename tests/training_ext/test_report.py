@@ -3,19 +3,15 @@
 import io
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
 import open_clip
 import pytest
 import torch
-from conftest import LOSSES, TINY, Experiment, run_main
+from conftest import LOSSES, Experiment, run_main
 from PIL import Image
-from ports import free_ports
 from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
@@ -91,8 +87,8 @@ def pairs_of(kind: str, datasets, shifted: bool = False) -> list[tuple[Image.Ima
 def embed(experiment: Experiment, pairs) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 unit embeddings by OpenCLIP alone."""
     path = str(experiment.path / "checkpoints/epoch_1.pt")
-    model, _, transform = open_clip.create_model_and_transforms("ViT-shapes-tiny", pretrained=path)
-    tokens = open_clip.get_tokenizer("ViT-shapes-tiny")([caption for _, caption in pairs])
+    model, _, transform = open_clip.create_model_and_transforms("ViT-test", pretrained=path)
+    tokens = open_clip.get_tokenizer("ViT-test")([caption for _, caption in pairs])
     with torch.no_grad():
         image = model.eval().encode_image(torch.stack([transform(image) for image, _ in pairs]))
         text = model.encode_text(tokens)
@@ -298,22 +294,15 @@ def test_equal_pairs_have_the_normalizer_one(report):
     assert shown["loss"] == "siglip" and shown["estimators"] == []
 
 
-def test_two_processes_write_the_report_of_one(report, trained, tmp_path, monkeypatch):
+def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
     experiment, arguments = trained("table")
     alone, values = report("table", "--batch-sizes 8,20")
-    code = "import sys; from training_ext import embeddings; embeddings.BLOCK_ROWS = 10; " \
-        "from open_clip_ext.normalizers_report import main; sys.exit(main())"
     path = experiment.path / "checkpoints/epoch_1.pt"
-    command = f"{TINY} {arguments} --dist-backend gloo --checkpoint {path} --batch-sizes 8,20 --out {tmp_path}/two"
-    port, processes = free_ports(), []
-    for rank in range(2):
-        environment = {
-            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        }
-        processes.append(subprocess.Popen([sys.executable, "-c", code, *command.split()], env=environment))
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    command = f"{arguments} --dist-backend gloo --checkpoint {path} --batch-sizes 8,20 --out {tmp_path}/two"
+    blocks = {"training_ext.embeddings.BLOCK_ROWS": 10}
+    ended = pair(command, tmp_path, module="open_clip_ext.normalizers_report", **blocks)
+    assert [process.code for process in ended] == [0, 0], ended
     together = json.loads((tmp_path / "two/normalizers.json").read_text())
     others = load_file(tmp_path / "two/normalizers.safetensors")
     assert all(torch.allclose(values[name], others[name], atol=1e-4, equal_nan=True) for name in values)

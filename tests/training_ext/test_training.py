@@ -122,7 +122,7 @@ def test_unmodified_open_clip_loads_the_model(run, datasets, loss):
     experiment = run(loss, f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1")
     open_clip.add_model_config(MODEL_CONFIGS)
     model, _, _ = open_clip.create_model_and_transforms(
-        "ViT-shapes-tiny", pretrained=str(experiment.path / "checkpoints" / "epoch_1.pt")
+        "ViT-test", pretrained=str(experiment.path / "checkpoints" / "epoch_1.pt")
     )
     saved = experiment.checkpoint(1)["state_dict"]
     assert model.state_dict().keys() == saved.keys()
