@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,13 +32,14 @@ def numbers(value) -> list[float]:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_a_benchmark_runs(name, tmp_path):
+def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "results.json"
     flags = [*SMALL[name].split(), "--device", "cpu", "--threads", "1", "--seconds", "0", "--json", str(path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *flags]
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *flags])
+    runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
     written = json.loads(path.read_text())
     assert {"device", "threads", "torch", "tf32"} == written["machine"].keys()
     assert len(written["results"]) == ROWS[name]
@@ -49,7 +51,7 @@ def test_a_benchmark_runs(name, tmp_path):
                 low, high = summary["quartiles"]
                 assert low <= high
         assert all(value > 0 for key, value in result.items() if key.endswith("bytes"))
-    assert len(run.stdout.strip().splitlines()) >= ROWS[name] + 1
+    assert len(capsys.readouterr().out.strip().splitlines()) >= ROWS[name] + 1
 
 
 def test_what_is_sent_is_counted(tmp_path):
