@@ -135,7 +135,7 @@ def check_experiment(args) -> None:
     if args.name is None:
         return
     name = Path(args.name)
-    if name.is_absolute() or ".." in name.parts or not name.parts:
+    if name.anchor or ".." in name.parts or not name.parts:
         raise InputError(f"--name: {args.name!r} is no folder inside --logs {args.logs!r}; give a name such as run-1")
     if args.resume == "latest":
         return
