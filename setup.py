@@ -22,14 +22,15 @@ setup(
     package_data={"open_clip_ext": ["model_configs/*.json"]},
     install_requires=[
         "open_clip_torch[training]>=3.3,<4",
-        "torch>=2.4",
+        "torch>=2.6",  # before it, weights_only=True could be got round (CVE-2025-32434)
         "timm",
         "transformers",
         "webdataset",
         "braceexpand",
         "pandas",
         "safetensors",
-        "pillow",
+        "pillow>=10.1",  # its EPS reader can be kept from starting ghostscript
+        "fsspec",
         "tqdm",
         # From 2.4 on, float() refuses the one-element arrays of OpenCLIP 3.3's zero-shot accuracy.
         "numpy<2.4",

@@ -3,18 +3,24 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike) -> Iterator[str]:
-    """Gives the temporary name beside `path` to write to, which becomes `path` at the end of the block.
+def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
+    """Open a new file beside `path`, for bytes or for UTF-8 text, that becomes `path` at the end of the block.
 
-    A kill, a full disk or any exception leaves an older `path` as it was.
+    A kill, a full disk or any exception leaves an older `path` as it was. A link under the temporary name is replaced
+    and not followed.
     """
     partial = f"{os.fspath(path)}.partial"  # not *.pt, which `--resume latest` would pick
+    with suppress(FileNotFoundError):  # a kill leaves one
+        os.remove(partial)
+    file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")
     try:
-        yield partial
-        with open(partial, "rb+") as file:
+        with file:
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:

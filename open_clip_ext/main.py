@@ -6,8 +6,13 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from PIL import EpsImagePlugin
+
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
+
+# Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
+EpsImagePlugin.gs_binary = False
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,17 +5,15 @@ stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(...,
 """
 
 import os
-import zipfile
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
 from training_ext.data import DataRows
+from training_ext.loading import load_mapped, one_line
 
 KEY = "open_clip_ext"
 FORMAT = 2
@@ -31,19 +29,8 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
     """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`."""
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
-    with whole_file(path) as partial, open(partial, "wb") as file:
+    with whole_file(path) as file:
         save(content, file, *args, **kwargs)
-
-
-def load_mapped(path: str) -> Any:
-    """`torch.load` of plain tensors, numbers and strings; tensors stay on disk until they are used."""
-    # Files of before torch 1.6, which OpenCLIP loads as well, are no zip archives and cannot be mapped.
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-
-
-def one_line(error: Exception) -> str:
-    """An exception's message on one line."""
-    return " ".join(str(error).split())[:200]
 
 
 def plain_name(name: str) -> str:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
 from open_clip import get_input_dtype
 from open_clip_train import data as open_clip_data
 from open_clip_train.precision import get_autocast
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
@@ -25,6 +25,7 @@ from tqdm import tqdm
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext.data import shapes_dataset
+from training_ext.loading import decode_pairs
 from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
 
 BLOCK_ROWS = 4096
@@ -87,7 +88,7 @@ class ShardSource:
 
         wds = open_clip_data.wds
         tagged = ShardRows(self.shards, open_clip_data.tarfile_to_samples_nothrow)([{"url": url}], tell)
-        decoded = wds.decode("pilrgb", handler=tell)(wanted(tagged))
+        decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(tagged))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
             try:
                 row, caption = split_row(sample["text"])
@@ -210,6 +211,8 @@ class EmbeddingCache:
                 found = json.load(file)
         except (OSError, ValueError) as error:
             raise InputError(f"--out: {path!r} cannot be read: {error}; choose another folder") from None
+        if not isinstance(found, dict):
+            raise InputError(f"--out: {path!r} is no key of embeddings; choose another folder")
         for name, value in self.key.items():
             if found.get(name) != value:
                 raise InputError(
@@ -221,7 +224,7 @@ class EmbeddingCache:
         """Make the folder; on one process."""
         os.makedirs(self.folder, exist_ok=True)
         path = os.path.join(self.folder, KEY_FILE)
-        with whole_file(path) as partial, open(partial, "w") as file:
+        with whole_file(path, text=True) as file:
             json.dump(self.key, file)
 
     def missing(self) -> list[int]:
@@ -230,8 +233,8 @@ class EmbeddingCache:
 
     def write(self, block: int, image: Tensor, text: Tensor, rows: Tensor, problem: str | None) -> None:
         tensors = {"image": image, "text": text, "rows": rows}
-        with whole_file(self.path(block)) as partial:
-            save_file(tensors, partial, metadata={"problem": problem or ""})
+        with whole_file(self.path(block)) as file:
+            file.write(safetensors.torch.save(tensors, metadata={"problem": problem or ""}))
 
     def open(self) -> "Embedded":
         """All blocks, mapped from disk.

@@ -14,6 +14,7 @@ from open_clip_train.main import main as open_clip_main
 
 from open_clip_ext.errors import InputError
 from training_ext.checkpoint import atomic_save
+from training_ext.loading import decode_pairs, load_weights, without_remote_code
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
 from training_ext.versions import SUPPORTED, open_clip_version
@@ -102,6 +103,14 @@ SEAMS = (
         scopes=(TRAIN_DATA,),
     ),
     Seam(
+        DATA, "wds.decode",
+        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use",
+        contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
+        replacement=lambda original, session: decode_pairs(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
         DATA, "wds.shuffle",
         why="webdataset seeds its shuffle buffer by time and process number",
         contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples",
@@ -155,9 +164,26 @@ SEAMS = (
     ),
     Seam(
         MAIN, "pt_load",
-        why="takes our state out of the checkpoint before OpenCLIP loads the optimizer",
+        why="takes our state out of the checkpoint before OpenCLIP loads the optimizer; OpenCLIP leaves it to torch's "
+        "default whether the file's pickles are run",
         contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
-        replacement=lambda original, session: partial(session.load_checkpoint, original),
+        replacement=lambda original, session: session.load_checkpoint,
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip.factory", "torch.load",
+        why="where reading fails by a TypeError, OpenCLIP leaves it to torch's default whether the file's pickles are "
+        "run; and weights that cannot be read end in one line",
+        contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
+        replacement=lambda original, session: load_weights,
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip.factory", "HFTokenizer",
+        why="a hub folder's configuration may ask for a tokenizer with code of its own",
+        contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
+        replacement=lambda original, session: without_remote_code(original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "get_data",

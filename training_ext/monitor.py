@@ -11,8 +11,9 @@ import torch
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext import zero_shot
-from training_ext.checkpoint import atomic_save, keeps_files, load_mapped, one_line, plain_name
+from training_ext.checkpoint import atomic_save, keeps_files, plain_name
 from training_ext.data import trains
+from training_ext.loading import load_mapped, one_line
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
 COUNTS = ("epoch", "num_samples")
@@ -88,7 +89,7 @@ class Monitor:
         """Take `metrics` for the starting point."""
         self.start = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         if path := self._path(START):
-            with whole_file(path) as partial, open(partial, "w") as file:
+            with whole_file(path, text=True) as file:
                 json.dump(self.start, file, indent=1)
 
     def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module) -> None:
@@ -129,10 +130,10 @@ class Monitor:
 def _read_start(path: str) -> dict[str, float]:
     try:
         with open(path) as file:
-            return json.load(file)
+            return {name: float(value) for name, value in json.load(file).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         logging.warning(f"The starting point in '{path}' cannot be read: {error}")
         return {}
 
@@ -142,7 +143,8 @@ def _read_best(path: str, metric: str | None) -> float | None:
         return None
     try:
         kept = load_mapped(path)
-        return kept["metrics"].get(metric)
+        value = kept["metrics"].get(metric)
+        return None if value is None else float(value)
     except Exception as error:
         logging.warning(f"The best weights in '{path}' cannot be read: {one_line(error)}")
         return None

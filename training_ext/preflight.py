@@ -21,6 +21,7 @@ from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of, positive
 from training_ext import checkpoint, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
+from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.params import SCHEMAS
 from training_ext.shards import check_local_shards
@@ -52,8 +53,7 @@ def check(args) -> DataRows | None:
     resumed = find_resumed(args)
     rows = None
     monitor.check_metric(args)
-    if args.loss is not None:
-        check_pretrained(args)
+    check_pretrained(args)
     check_recovery(args, resumes_training=resumed is not None)
     if args.uses_ext_loss:
         check_numbers(args, world_size)
@@ -132,7 +132,12 @@ def prepare_shapes(args) -> None:
 
 def check_experiment(args) -> None:
     """OpenCLIP returns -1 for an existing experiment, on process 0, once the processes have started."""
-    if args.name is None or args.resume == "latest":
+    if args.name is None:
+        return
+    name = Path(args.name)
+    if name.anchor or ".." in name.parts or not name.parts:
+        raise InputError(f"--name: {args.name!r} is no folder inside --logs {args.logs!r}; give a name such as run-1")
+    if args.resume == "latest":
         return
     name = "out-0" if args.log_local else "out.log"
     path = os.path.join(args.logs, args.name, name)
@@ -146,7 +151,14 @@ def check_pretrained(args) -> None:
     """OpenCLIP looks for the weights when it has written its first files."""
     given = args.pretrained
     model = args.model.replace("/", "-")  # as OpenCLIP does
-    if not given or args.model.startswith(SCHEMAS) or os.path.isfile(given) or is_pretrained_cfg(model, given):
+    if not given or args.model.startswith(SCHEMAS) or is_pretrained_cfg(model, given):
+        return
+    if os.path.isfile(given):
+        if not given.endswith((".safetensors", ".npz", ".npy")):
+            try:
+                load_mapped(given)
+            except Exception as error:
+                raise InputError(f"--pretrained: {given!r} holds no weights: {one_line(error)}") from None
         return
     if os.path.isdir(given):
         raise InputError(f"--pretrained: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")

@@ -11,8 +11,9 @@ import torch
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.checkpoint import atomic_save, load_mapped, one_line, state_settings
+from training_ext.checkpoint import atomic_save, state_settings
 from training_ext.data import DataRows
+from training_ext.loading import load_mapped, one_line
 
 KIND = "open_clip_ext statistics recovery"
 FORMAT = 1

@@ -23,6 +23,7 @@ from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
+from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
@@ -123,13 +124,13 @@ class Session:
         if self._entry_to_save is not None:
             state[checkpoint.KEY] = self._entry_to_save
 
-    def load_checkpoint(self, original: Callable, path: str, *args: Any, **kwargs: Any) -> Any:
-        loaded = original(path, *args, **kwargs)
+    def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
+        loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
-            self._restored = entry["state"]
+            self._restored = entry and entry["state"]
         return loaded
 
     # Data

@@ -52,7 +52,7 @@ def write_sheet(folder: str, taus: Tensor, args, rows: Any, transforms: tuple) -
         figures = (_figure(row, taus[row, number].item(), samples.get(row)) for row in found)
         parts.append(f"<h2>The {end} of {side}</h2><section>{''.join(figures)}</section>")
     path = os.path.join(folder, FILE)
-    with whole_file(path) as partial, open(partial, "w", encoding="utf-8") as file:
+    with whole_file(path, text=True) as file:
         file.write("\n".join(parts))
     return path
 

@@ -186,7 +186,7 @@ def _encode(image: Image.Image, image_format: str) -> bytes:
 
 
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
-    with whole_file(path) as partial, open(partial, "wb") as stream:
+    with whole_file(path) as stream:
         # A fixed time and no owner, so that the bytes depend on the samples alone.
         tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
         for _ in range(count):
@@ -216,8 +216,8 @@ def _write_all(
                 _write_shard(path, samples, count, image_format, bar)
                 sizes[path.name] = count
     text = json.dumps(sizes, indent=2) + "\n"
-    with whole_file(folder / SIZES_FILE) as partial:
-        Path(partial).write_text(text)
+    with whole_file(folder / SIZES_FILE, text=True) as file:
+        file.write(text)
     return sizes
 
 

@@ -1,5 +1,7 @@
 """The picture of a report: estimates against true log-normalizers, and the distribution of each estimator's error."""
 
+from typing import IO
+
 import torch
 from torch import Tensor
 
@@ -8,7 +10,7 @@ FEW, MANY = "#a9cfe5", "#08243d"  # a single anchor must still be seen
 BINS = 80
 
 
-def draw(path: str, exact: Tensor, estimates: dict[str, Tensor], title: str) -> None:
+def draw(file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: str) -> None:
     """Write a PNG.
 
     Args:
@@ -31,7 +33,7 @@ def draw(path: str, exact: Tensor, estimates: dict[str, Tensor], title: str) -> 
         left.text(0.5, 0.5, "no estimates", ha="center", va="center", transform=left.transAxes)
     draw_errors(right, {name: value - exact for name, value in known.items()})
     figure.suptitle(title, fontsize=11, color=INK)
-    figure.savefig(path, dpi=140, format="png")
+    figure.savefig(file, dpi=140, format="png")
 
 
 def draw_estimate(figure, axis, exact: Tensor, estimate: Tensor, name: str) -> None:

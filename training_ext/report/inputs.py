@@ -18,7 +18,9 @@ from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, preflight
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
+from training_ext.overlay import replaced
 from training_ext.shards import Shards, find_shards
 
 BATCH_SIZES = (64, 256, 1024)
@@ -46,11 +48,11 @@ class Saved:
             InputError: there is no such file, or no model in it.
         """
         try:
-            content = checkpoint.load_mapped(path)
+            content = load_mapped(path)
         except FileNotFoundError:
             raise InputError(f"--checkpoint: {path!r} does not exist") from None
         except Exception as error:
-            reason = checkpoint.one_line(error)
+            reason = one_line(error)
             raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
         weights = {checkpoint.plain_name(name): value for name, value in weights.items()}
@@ -162,7 +164,11 @@ def build_model(args, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, 
     """
     size = args.force_image_size
     logging.disable(logging.WARNING)  # of random weights, which they are for a moment
-    tokenizer = open_clip.get_tokenizer(args.model, cache_dir=args.cache_dir, context_length=args.force_context_length)
+    hub_tokenizer = without_remote_code(open_clip.factory.HFTokenizer)
+    with replaced({("open_clip.factory", "HFTokenizer"): hub_tokenizer}):
+        tokenizer = open_clip.get_tokenizer(
+            args.model, cache_dir=args.cache_dir, context_length=args.force_context_length
+        )
     model, *transforms = open_clip.create_model_and_transforms(
         args.model,
         args.pretrained or None,

@@ -4,7 +4,7 @@ import json
 import os
 from typing import Any
 
-from safetensors.torch import save_file
+import safetensors.torch
 
 from open_clip_ext.files import whole_file
 from training_ext.report.figure import draw
@@ -16,11 +16,11 @@ REPORT, PICTURE, VALUES = "normalizers.json", "normalizers.png", "normalizers.sa
 def write(folder: str, result: Result) -> None:
     """The picture, the anchors' values and, last, the report, each complete or absent."""
     values = {"anchors": result.anchors, "exact": result.exact, **result.estimates}
-    with whole_file(os.path.join(folder, PICTURE)) as path:
-        draw(path, result.exact, result.estimates, title(result.summary))
-    with whole_file(os.path.join(folder, VALUES)) as path:
-        save_file({name: value.contiguous() for name, value in values.items()}, path)
-    with whole_file(os.path.join(folder, REPORT)) as path, open(path, "w") as file:
+    with whole_file(os.path.join(folder, PICTURE)) as file:
+        draw(file, result.exact, result.estimates, title(result.summary))
+    with whole_file(os.path.join(folder, VALUES)) as file:
+        file.write(safetensors.torch.save({name: value.contiguous() for name, value in values.items()}))
+    with whole_file(os.path.join(folder, REPORT), text=True) as file:
         json.dump(result.summary, file, indent=1, allow_nan=False)
         file.write("\n")
 

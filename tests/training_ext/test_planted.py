@@ -1,0 +1,319 @@
+"""Files that somebody else has planted: whatever a command reads, nothing in it is executed.
+
+Every payload makes a marker when it is unpickled, imported or run. Each case ends in one refused line or in a run that
+leaves the payload aside, also where the environment asks torch to unpickle what it is given.
+"""
+
+import gzip
+import io
+import json
+import os
+import pickle
+import tarfile
+from collections import OrderedDict
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+import torch
+from conftest import LOSSES, ext_main, run_main
+
+import open_clip_ext
+from open_clip_ext.data import Scenes
+from open_clip_ext.files import whole_file
+from open_clip_ext.normalizers_report import main as report_main
+from training_ext.embeddings import KEY_FILE
+from training_ext.monitor import BEST, START
+from training_ext.report.command import CACHE
+from training_ext.statistics_recovery import UNFINISHED
+from training_ext.temperature_sheet import FILE
+
+ROWS = 16
+CAPTION = "<script>alert('caption')</script>"
+SHAPES = f"--dataset-type shapes --train-num-samples {ROWS} --workers 0 --epochs 1 --lr 1e-3"
+NEUCLIP = f"{SHAPES} --loss neuclip --npn-prototypes 8"
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 48\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+class Payload:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+class OnlyPickle:
+    """Pickle reads it; with weights_only it raises a TypeError, after which OpenCLIP tries again without."""
+
+    def __reduce__(self):
+        return OrderedDict, (), (None, {"name": 1})
+
+
+@pytest.fixture(autouse=True)
+def marker(tmp_path, monkeypatch):
+    """The payloads' marker, which must not be there after any test."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    marker = tmp_path / "executed"
+    yield marker
+    assert not marker.exists(), "a payload was executed"
+
+
+@pytest.fixture
+def planted(tmp_path, marker):
+    """planted(name) -> the path of a file, complete but for the payload in it."""
+
+    def planted(name: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(pickled(marker, name))
+        return path
+
+    return planted
+
+
+def pickled(marker: Path, name: str) -> bytes:
+    """A payload in the form that a file of this name has."""
+    payload = Payload(marker)
+    stream = io.BytesIO()
+    if name.endswith(".npy"):
+        np.save(stream, np.array([payload], dtype=object), allow_pickle=True)
+    elif name.endswith(".npz"):
+        np.savez(stream, planted=np.array([payload], dtype=object), allow_pickle=True)
+    elif name.endswith((".pt", ".pth", ".bin", ".state")):
+        torch.save({"epoch": 1, "state_dict": {"logit_scale": torch.tensor(1.0)}, "planted": payload}, stream)
+    else:
+        return pickle.dumps(payload)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def ends(tmp_path, capsys):
+    """ends(arguments, main) -> the one line with which a command refuses them."""
+
+    def ends(arguments: str, main=ext_main) -> str:
+        capsys.readouterr()
+        assert run_main(main, arguments, tmp_path / "logs") == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
+        return error.strip().splitlines()[-1]
+
+    return ends
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.npy", "a.pickle"])
+def test_a_payload_is_one(planted, marker, name):
+    path = planted(name)
+    if name == "a.npy":
+        np.load(path, allow_pickle=True)
+    elif name == "a.pt":
+        torch.load(path, weights_only=False)
+    else:
+        pickle.loads(path.read_bytes())
+    marker.unlink()  # raises if there is none
+
+
+# Checkpoints and weights
+
+
+@pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
+@pytest.mark.parametrize("name", ["a.pt", "a.pickle"])
+def test_a_checkpoint(refused, planted, loss, name):
+    path = planted(name)
+    assert f"--resume: {str(path)!r} is not a complete checkpoint" in refused(f"{SHAPES} {loss} --resume {path}")
+    assert f"--pretrained: {str(path)!r}" in refused(f"{SHAPES} {loss} --pretrained {path}")
+
+
+@pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_a_checkpoint_behind_a_url(ends, planted, loss, scheme):
+    path = planted("a.pt")
+    if scheme == "memory":
+        with fsspec.open("memory://planted/a.pt", "wb") as file:
+            file.write(path.read_bytes())
+    url = f"file://{path}" if scheme == "file" else "memory://planted/a.pt"
+    assert f"--resume: {url!r}" in ends(f"{SHAPES} {loss} --resume {url}")
+
+
+def test_the_latest_checkpoint(refused, planted):
+    path = planted("logs/x/checkpoints/epoch_1.pt")
+    assert str(path) in refused(f"{SHAPES} --name x --resume latest")
+
+
+@pytest.mark.parametrize("weights", ["open_clip_pytorch_model.bin", "other.pth"])
+def test_a_hub_folder(ends, planted, weights):
+    path = hub_folder(planted(f"hub/{weights}").parent)
+    assert weights in ends(f"{SHAPES} --model local-dir:{path}")
+
+
+def test_weights_to_distil_from(ends, planted):
+    path = planted("a.pt")
+    assert str(path) in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {path}")
+
+
+def test_weights_of_numpy(planted, tmp_path):
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        run_main(ext_main, f"{SHAPES} --pretrained {planted('a.npy')}", tmp_path / "logs")
+
+
+def test_weights_whose_reading_fails_in_another_way(ends, tmp_path, marker):
+    torch.save({"first": OnlyPickle(), "second": Payload(marker)}, tmp_path / "a.pt")
+    assert "a.pt" in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {tmp_path}/a.pt")
+
+
+def test_a_tokenizer_with_code_of_its_own(ends, tmp_path, marker):
+    folder = hub_folder(tmp_path, hf_tokenizer_name="planted", tokenizer_kwargs={"trust_remote_code": True})
+    (folder / "planted.py").write_text(
+        f"open({str(marker)!r}, 'w')\n"
+        "from transformers import PreTrainedTokenizer\n"
+        "class Planted(PreTrainedTokenizer):\n    pass\n"
+    )
+    auto_map = {"AutoTokenizer": ["planted.Planted", None]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Planted", "auto_map": auto_map}))
+    assert "trust_remote_code" in ends(f"{SHAPES} --model local-dir:{folder}")
+
+
+def hub_folder(folder: Path, **text_cfg) -> Path:
+    """Make `folder` one that `--model local-dir:` takes."""
+    configs = Path(open_clip_ext.__file__).with_name("model_configs")
+    config = json.loads((configs / "ViT-shapes-tiny.json").read_text())
+    config["text_cfg"].update(text_cfg)
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
+    return folder
+
+
+# What a run keeps for the next
+
+
+def test_recovered_statistics(refused, ends, planted):
+    path = planted("recovered.state")
+    assert f"--osr-load: {str(path)!r} cannot be read" in refused(f"{NEUCLIP} --osr-load {path}")
+    path = planted(f"logs/x/{UNFINISHED}")
+    line = ends(f"{NEUCLIP} --osr-epochs 1 --name x --resume latest")
+    assert f"--resume: {str(path)!r} cannot be read" in line
+
+
+def test_what_a_run_compares_with(planted, tmp_path):
+    """A training that resumes goes on without it."""
+    common = f"{SHAPES} --val-num-samples 8 --loss clip --name x --keep-best image_to_text_R@1"
+    assert not run_main(ext_main, common, tmp_path / "logs")
+    for name in (START, BEST):
+        planted(f"logs/x/{name}")
+    assert not run_main(ext_main, f"{common} --epochs 2 --resume latest", tmp_path / "logs")
+    log = (tmp_path / "logs/x/out.log").read_text()
+    assert all(f"{name}' cannot be read" in log for name in (START, BEST))
+
+
+# Data
+
+
+@pytest.fixture
+def ghostscript(tmp_path, marker, monkeypatch):
+    """A `gs` that makes the marker, and the search for it not yet done."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\ntouch {marker}\n")
+    (tmp_path / "bin/gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+
+
+@pytest.fixture
+def members(tmp_path, marker, ghostscript):
+    """Shards of pairs with other members that webdataset would decode; the last pair's image is PostScript."""
+    payloads = {
+        "pyd": pickle.dumps(Payload(marker)),
+        "pickle": pickle.dumps(Payload(marker)),
+        "txt.pyd": pickle.dumps(Payload(marker)),
+        "pickle.gz": gzip.compress(pickle.dumps(Payload(marker))),
+        "pth": pickled(marker, "a.pth"),
+    }
+    broken = {"npy": pickled(marker, "a.npy"), "eps": EPS, "json": b"{"}  # of one pair, which is read all the same
+    (tmp_path / "shards").mkdir()
+    for row, (image, _) in enumerate(Scenes(ROWS, image_size=48)):
+        encoded = io.BytesIO()
+        image.save(encoded, "png")
+        pair = {"png": EPS if row == ROWS - 1 else encoded.getvalue(), "txt": f"{row} {CAPTION}".encode()}
+        with tarfile.open(tmp_path / f"shards/{row % 2}.tar", "a") as tar:
+            for suffix, content in {**pair, **payloads, **(broken if row == 0 else {})}.items():
+                member = tarfile.TarInfo(f"{row:03d}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return f"--train-data {tmp_path}/shards/{{0..1}}.tar --dataset-type webdataset --workers 0 --epochs 1 --lr 1e-3"
+
+
+@pytest.mark.parametrize("loss", ["", "--loss clip"])
+def test_members_of_shards_in_open_clips_own_training(members, tmp_path, loss):
+    data = members.split()[1]
+    arguments = f"{members} {loss} --train-num-samples {ROWS} --val-data {data} --val-num-samples {ROWS} --name x"
+    assert not run_main(ext_main, arguments, tmp_path / "logs")
+    log = (tmp_path / "logs/x/out.log").read_text()
+    # The pair whose image is PostScript is left out, and no other.
+    assert "Ghostscript" in log and log.count("Handling webdataset error") == log.count("Ghostscript")
+    assert f"num_samples: {ROWS - 1}" in log
+
+
+def test_members_of_shards(ends, members, planted, tmp_path):
+    """Ours, with the page of temperatures and a report; then what the report keeps for the next one."""
+    arguments = f"{members} {LOSSES['isogclr']}"
+    assert not run_main(ext_main, f"{arguments} --name x", tmp_path / "logs")
+    page = (tmp_path / "logs/x" / FILE).read_text()
+    assert "<script" not in page and page.count("(cannot be shown)") < page.count("&lt;script&gt;alert(&#x27;caption")
+    out = tmp_path / "report"
+    report = f"{arguments} --checkpoint {tmp_path}/logs/x/checkpoints/epoch_1.pt --out {out}"
+    assert not run_main(report_main, report, tmp_path / "logs")
+    assert json.loads((out / "normalizers.json").read_text())["rows_left_out"] == 1
+    for name in ("block-000000.safetensors", KEY_FILE):
+        path = planted(f"report/{CACHE}/{name}")
+        assert f"--out: {str(path)!r} cannot be read" in ends(report, report_main)
+    path = planted("other.pt")
+    assert f"--checkpoint: {str(path)!r}" in ends(f"{arguments} --checkpoint {path}", report_main)
+
+
+def test_images_of_a_csv(tmp_path, ghostscript):
+    (tmp_path / "a.jpg").write_bytes(EPS)
+    (tmp_path / "a.csv").write_text(f"filepath\ttitle\n{tmp_path}/a.jpg\ta\n{tmp_path}/a.jpg\tb\n")
+    with pytest.raises(OSError, match="Ghostscript"):
+        run_main(ext_main, f"--train-data {tmp_path}/a.csv --workers 0 --batch-size 2", tmp_path / "logs")
+
+
+def test_sizes_of_shards(refused, datasets, planted, tmp_path):
+    sizes = planted("given.json")
+    common = f"{LOSSES['fastclip-v3']} --workers 0"
+    assert f"--shard-sizes {str(sizes)!r}" in refused(f"{datasets['shards']} {common} --shard-sizes {sizes}")
+    (tmp_path / "0.tar").touch()
+    sizes = planted("sizes.json")
+    line = refused(f"--train-data {tmp_path}/0.tar {common}")
+    assert f"--train-data: sizes file {str(sizes)!r}" in line
+
+
+# What a command writes
+
+
+@pytest.mark.parametrize("name", ["../outside", "group/../../outside", "", "."])
+@pytest.mark.parametrize("extra", ["", "--loss clip", "--loss neuclip", "--resume latest"])
+def test_a_name_outside_the_logs(refused, name, extra):
+    assert f"--name: {name!r} is no folder inside --logs" in refused(f"{SHAPES} {extra} --name={name}")
+
+
+def test_an_absolute_name(refused, tmp_path):
+    assert f"--name: '{tmp_path}/outside'" in refused(f"{SHAPES} --name {tmp_path}/outside")
+
+
+def test_a_link_under_the_temporary_name(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("as it was")
+    (tmp_path / "a.pt.partial").symlink_to(victim)
+    with whole_file(tmp_path / "a.pt") as file:
+        file.write(b"new")
+    assert victim.read_text() == "as it was"
+    assert (tmp_path / "a.pt").read_bytes() == b"new" and not (tmp_path / "a.pt").is_symlink()
+    assert not (tmp_path / "a.pt.partial").is_symlink()
+
+
+def test_a_link_planted_while_the_file_is_opened(tmp_path, monkeypatch):
+    """What comes between the removal of a link and the opening is not followed either, nor removed."""
+    victim, link = tmp_path / "victim", tmp_path / "a.pt.partial"
+    monkeypatch.setattr(os, "remove", lambda path: link.symlink_to(victim))
+    with pytest.raises(FileExistsError), whole_file(tmp_path / "a.pt"):
+        pass
+    assert not victim.exists() and link.is_symlink()
