@@ -38,7 +38,7 @@ LICENCES = frozenset(
 
 # Things that a picture shows: the class's name, then other names that icon sets give it.
 CONCEPTS = tuple(
-    tuple(names.strip().split("/"))
+    tuple(" ".join(names.split()).split("/"))
     for names in """
     airplane/plane, anchor, left arrow/arrow left, right arrow/arrow right, up arrow/arrow up, down arrow/arrow
     down, bar chart/chart bar/chart, barcode, battery/battery full, bed, bell/notification, bicycle/bike, bluetooth,

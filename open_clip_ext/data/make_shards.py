@@ -265,6 +265,10 @@ def _check_out(out: str, overwrite: bool) -> Path:
         raise ValueError(
             f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
         )
+    # Known before minutes of rendering, and without making anything.
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
     return folder
 
 
@@ -373,12 +377,13 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
                 "argument --samples-per-shard: must give at most 1000000 shards a split,"
                 f" got {args.samples_per_shard}"
             )
-        folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"argument --out: the folder {args.out!r} cannot be made: {error.strerror}")
+        print(f"make_shards: reading or rendering failed: {error}", file=sys.stderr)
+        return 1
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         sizes = _write_all(folder, splits, beside, args.samples_per_shard, args.image_format)
     except OSError as error:
         print(f"make_shards: writing to {args.out!r} failed: {error}", file=sys.stderr)
