@@ -9,7 +9,17 @@ import pytest
 from PIL import Image
 
 from open_clip_ext.data import icons, make_shards
-from open_clip_ext.data.icons import CONCEPT_TEMPLATES, HELD_OUT_EMOJI, IconSet, describe_icon, render_icon, split_name
+from open_clip_ext.data.icons import (
+    CONCEPT_TEMPLATES,
+    HELD_OUT_EMOJI,
+    Icon,
+    Icons,
+    IconSet,
+    describe_icon,
+    render_icon,
+    split_icons,
+    split_name,
+)
 
 wds = pytest.importorskip("webdataset")
 pytest.importorskip("resvg_py")
@@ -47,8 +57,8 @@ def icon_sets():
     plain["moving"] = {"body": '<path d="M0 0h9v9H0z"><animate attributeName="d" to="M0 0" dur="1s"/></path>'}
     plain["wide"] = {"body": '<path d="M0 0h32v16H0z"/>', "width": 32}
     homes = {f"home-{i}-outline": drawing(2048 + i) for i in range(12)}
-    # The picture of one that is held out, in a set that is trained on.
-    plain["leaked"] = drawing(2048)
+    # The pictures of a held-out set, in one that is trained on.
+    plain |= {f"leaked-{i}": drawing(2048 + i) for i in range(12)}
     emoji = {f"cat-{word}": drawing(2200 + i, "#c00") for i, word in enumerate(("face", "tail"))}
     vendors = []
     for v in range(5):
@@ -59,6 +69,7 @@ def icon_sets():
         icon_set("closed", {f"shut-{i}": drawing(2500 + i) for i in range(50)}, licence="CC-BY-NC-4.0"),
         icon_set("painted", {f"paint-{i}": drawing(i, "#0a0") for i in range(1, 101)}, palette=True),
         icon_set("apart", homes, HELD_OUT_AUTHOR, "CC-BY-4.0", suffixes={"outline": "Outline"}),
+        icon_set("apart-too", {f"paint-{i}": drawing(i, "#00a") for i in range(9)}, HELD_OUT_AUTHOR, palette=True),
         icon_set(HELD_OUT_EMOJI[0], {**emoji, "only-here": drawing(2250, "#c00")}, "Vendor G", category="Emoji"),
         *vendors,
     ]
@@ -115,7 +126,8 @@ def test_files(written):
 def test_what_is_left_out(written):
     keys = {sample["__key__"] for name in ("train", "val", "test") for sample in split(written, name)}
     assert {key.split("_")[0] for key in keys} == {"plain", "painted", *(f"moji{v}" for v in range(5))}
-    assert keys.isdisjoint(f"plain_{name}" for name in ("nothing", "old", "moving", "leaked"))
+    assert keys.isdisjoint(f"plain_{name}" for name in ("nothing", "old", "moving"))
+    assert not any("leaked" in key for key in keys)
     # Of two icons with the same picture one is left.
     assert len(keys & {"plain_thing-5", "plain_thing-601"}) == 1
     assert len(keys) == 600 + 1 + 100 + 10
@@ -128,6 +140,18 @@ def test_parts_have_no_picture_in_common(written):
     for name in ("val", "test"):
         captions = [sample["txt"] for sample in split(written, name)]
         assert len(captions) == len(set(captions)) > 3
+
+
+def test_galleries_hold_no_caption_twice_and_no_more_than_asked():
+    def icon(name, caption, rank):
+        return Icon(f"a_{name}", "a", name, caption, rank, name.encode(), 0, 1)
+
+    twice = [icon("a", "same", 0.001), icon("b", "same", 0.002), icon("c", "same", 0.02), icon("d", "other", 0.021)]
+    trained = [icon("e", "same", 0.5), icon("f", "same", 0.4)]
+    found = Icons({"a": IconSet("a", "A", "", "", "MIT", "", "mono", "", 6)}, twice[::-1] + trained)
+    for num_test, test in ((5, "cd"), (1, "c")):
+        parts = split_icons(found, num_test=num_test)
+        assert ["".join(i.name for i in part) for part in (parts.val, parts.test, parts.train)] == ["a", test, "fe"]
 
 
 def test_images_are_on_white(written):
@@ -333,7 +357,7 @@ def test_a_file_too_large_is_not_read(tmp_path, capsys, package, monkeypatch):
     monkeypatch.setattr(icons, "_MAX_FILE", 1000)
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
     message = refused(capsys, ["icons", "--jobs", "1", "--iconify", package, "--out", tmp_path / "new"])
-    assert "plain.json" in message or "apart.json" in message
+    assert "apart-too.json" in message
     assert "1000" in message
 
 
