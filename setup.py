@@ -8,7 +8,7 @@ version = next(
     if line.startswith("__version__")
 )
 plots = ["matplotlib"]
-data = ["scikit-learn"]
+data = ["scikit-learn", "resvg-py"]
 
 setup(
     name="open-clip-ext",

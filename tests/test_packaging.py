@@ -28,7 +28,7 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     names = set(zipfile.ZipFile(wheel).namelist())
     missing = {str(path.relative_to(ROOT)) for path in files} - names
     assert not missing and len(files) > 20
-    assert any(name.endswith("ViT-shapes-tiny.json") for name in names)
+    assert {f"open_clip_ext/model_configs/ViT-{data}-tiny.json" for data in ("shapes", "icons")} <= names
 
     installed = tmp_path / "installed"
     subprocess.run([*pip, "install", str(wheel), "--no-deps", "--target", str(installed)], check=True)

@@ -1,14 +1,19 @@
-"""Write generated scenes or scanned digits as webdataset shards that OpenCLIP trains on.
+"""Write generated scenes, scanned digits or icons as webdataset shards that OpenCLIP trains on.
 
     python -m open_clip_ext.data.make_shards shapes --out DIR
     python -m open_clip_ext.data.make_shards digits --out DIR
+    python -m open_clip_ext.data.make_shards icons --iconify FILE --out DIR
 
 DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which OpenCLIP reads to learn
-how many samples each shard holds. The same arguments give the same bytes with the same Pillow. A file is
+how many samples each shard holds. The same arguments give the same bytes with the same Pillow (and resvg). A file is
 complete or absent, and `sizes.json` comes last, so where it is present all shards are.
 
 `shapes --shifted` writes data to fine-tune on: the training scenes are shifted (other colours, short and partly wrong
 captions), the validation scenes are those that the same command writes without it.
+
+`icons` reads the npm package @iconify/json (docs/icons.md). Beside the training and validation shards DIR gets
+`test-000000.tar`, the folders `zeroshot-concepts` and `zeroshot-emoji` in the form that CLIP_benchmark reads, and
+`licenses.tsv`, which names each set's author and licence.
 """
 
 from __future__ import annotations
@@ -16,13 +21,15 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import random
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from PIL import Image
 from tqdm import tqdm
@@ -30,6 +37,16 @@ from webdataset import TarWriter
 
 from ..files import whole_file
 from .digits import NUM_DIGITS, digit_pairs
+from .icons import (
+    CONCEPT_TEMPLATES,
+    EMOJI_TEMPLATES,
+    KINDS,
+    NUM_VAL,
+    Icon,
+    collect_icons,
+    licence_table,
+    split_icons,
+)
 from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, render_scene, scene_caption, shifted_caption
 
 SHAPES_NUM_SAMPLES = 10_000
@@ -37,11 +54,17 @@ SHAPES_VAL_SAMPLES = 1_000
 DIGITS_VAL_SAMPLES = 297
 SIZES_FILE = "sizes.json"
 
-_OWN_FILE = re.compile(r"(train|val)-\d{6}\.tar(\.partial)?|sizes\.json(\.partial)?")
+_OWN_FILE = re.compile(
+    r"((train|val|test)-\d{6}\.tar|sizes\.json|licenses\.tsv"
+    r"|zeroshot-(concepts|emoji)/(classnames\.txt|zeroshot_classification_templates\.txt|test/(nshards\.txt|0\.tar)))"
+    r"(\.partial)?"
+)
 _MAX_SAMPLES = 1_000_000_000
 _MAX_SEED = 2**63 - 1
 
-Sample = tuple[int, Image.Image, str, int | None]
+# Key, image, caption, label.
+Sample = tuple[str, bytes, str, int | None]
+Samples = tuple[int, Iterator[Sample]]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -65,42 +88,41 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m open_clip_ext.data.make_shards",
-        description="Write generated scenes (shapes) or scanned digits as webdataset shards for OpenCLIP.",
+        description="Write generated scenes (shapes), scanned digits or icons as webdataset shards for OpenCLIP.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", choices=("shapes", "digits"), help="what the pairs are made from")
+    parser.add_argument("source", choices=("shapes", "digits", "icons"), help="what the pairs are made from")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, made if need be")
     parser.add_argument(
         "--num-samples",
         type=_whole(1, _MAX_SAMPLES),
         metavar="N",
-        help=f"training samples (default: {SHAPES_NUM_SAMPLES} shapes, or all digits not in validation)",
+        help=f"training samples (default: {SHAPES_NUM_SAMPLES} shapes, or all digits or icons not held out)",
     )
     parser.add_argument(
         "--val-samples",
         type=_whole(0, _MAX_SAMPLES),
         metavar="M",
-        help=f"validation samples (default: {SHAPES_VAL_SAMPLES} shapes or {DIGITS_VAL_SAMPLES} digits)",
+        help=f"validation samples (default: {SHAPES_VAL_SAMPLES} shapes, {DIGITS_VAL_SAMPLES} digits or"
+        f" {NUM_VAL} icons)",
     )
     parser.add_argument(
         "--samples-per-shard",
         type=_whole(1, _MAX_SAMPLES),
-        default=1000,
         metavar="K",
-        help="samples in every shard but a split's last (default: 1000)",
+        help="samples in every shard but a split's last (default: 1000, or 10000 icons)",
     )
     parser.add_argument(
         "--seed",
         type=_whole(0, _MAX_SEED),
         default=0,
-        help="which scenes, or which split of the digits (default: 0)",
+        help="which scenes, or which split of the digits or icons (default: 0)",
     )
     parser.add_argument(
         "--image-size",
         type=_whole(MIN_IMAGE_SIZE, MAX_IMAGE_SIZE),
-        default=64,
         metavar="PIXELS",
-        help=f"side of the images, {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE} (default: 64)",
+        help=f"side of the images, {MIN_IMAGE_SIZE} to {MAX_IMAGE_SIZE} (default: 64, or 32 for icons)",
     )
     parser.add_argument(
         "--image-format", choices=("png", "jpg"), default="png", help="how images are stored (default: png)"
@@ -110,19 +132,39 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="shapes: training scenes in other colours with noisy, short captions; validation stays normal",
     )
+    parser.add_argument(
+        "--iconify", metavar="FILE", help="icons: the .tgz file that `npm pack @iconify/json` writes, or its folder"
+    )
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        metavar="KIND",
+        help=f"icons: only the sets of these kinds (default: {' '.join(KINDS)})",
+    )
+    parser.add_argument(
+        "--jobs", type=_whole(1, 1024), metavar="J", help="icons: processes that render (default: one per CPU core)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that DIR already holds")
     return parser
 
 
-def _shapes(rows: Iterable[int], seed: int, image_size: int, shifted: bool = False) -> Iterator[Sample]:
+def _shapes(rows: Iterable[int], args: argparse.Namespace, shifted: bool = False) -> Iterator[Sample]:
     caption = shifted_caption if shifted else scene_caption
     for row in rows:
-        yield row, render_scene(seed, row, image_size, shifted), caption(seed, row), None
+        image = render_scene(args.seed, row, args.image_size, shifted)
+        yield f"{row:09d}", _encode(image, args.image_format), caption(args.seed, row), None
 
 
-def _digits(rows: list[int], image_size: int) -> Iterator[Sample]:
-    for row, (image, caption, label) in zip(rows, digit_pairs(image_size, rows), strict=True):
-        yield row, image, caption, label
+def _digits(rows: list[int], args: argparse.Namespace) -> Iterator[Sample]:
+    for row, (image, caption, label) in zip(rows, digit_pairs(args.image_size, rows), strict=True):
+        yield f"{row:09d}", _encode(image, args.image_format), caption, label
+
+
+def _icons(icons: list[tuple[Icon, int | None]], spool: BinaryIO) -> Iterator[Sample]:
+    for icon, label in icons:
+        spool.seek(icon.start)
+        yield icon.key, spool.read(icon.length), icon.caption, label
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
@@ -132,17 +174,67 @@ def _shuffled(count: int, seed: int) -> list[int]:
     return sorted(range(count), key=keys.__getitem__)
 
 
-def _splits(args: argparse.Namespace) -> dict[str, tuple[int, Iterator[Sample]]]:
+def _check_options(args: argparse.Namespace) -> None:
+    """Fill the defaults that depend on the source; ValueError where an option is not for it."""
+    for name, source in (("shifted", "shapes"), ("iconify", "icons"), ("kinds", "icons"), ("jobs", "icons")):
+        if getattr(args, name) and args.source != source:
+            raise ValueError(f"argument --{name}: must come with {source}, got {args.source}")
+    icons = args.source == "icons"
+    if icons and not args.iconify:
+        raise ValueError(
+            "argument --iconify: must be given with icons: the file that `npm pack @iconify/json` writes"
+        )
+    if icons and args.image_format != "png":
+        raise ValueError(f"argument --image-format: must be png with icons, got {args.image_format}")
+    args.samples_per_shard = args.samples_per_shard or (10_000 if icons else 1000)
+    args.image_size = args.image_size or (32 if icons else 64)
+
+
+def _icon_splits(
+    args: argparse.Namespace, spool: BinaryIO
+) -> tuple[dict[str, Samples], dict[str, str | Samples]]:
+    """The splits, and the files beside them: text or samples by their path below DIR."""
+    jobs = args.jobs or os.cpu_count() or 1
+    found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
+    parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
+    train = len(parts.train) if args.num_samples is None else args.num_samples
+    for name, wanted, icons in (("num", train, parts.train), ("val", args.val_samples or 0, parts.val)):
+        if wanted > len(icons):
+            raise ValueError(
+                f"argument --{name}-samples: must be at most {len(icons)}, the icons there are, got {wanted}"
+            )
+    splits = {"train": parts.train[:train], "val": parts.val, "test": parts.test}
+    used = [icon for icons in splits.values() for icon in icons]
+    beside: dict[str, str | Samples] = {}
+    for folder, classes, templates in (
+        ("zeroshot-concepts", parts.concepts, CONCEPT_TEMPLATES),
+        ("zeroshot-emoji", parts.emoji, EMOJI_TEMPLATES),
+    ):
+        labelled = [(icon, label) for label, icons in enumerate(classes.values()) for icon in icons]
+        if labelled:
+            labelled.sort(key=lambda pair: pair[0].rank)
+            used += [icon for icon, _ in labelled]
+            beside[f"{folder}/classnames.txt"] = "".join(f"{name}\n" for name in classes)
+            beside[f"{folder}/zeroshot_classification_templates.txt"] = "".join(f"{line}\n" for line in templates)
+            beside[f"{folder}/test/nshards.txt"] = "1\n"
+            beside[f"{folder}/test/0.tar"] = len(labelled), _icons(labelled, spool)
+    beside["licenses.tsv"] = licence_table(found, used)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count)
+    print(f"left out: {left_out or 'none'}")
+    return {
+        split: (len(icons), _icons([(icon, None) for icon in icons], spool)) for split, icons in splits.items()
+    }, beside
+
+
+def _splits(args: argparse.Namespace) -> dict[str, Samples]:
     """Each split's number of samples and the samples; ValueError or ImportError if it cannot be."""
     if args.source == "shapes":
         train = SHAPES_NUM_SAMPLES if args.num_samples is None else args.num_samples
         val = SHAPES_VAL_SAMPLES if args.val_samples is None else args.val_samples
         return {
-            "train": (train, _shapes(range(train), args.seed, args.image_size, args.shifted)),
-            "val": (val, _shapes(range(train, train + val), args.seed, args.image_size)),
+            "train": (train, _shapes(range(train), args, args.shifted)),
+            "val": (val, _shapes(range(train, train + val), args)),
         }
-    if args.shifted:
-        raise ValueError("argument --shifted: must come with shapes, got digits")
     val = DIGITS_VAL_SAMPLES if args.val_samples is None else args.val_samples
     if val >= NUM_DIGITS:
         raise ValueError(
@@ -157,8 +249,8 @@ def _splits(args: argparse.Namespace) -> dict[str, tuple[int, Iterator[Sample]]]
     order = _shuffled(NUM_DIGITS, args.seed)
     digit_pairs(args.image_size, [])
     return {
-        "train": (train, _digits(order[:train], args.image_size)),
-        "val": (val, _digits(order[NUM_DIGITS - val :], args.image_size)),
+        "train": (train, _digits(order[:train], args)),
+        "val": (val, _digits(order[NUM_DIGITS - val :], args)),
     }
 
 
@@ -173,6 +265,10 @@ def _check_out(out: str, overwrite: bool) -> Path:
         raise ValueError(
             f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
         )
+    # Known before minutes of rendering, and without making anything.
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
     return folder
 
 
@@ -185,14 +281,18 @@ def _encode(image: Image.Image, image_format: str) -> bytes:
     return stream.getvalue()
 
 
+def _own_files(folder: Path) -> list[Path]:
+    paths = [*folder.iterdir(), *folder.glob("zeroshot-*/*"), *folder.glob("zeroshot-*/test/*")]
+    return [path for path in paths if _OWN_FILE.fullmatch(path.relative_to(folder).as_posix())]
+
+
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
     with whole_file(path) as stream:
         # A fixed time and no owner, so that the bytes depend on the samples alone.
         tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
         for _ in range(count):
-            row, image, caption, label = next(samples)
-            sample = {"__key__": f"{row:09d}", image_format: _encode(image, image_format)}
-            sample["txt"] = caption.encode()
+            key, image, caption, label = next(samples)
+            sample = {"__key__": key, image_format: image, "txt": caption.encode()}
             if label is not None:
                 sample["cls"] = str(label).encode()
             tar.write(sample)
@@ -201,9 +301,13 @@ def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format
 
 
 def _write_all(
-    folder: Path, splits: dict[str, tuple[int, Iterator[Sample]]], per_shard: int, image_format: str
+    folder: Path,
+    splits: dict[str, Samples],
+    beside: dict[str, str | Samples],
+    per_shard: int,
+    image_format: str,
 ) -> dict[str, int]:
-    own = [path for path in folder.iterdir() if _OWN_FILE.fullmatch(path.name)]
+    own = _own_files(folder)
     # sizes.json goes first: without it nothing left half-way is mistaken for a complete set.
     for path in sorted(own, key=lambda path: path.name != SIZES_FILE):
         path.unlink()
@@ -215,10 +319,22 @@ def _write_all(
                 path = folder / f"{split}-{shard:06d}.tar"
                 _write_shard(path, samples, count, image_format, bar)
                 sizes[path.name] = count
-    text = json.dumps(sizes, indent=2) + "\n"
-    with whole_file(folder / SIZES_FILE, text=True) as file:
-        file.write(text)
+    for name, content in beside.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            _write_text(path, content)
+            continue
+        total, samples = content
+        with tqdm(total=total, desc=name, unit="sample") as bar:
+            _write_shard(path, samples, total, image_format, bar)
+    _write_text(folder / SIZES_FILE, json.dumps(sizes, indent=2) + "\n")
     return sizes
+
+
+def _write_text(path: Path, text: str) -> None:
+    with whole_file(path, text=True) as file:
+        file.write(text)
 
 
 def _pattern(folder: Path, split: str, shards: int) -> str:
@@ -231,42 +347,52 @@ def main(argv: list[str] | None = None) -> int:
     """Write the shards that the command line `argv` (by default the process's own) asks for.
 
     Members are `<key>.png` or `<key>.jpg`, `<key>.txt` with the caption and, for digits, `<key>.cls` with
-    the digit. A key is the scene's row or the scan's number, in nine digits, so it is in one split only.
-    Validation is the rows after the training rows, or the last scans of a permutation named by the seed.
-    With `--shifted` the training scenes are shifted, in image and caption, and those of validation are not.
+    the digit. A key is the scene's row or the scan's number, in nine digits, so it is in one split only; that of
+    an icon is its set's prefix and its name. Validation is the rows after the training rows, or the last scans of a
+    permutation named by the seed. With `--shifted` the training scenes are shifted, in image and caption, and those of
+    validation are not.
 
     Returns:
         0 when all is written, 1 when writing failed (one line on stderr).
 
     Raises:
         SystemExit: code 2, one line on stderr and nothing written: an argument is wrong (such as `--shifted` with
-            digits), DIR already holds shards, or digits are asked for and scikit-learn is missing.
+            digits), DIR already holds shards, or what reads digits or icons is not installed.
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    # Rendered icons wait here until the order in which they are written is known.
+    with tempfile.TemporaryFile() as spool:
+        return _make_shards(parser, args, spool)
+
+
+def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spool: BinaryIO) -> int:
     try:
         folder = _check_out(args.out, args.overwrite)
-        splits = _splits(args)
+        _check_options(args)
+        splits, beside = _icon_splits(args, spool) if args.source == "icons" else (_splits(args), {})
         shards = {split: -(-total // args.samples_per_shard) for split, (total, _) in splits.items()}
         if max(shards.values()) > 1_000_000:
             raise ValueError(
                 "argument --samples-per-shard: must give at most 1000000 shards a split,"
                 f" got {args.samples_per_shard}"
             )
-        folder.mkdir(parents=True, exist_ok=True)
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     except OSError as error:
-        parser.error(f"argument --out: the folder {args.out!r} cannot be made: {error.strerror}")
+        print(f"make_shards: reading or rendering failed: {error}", file=sys.stderr)
+        return 1
     try:
-        sizes = _write_all(folder, splits, args.samples_per_shard, args.image_format)
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = _write_all(folder, splits, beside, args.samples_per_shard, args.image_format)
     except OSError as error:
         print(f"make_shards: writing to {args.out!r} failed: {error}", file=sys.stderr)
         return 1
     print(f"wrote {len(sizes)} shards and {SIZES_FILE} to {folder}")
     for split, (total, _) in splits.items():
         if total:
-            print(f"{total} {split} samples: --{split}-data {_pattern(folder, split, shards[split])}")
+            option = "val" if split == "test" else split
+            print(f"{total} {split} samples: --{option}-data {_pattern(folder, split, shards[split])}")
     return 0
 
 

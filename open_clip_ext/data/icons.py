@@ -1,0 +1,434 @@
+"""Captioned icons from the npm package `@iconify/json`: 380,000 drawings of 240 sets, rendered by resvg.
+
+Every icon becomes a small picture on white, captioned from its name, variant, set and category. Monochrome icons are
+black, so that their pictures differ in shape alone; coloured sets and emoji keep their colours. Left out are sets whose
+licence forbids commercial use or changes or is not known, hidden and animated icons, anything in an SVG that could read
+another file, and pictures that are blank or that another icon has already.
+
+Hashes of the names decide the parts, so these do not depend on the package's order, the size of the images or the
+number of processes. Icons of held-out sets make the zero-shot parts; of the others, about 1 % can become validation
+samples and 2.5 % test samples, and the rest is for training.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from PIL import Image
+from tqdm import tqdm
+
+KINDS = ("mono", "colour", "emoji")
+NUM_VAL = 2_000
+NUM_TEST = 5_000
+
+LICENCES = frozenset(
+    "Apache-2.0 BSD-3-Clause CC0-1.0 CC-BY-3.0 CC-BY-4.0 CC-BY-SA-3.0 CC-BY-SA-4.0 GPL-2.0-only GPL-2.0-or-later"
+    " GPL-3.0 GPL-3.0-or-later ISC MIT MPL-2.0 OFL-1.1 Unlicense".split()
+)
+
+# Things that a picture shows: the class's name, then other names that icon sets give it.
+CONCEPTS = tuple(
+    tuple(" ".join(names.split()).split("/"))
+    for names in """
+    airplane/plane, anchor, left arrow/arrow left, right arrow/arrow right, up arrow/arrow up, down arrow/arrow
+    down, bar chart/chart bar/chart, barcode, battery/battery full, bed, bell/notification, bicycle/bike, bluetooth,
+    book, bookmark, briefcase, brush/paintbrush/paint brush, bug, building, bus, cake, calculator, calendar, camera,
+    car, cat, check/checkmark/check mark/tick, clipboard, clock/time, cloud, code, coffee, compass, credit card,
+    crown, cube, database, dog, download, envelope/mail/email, eraser, eye, facebook, file/document, film,
+    fingerprint, fire/flame, fish, flag, flask/beaker, flower, folder, ghost, gift, github, glasses,
+    globe/earth/world, hammer, headphones/headphone/headset, heart, home/house, hourglass, image/picture/photo,
+    infinity, info/information, instagram, key, keyboard, laptop, leaf, light bulb/lightbulb/bulb, linkedin, lock,
+    magnet, map, medal, megaphone/bullhorn, menu, microphone/mic, microscope, minus, monitor/desktop, moon, mouse,
+    music/music note, newspaper, palette, paperclip/attachment, pause, pen, pencil/edit, phone, pie chart/chart pie,
+    pill, pin, play, plug, plus/add, power, printer/print, puzzle, qr code/qrcode, question/help, refresh/reload,
+    robot, rocket, rss, ruler, save, scissors/cut, search/magnifying glass, settings/gear/cog, share, shield,
+    shopping bag, shopping cart/cart, skull, snowflake, spotify, star, stethoscope, stop, stopwatch, sun, tag,
+    target, terminal, thermometer, thumbs up, thumbs down, ticket, train, trash/trash can/bin, tree, trophy, truck,
+    tv/television, twitter, umbrella, upload, usb, user/person, users, video, wallet, watch, wifi, wrench, x/close,
+    youtube, zoom in, zoom out
+    """.split(",")
+)
+CONCEPT_TEMPLATES = ("{c} icon", "a {c} icon", "an outlined {c} icon", "a filled {c} icon")
+MIN_CONCEPT_IMAGES = 10
+MAX_CLASS_IMAGES = 50
+
+# Google's emoji stay out of training. A class is an emoji of theirs that most of the other vendors draw as well.
+HELD_OUT_EMOJI = ("noto", "noto-v1")
+EMOJI_TEMPLATES = ("{c} emoji", "a {c} emoji")
+MIN_EMOJI_VENDORS = 5
+
+# Sets come in families by one author, so authors are held out. Large ones are too much to lose.
+_HELD_OUT_SHARE = 1 / 8
+_HELD_OUT_MOST = 5_000
+_VAL_SHARE = 0.01
+_TEST_SHARE = 0.025
+
+_MAX_FILE = 1 << 29
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
+_MIN_CONTRAST = 32
+_SVG = (
+    '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{size}" height="{size}"'
+    ' viewBox="{left} {top} {width} {height}">{body}</svg>'
+)
+# No images, text, styles or scripts, which can name other files, and no animations, which often begin blank.
+_ELEMENTS = frozenset(
+    "g path circle ellipse line polygon polyline rect defs symbol use clipPath mask marker pattern linearGradient"
+    " radialGradient stop filter feBlend feColorMatrix feComposite feDropShadow feFlood feGaussianBlur feMerge"
+    " feMergeNode feMorphology feOffset".split()
+)
+_ELSEWHERE = re.compile(r"""&|href\s*=(?!\s*["']#)|url\((?!\s*["']?#)""")
+
+_ADJECTIVES = {
+    "baseline": "filled",
+    "bold": "bold",
+    "broken": "broken",
+    "duo": "duotone",
+    "duotone": "duotone",
+    "fill": "filled",
+    "filled": "filled",
+    "flat": "flat",
+    "light": "light",
+    "line": "line",
+    "linear": "line",
+    "outline": "outlined",
+    "outlined": "outlined",
+    "round": "rounded",
+    "rounded": "rounded",
+    "sharp": "sharp",
+    "solid": "solid",
+    "thin": "thin",
+    "twotone": "two-tone",
+}
+# At the end of any name these tell the variant; "light" or "line" may belong to the thing.
+_UNDECLARED = frozenset("duotone fill filled outline outlined rounded sharp solid twotone".split())
+_POINTERS = frozenset("angle arrow caret chevron triangle".split())
+_DIRECTIONS = frozenset("up down left right".split())
+
+
+class Icon(NamedTuple):
+    """One icon; its PNG file is `length` bytes from `start` on in the file that `collect_icons` gives."""
+
+    key: str
+    set: str
+    name: str
+    caption: str
+    rank: float
+    picture: bytes
+    start: int
+    length: int
+
+
+@dataclass
+class IconSet:
+    """A set's name and origin, and which of `KINDS` it is."""
+
+    prefix: str
+    name: str
+    author: str
+    author_url: str
+    licence: str
+    licence_url: str
+    kind: str
+    category: str
+    size: int
+    held_out: bool = False
+
+
+@dataclass
+class Icons:
+    """All icons that can be used, in any order, with what was left out and why."""
+
+    sets: dict[str, IconSet] = field(default_factory=dict)
+    icons: list[Icon] = field(default_factory=list)
+    left_out: Counter = field(default_factory=Counter)
+
+
+def _number(seed: int, name: str) -> float:
+    """A number from 0 up to 1 that is fixed for `name`."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the JSON files of the package, an .tgz file or the folder that it unpacks to.
+
+    Raises:
+        ValueError: it is neither, or a file is larger than 512 MiB.
+    """
+    path, found = Path(source), 0
+    if path.is_dir():
+        for file in sorted((path / "json").glob("*.json")):
+            _check_size(file.name, file.stat().st_size)
+            yield file.name, file.read_bytes()
+            found += 1
+    else:
+        try:
+            with tarfile.open(path, "r:gz") as tar:
+                for member in tar:
+                    if member.isreg() and re.fullmatch(r"package/json/[^/]+\.json", member.name):
+                        _check_size(member.name, member.size)
+                        yield member.name, tar.extractfile(member).read()
+                        found += 1
+        except (tarfile.TarError, EOFError) as error:
+            raise ValueError(f"argument --iconify: {source!r} is not a whole .tgz file: {error}") from error
+        except OSError as error:
+            raise ValueError(f"argument --iconify: {source!r} cannot be read: {error}") from error
+    if not found:
+        raise ValueError(f"argument --iconify: must be the package @iconify/json, got {source!r} without icon sets")
+
+
+def _check_size(name: str, size: int) -> None:
+    if size > _MAX_FILE:
+        raise ValueError(f"argument --iconify: {name} must be at most {_MAX_FILE} bytes, got {size}")
+
+
+def _text(value: Any) -> str:
+    return " ".join(value.split()) if isinstance(value, str) else ""
+
+
+def _icon_set(data: dict[str, Any]) -> IconSet:
+    info = data["info"]
+    author, licence, category = info["author"], info["license"], _text(info.get("category"))
+    kind = "colour" if info.get("palette") else "mono"
+    # By the name as well, because sets that are no longer listed have no category.
+    if category == "Emoji" or "emoji" in info["name"].lower():
+        kind = "emoji"
+    return IconSet(
+        prefix=data["prefix"],
+        name=_text(info["name"]),
+        author=_text(author["name"]),
+        author_url=_text(author.get("url")),
+        licence=_text(licence.get("spdx")),
+        licence_url=_text(licence.get("url")),
+        kind=kind,
+        category=category,
+        size=len(data["icons"]),
+    )
+
+
+def _variant(title: str) -> list[str]:
+    words = re.split(r"[^a-z0-9]+", re.sub("two.tone", "twotone", title.lower()))
+    return [_ADJECTIVES[word] for word in words if word in _ADJECTIVES]
+
+
+def split_name(name: str, prefixes: dict[str, str], suffixes: dict[str, str]) -> tuple[str, list[str]]:
+    """The thing that an icon shows, in words, and the adjectives of its variant.
+
+    `prefixes` and `suffixes` are those that the set declares, with their titles. "star-24-filled" of a set with the
+    suffix "24-filled", titled "24 Filled", is ("star", ["filled"]).
+    """
+    for affixes, begins in ((prefixes, True), (suffixes, False)):
+        for affix in sorted(filter(None, affixes), key=len, reverse=True):
+            if begins and name.startswith(f"{affix}-"):
+                return _thing(name[len(affix) + 1 :].split("-")), _variant(affixes[affix])
+            if not begins and name.endswith(f"-{affix}"):
+                return _thing(name[: -len(affix) - 1].split("-")), _variant(affixes[affix])
+    if "" in suffixes:
+        return _thing(name.split("-")), _variant(suffixes[""])
+    words, variant = name.split("-"), []
+    while len(words) > 1 and words[-1] in _UNDECLARED:
+        variant.insert(0, _ADJECTIVES[words.pop()])
+    return _thing(words), variant
+
+
+def _thing(words: list[str]) -> str:
+    if len(words) == 2 and words[0] in _POINTERS and words[1] in _DIRECTIONS:
+        words = words[::-1]
+    return " ".join(words)
+
+
+def describe_icon(icon_set: IconSet, name: str, prefixes: dict, suffixes: dict, category: str, draw: float) -> str:
+    """The caption of an icon; `draw`, from 0 up to 1, chooses its form, `category` may be empty."""
+    thing, variant = split_name(name, prefixes, suffixes)
+    noun = "emoji" if icon_set.kind == "emoji" else "logo" if icon_set.category == "Logos" else "icon"
+    noun = "flag" if "flag" in icon_set.name.lower() else noun
+    phrase = " ".join([*dict.fromkeys(variant), thing] + [noun] * (noun not in thing.split()))
+    article = "an" if phrase[0] in "aeiou" else "a"
+    set_name = re.sub(r"\s*\(.*?\)|\b((free|color) )*icons?\b", "", icon_set.name, flags=re.IGNORECASE).strip()
+    set_name = set_name or icon_set.name
+    forms = [phrase, f"{article} {phrase}", f"{phrase}, {set_name}", f"{article} {phrase} from {set_name}"]
+    if category:
+        category = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", category).lower()
+        forms += [f"{phrase}, {category}", f"{phrase}, {category}, {set_name}"]
+    return forms[int(draw * len(forms))]
+
+
+def _svg(icon: dict[str, Any], data: dict[str, Any], image_size: int) -> str | None:
+    """The icon as an SVG document that reads no other file; None if it would or is animated."""
+    body = icon["body"]
+    if not set(re.findall(r"<(?!/)([^\s/>]*)", body)) <= _ELEMENTS or _ELSEWHERE.search(body):
+        return None
+    box = {key: float(icon.get(key, data.get(key, default))) for key, default in _BOX.items()}
+    return _SVG.format(size=image_size, body=body, **box)
+
+
+_BOX = {"left": 0, "top": 0, "width": 16, "height": 16}
+
+
+def render_icon(svg: str) -> bytes | None:
+    """An SVG document on white as an RGB PNG file; None if it is blank or no SVG."""
+    import resvg_py
+
+    try:
+        image = Image.open(io.BytesIO(resvg_py.svg_to_bytes(svg, background="#ffffff", skip_system_fonts=True)))
+    except ValueError:
+        return None
+    image = image.convert("RGB")
+    if max(high - low for low, high in image.getextrema()) < _MIN_CONTRAST:
+        return None
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def collect_icons(
+    source: str, spool: BinaryIO, image_size: int, seed: int, kinds: Iterable[str], jobs: int
+) -> Icons:
+    """Render the icons of the package at `source` into `spool`, an empty file to read and write, on `jobs` processes.
+
+    Raises:
+        ValueError: `source` is not the package @iconify/json.
+        ImportError: resvg-py is not installed.
+    """
+    try:
+        import resvg_py  # noqa: F401
+    except ImportError as error:
+        raise ImportError("resvg-py is missing: pip install open-clip-ext[data]") from error
+    if jobs == 1:
+        return _collect(source, spool, image_size, seed, kinds, map)
+    with ProcessPoolExecutor(jobs) as pool:
+        return _collect(source, spool, image_size, seed, kinds, lambda *args: pool.map(*args, chunksize=64))
+
+
+def _collect(
+    source: str, spool: BinaryIO, image_size: int, seed: int, kinds: Iterable[str], each: Callable
+) -> Icons:
+    found = Icons()
+    with tqdm(desc="rendering", unit=" icons") as bar:
+        for file_name, text in read_icon_files(source):
+            try:
+                data = json.loads(text)
+                icon_set = _icon_set(data)
+                if icon_set.licence not in LICENCES:
+                    found.left_out["licence"] += icon_set.size
+                    continue
+                # Sets of every kind, so that the same ones are held out whatever `kinds` are.
+                found.sets[icon_set.prefix] = icon_set
+                if icon_set.kind not in kinds:
+                    continue
+                described = list(_described(data, icon_set, image_size, seed, found.left_out))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise ValueError(f"argument --iconify: {file_name} is not an icon set: {error!r}") from error
+            for (icon, _), png in zip(described, each(render_icon, [svg for _, svg in described]), strict=True):
+                bar.update()
+                if png is None:
+                    found.left_out["blank"] += 1
+                    continue
+                picture = hashlib.blake2b(png, digest_size=16).digest()
+                found.icons.append(icon._replace(picture=picture, start=spool.tell(), length=len(png)))
+                spool.write(png)
+    _hold_out(found.sets.values(), seed)
+    return found
+
+
+def _described(
+    data: dict[str, Any], icon_set: IconSet, image_size: int, seed: int, left_out: Counter
+) -> Iterator[tuple[Icon, str]]:
+    prefix, prefixes, suffixes = data["prefix"], data.get("prefixes", {}), data.get("suffixes", {})
+    categories = {name: category for category, names in data.get("categories", {}).items() for name in names}
+    for name, icon in data["icons"].items():
+        if icon.get("hidden"):
+            continue
+        if not _NAME.fullmatch(name) or not _NAME.fullmatch(prefix):
+            raise ValueError(f"an icon is named {prefix!r}:{name!r}")
+        svg = _svg(icon, data, image_size)
+        if svg is None:
+            left_out["animated or not plain SVG"] += 1
+            continue
+        key = f"{prefix}_{name}"
+        caption = describe_icon(
+            icon_set, name, prefixes, suffixes, categories.get(name, ""), _number(seed, f"caption {key}")
+        )
+        thing = re.sub(r"( \d+| alt)+$", "", split_name(name, prefixes, suffixes)[0])
+        yield Icon(key, prefix, thing, caption, _number(seed, key), b"", 0, 0), svg
+
+
+def _hold_out(sets: Iterable[IconSet], seed: int) -> None:
+    by_author = defaultdict(list)
+    for icon_set in sets:
+        by_author[icon_set.author].append(icon_set)
+        icon_set.held_out = icon_set.prefix in HELD_OUT_EMOJI
+    for author, own in by_author.items():
+        general = any(s.kind == "mono" and re.match("UI|Material|Archive", s.category) for s in own)
+        if general and sum(s.size for s in own) <= _HELD_OUT_MOST and _number(seed, author) < _HELD_OUT_SHARE:
+            for icon_set in own:
+                icon_set.held_out = True
+
+
+@dataclass
+class Parts:
+    """The icons of each part. `concepts` and `emoji` map a class's name to its pictures, of held-out sets."""
+
+    train: list[Icon] = field(default_factory=list)
+    val: list[Icon] = field(default_factory=list)
+    test: list[Icon] = field(default_factory=list)
+    concepts: dict[str, list[Icon]] = field(default_factory=dict)
+    emoji: dict[str, list[Icon]] = field(default_factory=dict)
+
+
+def split_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_TEST) -> Parts:
+    """Divide icons into parts that have no picture in common; of each picture the first icon in order of rank is kept.
+
+    No caption comes twice in `val`, nor in `test`; they have at most `num_val` and `num_test` icons. All lists are in
+    order of rank, which is a random one.
+    """
+    parts, pictures, captions = Parts(), set(), {"val": set(), "test": set()}
+    classes = {names[0]: [] for names in CONCEPTS}
+    concepts = {name: names[0] for names in CONCEPTS for name in names}
+    vendors, emoji = defaultdict(set), defaultdict(list)
+    for icon in found.icons:
+        icon_set = found.sets[icon.set]
+        if icon_set.kind == "emoji" and not icon_set.held_out:
+            vendors[icon.name].add(icon_set.author)
+    for icon in sorted(found.icons, key=lambda icon: (not found.sets[icon.set].held_out, icon.rank, icon.key)):
+        if icon.picture in pictures:
+            found.left_out["the same picture as another"] += 1
+            continue
+        pictures.add(icon.picture)
+        icon_set = found.sets[icon.set]
+        if icon_set.held_out:
+            if icon.set in HELD_OUT_EMOJI and len(vendors[icon.name]) >= MIN_EMOJI_VENDORS:
+                emoji[icon.name].append(icon)
+            elif icon_set.kind == "mono" and icon.name in concepts:
+                classes[concepts[icon.name]].append(icon)
+        elif icon.rank >= _VAL_SHARE + _TEST_SHARE:
+            parts.train.append(icon)
+        else:
+            name, most = ("val", num_val) if icon.rank < _VAL_SHARE else ("test", num_test)
+            if len(captions[name]) < most and icon.caption not in captions[name]:
+                captions[name].add(icon.caption)
+                getattr(parts, name).append(icon)
+    parts.concepts = {name: i[:MAX_CLASS_IMAGES] for name, i in classes.items() if len(i) >= MIN_CONCEPT_IMAGES}
+    parts.emoji = dict(sorted(emoji.items()))
+    return parts
+
+
+def licence_table(found: Icons, used: Iterable[Icon]) -> str:
+    """Tab-separated lines, one for each set with used icons: where they come from and under which licence."""
+    counts = Counter(icon.set for icon in used)
+    lines = ["set\tname\tauthor\tauthor_url\tlicence\tlicence_url\ticons\n"]
+    for prefix in sorted(counts):
+        s = found.sets[prefix]
+        columns = (prefix, s.name, s.author, s.author_url, s.licence, s.licence_url, str(counts[prefix]))
+        lines.append("\t".join(columns) + "\n")
+    return "".join(lines)
