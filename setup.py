@@ -22,7 +22,7 @@ setup(
     package_data={"open_clip_ext": ["model_configs/*.json"]},
     install_requires=[
         "open_clip_torch[training]>=3.3,<4",
-        "torch>=2.4",
+        "torch>=2.6",
         "timm",
         "transformers",
         "webdataset",
