@@ -50,6 +50,7 @@ class ShardedRows(nn.Module):
 
     rows: Tensor
     CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
+    DTYPE = torch.float32  # of the rows; the tests set it to float64, where rounding hides nothing
 
     def __init__(
         self,
@@ -65,8 +66,9 @@ class ShardedRows(nn.Module):
         self.columns = columns
         # The last local row is written in place of rows that other processes own: shapes stay static.
         local_rows = self._rows_of(rank()) + 1
-        self._fill = torch.tensor(fill, dtype=torch.float32).expand(columns)
-        rows = torch.empty(local_rows, columns, device="cpu" if on_host else device).copy_(self._fill)
+        self._fill = torch.tensor(fill, dtype=self.DTYPE).expand(columns)
+        rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
+        rows.copy_(self._fill)
         self.register_buffer("rows", rows, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedRows":
@@ -96,7 +98,7 @@ class ShardedRows(nn.Module):
 
     def gather(self) -> Tensor | None:
         """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it."""
-        table = torch.empty(self.num_rows, self.columns) if rank() == 0 else None
+        table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype) if rank() == 0 else None
         for owner in range(world_size()):
             for start in range(0, self._rows_of(owner), self.CHUNK):
                 stop = min(start + self.CHUNK, self._rows_of(owner))
