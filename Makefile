@@ -19,6 +19,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 $(READY): setup.py pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -7,6 +7,7 @@ version = next(
     for line in Path(__file__).with_name("open_clip_ext").joinpath("__init__.py").read_text().splitlines()
     if line.startswith("__version__")
 )
+URL = "https://github.com/open-clip-ext/open_clip_ext"
 plots = ["matplotlib"]
 data = ["scikit-learn", "resvg-py"]
 
@@ -17,9 +18,29 @@ setup(
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",
     license="MIT",
+    author="the open_clip_ext authors",
+    url=URL,
+    project_urls={
+        "Source": URL,
+        "Issues": f"{URL}/issues",
+        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+    },
+    keywords=["CLIP", "contrastive learning", "OpenCLIP", "partition function"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: OS Independent",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["open_clip_ext*", "training_ext*"]),
-    package_data={"open_clip_ext": ["model_configs/*.json"]},
+    package_data={"open_clip_ext": ["model_configs/*.json", "py.typed"], "training_ext": ["py.typed"]},
     install_requires=[
         "open_clip_torch[training]>=3.3,<4",
         "torch>=2.6",  # before it, weights_only=True could be got round (CVE-2025-32434)
@@ -38,6 +59,8 @@ setup(
     extras_require={
         "data": data,
         "plots": plots,
-        "test": ["pytest", "pytest-xdist", "hypothesis", "ruff", "setuptools>=64", "tensorboard", *data, *plots],
+        "test": [
+            "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", *data, *plots,
+        ],
     },
 )

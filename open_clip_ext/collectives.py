@@ -39,13 +39,12 @@ class CollectiveCounter:
         bytes: bytes that this process sends, by collective.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.calls: dict[str, int] = defaultdict(int)
         self.bytes: dict[str, float] = defaultdict(float)
-        self._patches: ExitStack | None = None
+        self._patches = ExitStack()
 
     def __enter__(self) -> "CollectiveCounter":
-        self._patches = ExitStack()
         for name in COLLECTIVES:
             self._patches.enter_context(patch.object(dist, name, self._counted(name)))
         return self

@@ -5,7 +5,7 @@ With one process nothing here communicates.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class ShardedRows(nn.Module):
         choices=("device", "host"),
     )
 
+    rows: Tensor
     CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
     DTYPE = torch.float32  # of the rows; the tests set it to float64, where rounding hides nothing
 
@@ -70,7 +71,7 @@ class ShardedRows(nn.Module):
         rows.copy_(self._fill)
         self.register_buffer("rows", rows, persistent=False)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedRows":
         return self if self._on_host else super()._apply(fn, recurse)
 
     def _rows_of(self, owner: int) -> int:
@@ -109,7 +110,7 @@ class ShardedRows(nn.Module):
                 elif rank() == 0:
                     chunk = self.rows.new_empty(stop - start, self.columns)
                     dist.recv(chunk, src=owner)
-                if rank() == 0:
+                if table is not None and chunk is not None:
                     table[owner :: world_size()][start:stop] = chunk.cpu()
         return table
 

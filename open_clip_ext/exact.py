@@ -198,7 +198,7 @@ def exact_log_normalizers(
     Raises:
         ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
     """
-    rows = [Rows(blocks, device) for blocks in (image, text)]
+    rows = (Rows(image, device), Rows(text, device))
     picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
     sums = LogSums(len(picked), picked.tau.device)
     height, width = _chunk_shape(chunk_mib, len(picked))
@@ -269,7 +269,7 @@ def minibatch_log_normalizers(
         InputError: B is out of range.
         ValueError: as `exact_log_normalizers`.
     """
-    rows = [Rows(blocks, device) for blocks in (image, text)]
+    rows = (Rows(image, device), Rows(text, device))
     picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
     if not 2 <= batch_size <= len(rows[0]):
         raise InputError(f"batch_size: {batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs")
@@ -329,7 +329,7 @@ def nearest_rows(
         other_image, other_text: (m, d) unit vectors, such as embeddings of the same pairs under slightly older weights.
         device, chunk_mib: as in `exact_log_normalizers`.
     """
-    rows = [Rows(blocks, device) for blocks in (image, text)]
+    rows = (Rows(image, device), Rows(text, device))
     others = [other.to(rows[0].device, torch.float32) for other in (other_image, other_text)]
     best = torch.full((len(other_image),), -math.inf, device=rows[0].device)
     nearest = torch.zeros(len(other_image), dtype=torch.int64, device=rows[0].device)

@@ -3,9 +3,9 @@
 A name is a preset over the replaceable parts; each part can also be chosen on its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperature import TEMPERATURES, Temperature
 
 # The replaceable parts of GlobalContrastiveLoss: the option's name, and the valid names.
-PARTS = {
+PARTS: dict[str, dict[str, Any]] = {
     "normalizer": NORMALIZERS,
     "temperature": TEMPERATURES,
     "surrogate": SURROGATES,
     "encoder_objective": OBJECTIVES,
 }
-PART_CLASSES = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
+PART_CLASSES: dict[str, type] = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def presets() -> dict[str, LossPreset]:
     """
     for part, base in PART_CLASSES.items():
         plugins.load(
-            f"open_clip_ext.{part}s", PARTS[part], lambda loaded, base=base: _is_class(loaded, base),
+            f"open_clip_ext.{part}s", PARTS[part], partial(_is_class, base=base),
             f"a subclass of {base.__module__}.{base.__name__}",
         )
     plugins.load("open_clip_ext.losses", PRESETS, lambda loaded: isinstance(loaded, LossPreset), "a LossPreset")
@@ -210,7 +210,7 @@ def find_preset(name: str) -> LossPreset:
     return presets()[name]
 
 
-def options_of(parts: tuple[type, ...]) -> list[Option]:
+def options_of(parts: Iterable[type[Any]]) -> list[Option]:
     """The options of some classes, each name once, those of logit_scale's optimizer group included."""
     options: dict[str, Option] = {}
     for part in parts:
@@ -224,15 +224,15 @@ def options_of(parts: tuple[type, ...]) -> list[Option]:
 
 def all_options() -> list[Option]:
     """Every option of every part, once, for a command line."""
-    losses = dict.fromkeys(preset.loss for preset in list_losses() if not preset.is_open_clip)
+    losses = dict.fromkeys(preset.loss for preset in list_losses() if preset.loss is not None)
     parts = (part for name in PART_CLASSES for part in PARTS[name].values())
     return options_of((*losses, *parts))
 
 
-def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type, ...]:
+def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Any], ...]:
     """The classes that have options, of the loss `name` with settings that name its parts; none for OpenCLIP's own."""
     preset = find_preset(name)
-    if preset.is_open_clip:
+    if preset.loss is None:
         return ()
     if not preset.has_parts:
         return (preset.loss,)
@@ -273,8 +273,8 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
         settings[key] = given.get(key, preset.defaults.get(key, option.default))
         if settings[key] is not None:
             option.check(settings[key])
-    for part in parts:
-        part.complete(settings, epochs, given)
+    for owner in parts:
+        owner.complete(settings, epochs, given)
     return settings
 
 
@@ -306,7 +306,7 @@ def create_loss(
         InputError: an unknown name, a setting out of range or unused by this loss, or a missing `num_samples`.
     """
     preset = find_preset(name)
-    if preset.is_open_clip:
+    if preset.loss is None:
         raise InputError(f"--loss: {name!r} is OpenCLIP's own; create it with open_clip.create_loss")
     settings = resolve_options(name, options, epochs)
     parts = parts_of(name, settings)
@@ -315,7 +315,7 @@ def create_loss(
             if option.name in options:
                 raise InputError(f"{option.name}: belongs to your model and its optimizer, not to the loss")
 
-    def build(part: type, **more: Any) -> Any:
+    def build(part: type[Any], **more: Any) -> Any:
         if part.needs_index:
             if num_samples is None:
                 raise InputError(f"num_samples: {part.name!r} keeps state per sample and needs their number")
@@ -333,7 +333,7 @@ def create_loss(
 
 
 def _from_parts(
-    parts: tuple[type, ...], settings: dict[str, Any], build: Callable[..., Any], calls: dict[str, Any]
+    parts: tuple[type[Any], ...], settings: dict[str, Any], build: Callable[..., Any], calls: dict[str, Any]
 ) -> GlobalContrastiveLoss:
     _, normalizer, temperature, surrogate_class = parts
     surrogate = build(surrogate_class)

@@ -57,9 +57,9 @@ class PartitionNetwork:
     def __init__(self, dimension: int, width: float, levels: Tensor, seed: int):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
-            sides = nn.ModuleList(PartitionMLP(dimension, width) for _ in levels)
-        self._sides = sides.to(levels).requires_grad_(False)
-        for side, level in zip(self._sides, levels, strict=True):
+            sides = [PartitionMLP(dimension, width) for _ in levels]
+        self._sides = nn.ModuleList(sides).to(levels).requires_grad_(False)
+        for side, level in zip(sides, levels, strict=True):
             side.out.bias.copy_(level.detach())
 
     @staticmethod

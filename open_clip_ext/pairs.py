@@ -11,6 +11,7 @@ A temperature is 0-d, or one per anchor and side, (2, b) for this process's and 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -246,12 +247,12 @@ class AttachGradient(torch.autograd.Function):
     """A value that is reported, with gradients that were computed beside it."""
 
     @staticmethod
-    def forward(ctx, value: Tensor, inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
         ctx.save_for_backward(*inputs_and_gradients[inputs:])
         return value.clone()
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients = tuple(grad_output * gradient for gradient in ctx.saved_tensors)
         return (None, None, *gradients, *(None for _ in gradients))
 

@@ -42,6 +42,7 @@ class Temperature(nn.Module):
     needs_index = False
     hold = False
     rho = 0.0
+    num_samples: int  # where `needs_index`
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -125,7 +126,7 @@ class LearnableTemperature(Temperature):
     """
 
     name = "learnable"
-    options = (RHO,)
+    options: tuple[Option, ...] = (RHO,)
     optimizer_options = LOGIT_SCALE_OPTIONS
     trains_logit_scale = True
 
@@ -144,7 +145,7 @@ class UnscaledTemperature(LearnableTemperature):
     name = "unscaled"
     options = ()
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(rho=0.0)
 
     def scale(self, taus: Tensor) -> Tensor:
@@ -228,12 +229,13 @@ class IndividualTemperature(Temperature):
         self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
         fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
         self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=rows_on == "host")
-        self._latest: Tensor | None = None  # rows of the last batch, (B, c)
+        self._latest: Tensor  # rows of the last batch, (B, c)
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def taus(self, tau: Tensor, index: Tensor) -> Tensor:
+    def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
+        assert index is not None
         self._latest = self.rows.lookup(index)
         return self._latest[:, :2].T.to(tau.dtype)
 

@@ -19,7 +19,7 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     packages = ("open_clip_ext", "training_ext")
     files = [path for package in packages for path in sorted((ROOT / package).rglob("*")) if path.suffix != ".pyc"]
     files = [path for path in files if path.is_file()]
-    for path in [*files, ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "README.md"]:
+    for path in [*files, *(ROOT / name for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"))]:
         target = copy / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
@@ -29,6 +29,8 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     missing = {str(path.relative_to(ROOT)) for path in files} - names
     assert not missing and len(files) > 20
     assert {f"open_clip_ext/model_configs/ViT-{data}-tiny.json" for data in ("shapes", "icons")} <= names
+    assert {f"{package}/py.typed" for package in packages} <= names
+    assert any(name.endswith("/LICENSE") for name in names)
 
     installed = tmp_path / "installed"
     subprocess.run([*pip, "install", str(wheel), "--no-deps", "--target", str(installed)], check=True)

@@ -5,6 +5,7 @@ stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(...,
 """
 
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ FORMAT = 2
 STATE_PARTS = ("normalizer", "temperature")
 
 
-def state_settings(args) -> list[str]:
+def state_settings(args: Namespace) -> list[str]:
     """Settings of the chosen loss on which the form of its state depends."""
     return [option.name for option in factory.options_of(factory.parts_of(args.loss, vars(args))) if option.in_state]
 
@@ -38,12 +39,12 @@ def plain_name(name: str) -> str:
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
-def keeps_files(args) -> bool:
+def keeps_files(args: Namespace) -> bool:
     """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
     return bool(args.logs) and args.logs.lower() != "none"
 
 
-def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
+def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
     """What goes under `KEY`."""
     return {
         "format": FORMAT,
@@ -56,7 +57,7 @@ def make_entry(args, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, An
     }
 
 
-def saves_after(args, completed_epoch: int) -> bool:
+def saves_after(args: Namespace, completed_epoch: int) -> bool:
     """Whether OpenCLIP writes a checkpoint once `completed_epoch` epochs are done."""
     regular = args.save_frequency > 0 and completed_epoch % args.save_frequency == 0
     return keeps_files(args) and (completed_epoch == args.epochs or regular or args.save_most_recent)
@@ -88,7 +89,7 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
 def check_entry(
     entry: dict[str, Any] | None,
     path: str,
-    args,
+    args: Namespace,
     rows: DataRows | None,
     flag: str = "--resume",
     instead: str = "give --pretrained PATH to start from its weights only",

@@ -5,6 +5,7 @@ collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees t
 """
 
 import hashlib
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,17 +43,17 @@ class DataRows:
     shards: Shards | None = None
 
 
-def trains(args) -> bool:
+def trains(args: Namespace) -> bool:
     """Whether OpenCLIP trains, told as OpenCLIP tells it; otherwise it only evaluates."""
     return bool(args.train_data) or args.dataset_type == "synthetic"
 
 
-def needs_index(args) -> bool:
+def needs_index(args: Namespace) -> bool:
     """Whether the chosen loss keeps state per sample."""
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
-def find_rows(args) -> DataRows:
+def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
     Shards whose number of samples is given, for a loss without state per sample, are not looked into.
@@ -85,7 +86,7 @@ def find_rows(args) -> DataRows:
     return DataRows(kind, args.train_num_samples, digest)
 
 
-def kind_of(args, path: str, flag: str = "--train-data") -> str:
+def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
     """The kind of the data at `path`, told as OpenCLIP tells it."""
     if args.dataset_type != "auto":
         return args.dataset_type
@@ -98,7 +99,7 @@ def kind_of(args, path: str, flag: str = "--train-data") -> str:
         ) from None
 
 
-def read_csv(args, path: str, flag: str = "--train-data") -> pd.DataFrame:
+def read_csv(args: Namespace, path: str, flag: str = "--train-data") -> pd.DataFrame:
     """The csv as OpenCLIP reads it; InputError if it cannot be read or lacks the named columns."""
     try:
         table = pd.read_csv(path, sep=args.csv_separator)
@@ -124,7 +125,7 @@ class WithRow(Dataset):
         self.dataset = dataset
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
 
     def __getitem__(self, row: int) -> tuple[Any, Tensor]:
         image, tokens = self.dataset[row]
@@ -186,10 +187,13 @@ class RowLoader:
         return torch.cat(list(self._latest))
 
 
-def shapes_dataset(args, is_train: bool) -> Callable[..., Dataset]:
+def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
     """What OpenCLIP's synthetic builder calls in place of SyntheticDataset for `--dataset-type shapes`."""
 
-    def build(transform=None, image_size=64, caption=None, dataset_size=None, tokenizer=None) -> Scenes:
+    def build(
+        transform: Callable | None = None, image_size: int | tuple[int, ...] | list[int] = 64,
+        caption: str | None = None, dataset_size: int | None = None, tokenizer: Callable | None = None,
+    ) -> Scenes:
         return Scenes(
             num_samples=args.train_num_samples if is_train else args.val_num_samples,
             seed=args.shapes_seed,

@@ -7,6 +7,7 @@ whole, and an interrupted run goes on after it.
 import json
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,7 @@ class ShardSource:
 Source = MapSource | ShardSource
 
 
-def source_of(args, kind: str, shards: Shards | None, transforms: tuple, tokenizer: Callable) -> Source:
+def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tuple, tokenizer: Callable) -> Source:
     """The train data of a command line.
 
     Args:
@@ -110,7 +111,7 @@ def source_of(args, kind: str, shards: Shards | None, transforms: tuple, tokeniz
         tokenizer: OpenCLIP's.
     """
     train_transform, transform = transforms
-    if kind == "webdataset":
+    if shards is not None:
         return ShardSource(shards, transform, tokenizer)
     if kind == "csv":
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
@@ -171,9 +172,11 @@ class BlockPieces(IterableDataset):
 
     @staticmethod
     def _piece(block: int, samples: list[Sample], problems: list[str], last: bool = False) -> Piece:
-        rows, images, tokens = zip(*samples, strict=True) if samples else ((), (), ())
-        stacked = (torch.stack(images), torch.stack(tokens)) if samples else (None, None)
-        return Piece(block, list(rows), *stacked, problems[0] if problems else None, last)
+        problem = problems[0] if problems else None
+        if not samples:
+            return Piece(block, [], None, None, problem, last)
+        rows, images, tokens = zip(*samples, strict=True)
+        return Piece(block, list(rows), torch.stack(images), torch.stack(tokens), problem, last)
 
 
 class EmbeddingCache:
@@ -284,7 +287,7 @@ class Embedded:
 
 @torch.inference_mode()
 def embed(
-    model: torch.nn.Module, source: Source, cache: EmbeddingCache, blocks: list[int], args,
+    model: torch.nn.Module, source: Source, cache: EmbeddingCache, blocks: list[int], args: Namespace,
     show: bool = True,
 ) -> int:
     """Embed some blocks and write them; the number of rows that were embedded.
@@ -309,8 +312,8 @@ def embed(
                 embedded += len(piece.rows)
                 bar.update(len(piece.rows))
             if piece.last:
-                images, texts, rows = zip(*waiting.pop(piece.block), strict=True) if parts else ((), (), ())
-                rows = torch.tensor([row for part in rows for row in part], dtype=torch.int64)
+                images, texts, numbers = zip(*waiting.pop(piece.block), strict=True) if parts else ((), (), ())
+                rows = torch.tensor([row for part in numbers for row in part], dtype=torch.int64)
                 empty = torch.empty(0, 0)
                 image, text = (torch.cat(side) if side else empty for side in (images, texts))
                 problem = piece.problem
@@ -323,11 +326,12 @@ def embed(
     return embedded
 
 
-def _as_it_is(piece: Piece) -> Piece:
+def _as_it_is(piece: Any) -> Any:
     return piece
 
 
-def _embed_piece(model: torch.nn.Module, piece: Piece, args) -> tuple[Tensor, Tensor]:
+def _embed_piece(model: torch.nn.Module, piece: Piece, args: Namespace) -> tuple[Tensor, Tensor]:
+    assert piece.images is not None and piece.tokens is not None
     device = torch.device(args.device)
     images = piece.images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
     tokens = piece.tokens.to(device=device, non_blocking=True)

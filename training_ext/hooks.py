@@ -4,8 +4,8 @@
 in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is changed or copied.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -226,12 +226,10 @@ SEAMS = (
 )
 
 
-@contextmanager
-def scoped(session: Session, scope: str) -> Iterator[None]:
+def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
     """Put the seams of `scope` in place."""
     chosen = [s for s in SEAMS if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
-    with replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen}):
-        yield
+    return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
 
 
 def check_seams() -> None:

@@ -1,5 +1,6 @@
 """The loss as OpenCLIP's loop calls it."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from open_clip_ext.losses import Loss
 from training_ext.data import RowLoader
 
 
-def build_loss(args, num_rows: int, device: torch.device | str) -> Loss:
+def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Loss:
     """The loss that the command line asks for.
 
     Args:
@@ -47,7 +48,7 @@ class LogItems(dict):
         super().__init__(losses)
         self._diagnostics = diagnostics
 
-    def items(self):
+    def items(self) -> Any:
         return (dict(self) | self._diagnostics()).items()
 
 

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 
-def known_metrics(args) -> list[str]:
+def known_metrics(args: Namespace) -> list[str]:
     """Metrics that the evaluation of this command line gives."""
     names = []
     if args.val_data and args.val_frequency:
@@ -34,7 +35,7 @@ def known_metrics(args) -> list[str]:
     return names
 
 
-def check_metric(args) -> None:
+def check_metric(args: Namespace) -> None:
     """Raise InputError unless --keep-best names a metric of the evaluation."""
     names = known_metrics(args)
     if args.keep_best is None:
@@ -67,7 +68,7 @@ class Monitor:
         first_epoch: 0, or the epoch that a resumed training goes on with.
     """
 
-    def __init__(self, args, first_epoch: int):
+    def __init__(self, args: Namespace, first_epoch: int):
         self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
         self.metric = args.keep_best
         self.start: dict[str, float] = {}

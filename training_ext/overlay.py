@@ -44,7 +44,7 @@ def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
     """
     with ExitStack() as undo:
         for (module_name, path), value in replacements.items():
-            holder = importlib.import_module(module_name)
+            holder: Any = importlib.import_module(module_name)
             *parents, last = path.split(".")
             for depth, name in enumerate(parents):
                 child = holder._replaced.get(name) if isinstance(holder, Overlay) else getattr(holder, name)

@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+from collections.abc import Sequence
 from math import ceil, isfinite
+from typing import Any, NoReturn
 
 from open_clip_train import params
 
@@ -23,35 +25,37 @@ PART_HELP = {
 class Parser(argparse.ArgumentParser):
     """OpenCLIP's parser, which its parse_args makes and fills itself, with our flags added before it parses."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(
             prog="open_clip_ext.main",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
         )
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
-    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+    def parse_args(  # type: ignore[override]  # the overloads of argparse return other namespaces, too
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         for action in self._actions:
             if action.dest == "dataset_type":
-                action.choices = [*action.choices, "shapes"]
+                action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
-        namespace, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        namespace.given_flags = self._given(args)
-        return namespace
+        parsed.given_flags = self._given(args)
+        return parsed
 
-    def _given(self, args) -> frozenset[str]:
+    def _given(self, args: Sequence[str] | None) -> frozenset[str]:
         """Names of the flags on the command line; OpenCLIP's defaults do not tell."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
         return frozenset(vars(self.parse_known_args(args)[0]))
 
-    def _add_ours(self, group) -> None:
+    def _add_ours(self, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
@@ -60,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         for option in factory.all_options():
             default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
             text = (option.help + default).replace("%", "%%")
-            settings = {"default": None, "help": text}
+            settings: dict[str, Any] = {"default": None, "help": text}
             if option.type is bool:
                 settings["action"] = "store_true"
             else:
@@ -110,10 +114,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class ListLosses(argparse.Action):
-    def __init__(self, option_strings, dest, help=None):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
-    def __call__(self, parser, namespace, values, option_string=None):
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:
         for preset in factory.list_losses():
             print(f"{preset.name:12} {preset.summary}\n{'':12} {preset.paper}")
         parser.exit(0)
@@ -123,12 +130,12 @@ SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weigh
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
-def starts_from_weights(args) -> bool:
+def starts_from_weights(args: argparse.Namespace) -> bool:
     """Whether the model comes with trained weights; with --resume they may come later."""
     return bool(args.pretrained) or args.model.startswith(SCHEMAS)
 
 
-def trains_logit_scale(args) -> bool:
+def trains_logit_scale(args: argparse.Namespace) -> bool:
     """Whether the temperature is the model's parameter and learned; OpenCLIP's own losses see to that themselves."""
     return args.uses_ext_loss and any(
         getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
@@ -176,7 +183,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def resolve_recovery(args) -> None:
+def resolve_recovery(args: argparse.Namespace) -> None:
     """Fill in what is given of the recovery of statistics.
 
     Raises:

@@ -1,8 +1,10 @@
 """What is wrong with a command line, found on process 0 before anything is written."""
 
 import os
+from argparse import Namespace
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import torch
@@ -28,12 +30,14 @@ from training_ext.shards import check_local_shards
 from training_ext.statistics_recovery import unfinished_path
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
-SAME_EVERYWHERE = ("loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq")
-SAME_EVERYWHERE += ("epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save")
+SAME_EVERYWHERE: tuple[str, ...] = (
+    "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
+    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save",
+)
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
-def check(args) -> DataRows | None:
+def check(args: Namespace) -> DataRows | None:
     """The rows of the train data on the first process of each machine, if the loss is ours and there are any.
 
     All that can be wrong is looked for on process 0; the others wait for it when the process group starts.
@@ -69,7 +73,7 @@ def check(args) -> DataRows | None:
             check_memory(args, rows.num_rows, world_size)
     elif needs_rows:
         rows = find_rows(args)
-    if args.osr_load is not None and (resumed is None or not args.uses_ext_loss):
+    if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
         recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
     if resumed is not None and trains(args):
         path, entry = resumed
@@ -77,7 +81,7 @@ def check(args) -> DataRows | None:
     return rows
 
 
-def check_alike(args, rows: DataRows | None) -> None:
+def check_alike(args: Namespace, rows: DataRows | None) -> None:
     """Every process compares what all were started with; the process group is there.
 
     Raises:
@@ -86,7 +90,7 @@ def check_alike(args, rows: DataRows | None) -> None:
     names = [*SAME_EVERYWHERE, *factory.PARTS, *(option.name for option in factory.all_options())]
     own = {name: getattr(args, name) for name in names}
     own["data"] = None if rows is None else (rows.num_rows, rows.digest)
-    every = [None] * args.world_size
+    every: list[Any] = [None] * args.world_size
     dist.all_gather_object(every, own)
     for other, theirs in enumerate(every):
         for name, value in every[0].items():
@@ -103,7 +107,7 @@ def check_alike(args, rows: DataRows | None) -> None:
             )
 
 
-def prepare_shapes(args) -> None:
+def prepare_shapes(args: Namespace) -> None:
     """Generated scenes have no path, but OpenCLIP trains and evaluates only where it is given one."""
     if args.dataset_type != "shapes":
         if args.shapes_seed is not None:
@@ -130,12 +134,12 @@ def prepare_shapes(args) -> None:
         setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
-def check_experiment(args) -> None:
+def check_experiment(args: Namespace) -> None:
     """OpenCLIP returns -1 for an existing experiment, on process 0, once the processes have started."""
     if args.name is None:
         return
-    name = Path(args.name)
-    if name.anchor or ".." in name.parts or not name.parts:
+    below = Path(args.name)
+    if below.anchor or ".." in below.parts or not below.parts:
         raise InputError(f"--name: {args.name!r} is no folder inside --logs {args.logs!r}; give a name such as run-1")
     if args.resume == "latest":
         return
@@ -147,7 +151,7 @@ def check_experiment(args) -> None:
         )
 
 
-def check_pretrained(args) -> None:
+def check_pretrained(args: Namespace) -> None:
     """OpenCLIP looks for the weights when it has written its first files."""
     given = args.pretrained
     model = args.model.replace("/", "-")  # as OpenCLIP does
@@ -167,7 +171,7 @@ def check_pretrained(args) -> None:
     raise InputError(f"--pretrained: there is no file {given!r}, and --model {args.model} has {known}")
 
 
-def check_recovery(args, resumes_training: bool) -> None:
+def check_recovery(args: Namespace, resumes_training: bool) -> None:
     if args.osr_epochs > 0 and not trains(args):
         for name in ("osr_epochs", "osr_load"):
             if name in args.given_flags:
@@ -184,7 +188,7 @@ def check_recovery(args, resumes_training: bool) -> None:
         raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; end it in something else")
 
 
-def check_numbers(args, world_size: int) -> None:
+def check_numbers(args: Namespace, world_size: int) -> None:
     for name, least in AT_LEAST.items():
         value = getattr(args, name)
         if value < least:
@@ -202,15 +206,16 @@ def check_numbers(args, world_size: int) -> None:
         )
 
 
-def check_pairs(args) -> None:
-    least = factory.find_preset(args.loss).loss.least_pairs
+def check_pairs(args: Namespace) -> None:
+    loss = factory.find_preset(args.loss).loss
+    least = 1 if loss is None else loss.least_pairs
     if args.batch_size * args.accum_freq < least:
         raise InputError(
             f"--batch-size: {args.batch_size}; --loss {args.loss} needs at least {least} pairs per step in each process"
         )
 
 
-def check_combination(args) -> None:
+def check_combination(args: Namespace) -> None:
     given = f"--loss {args.loss}"
     if args.horovod:
         raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
@@ -224,7 +229,7 @@ def check_combination(args) -> None:
     build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
 
 
-def check_upsampling(args) -> None:
+def check_upsampling(args: Namespace) -> None:
     factors = args.train_data_upsampling_factors
     if factors is None:
         return
@@ -237,7 +242,7 @@ def check_upsampling(args) -> None:
         raise InputError(f"{given}: {error}; give one number per source of --train-data, such as 1::2") from None
 
 
-def check_shards(args, rows: DataRows, world_size: int) -> None:
+def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
     """Every loader worker needs a shard, and in its shards a whole batch: else OpenCLIP asserts, or waits forever."""
     if rows.kind != "webdataset" or args.dataset_resampled:
         return
@@ -258,11 +263,11 @@ def check_shards(args, rows: DataRows, world_size: int) -> None:
         )
 
 
-def check_steps(args, rows: DataRows, world_size: int) -> None:
+def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
     """OpenCLIP would go through epochs without a step and save the untrained model."""
     if rows.kind == "webdataset":
         num_samples = args.train_num_samples
-        if num_samples is None:
+        if num_samples is None and rows.shards is not None:
             num_samples = rows.shards.num_listed(args.train_data)
         loaders = max(1, args.workers)
         batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
@@ -276,7 +281,7 @@ def check_steps(args, rows: DataRows, world_size: int) -> None:
         )
 
 
-def check_memory(args, num_rows: int, world_size: int) -> None:
+def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
     modules = list(build_loss(args, 1, "cpu").modules())
     row_bytes = 4 * sum(module.columns for module in modules if isinstance(module, ShardedRows))
@@ -297,7 +302,7 @@ def check_memory(args, num_rows: int, world_size: int) -> None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 
 
-def check_val_data(args) -> None:
+def check_val_data(args: Namespace) -> None:
     """OpenCLIP meets missing validation data only after it has trained."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
@@ -306,7 +311,7 @@ def check_val_data(args) -> None:
         check_local_shards(args.val_data, "--val-data")
 
 
-def find_resumed(args) -> tuple[str, dict | None] | None:
+def find_resumed(args: Namespace) -> tuple[str, dict | None] | None:
     """The local checkpoint with a training state that OpenCLIP will resume, and our entry in it; None if none."""
     path = args.resume
     if path == "latest" and args.remote_sync is None and args.name is not None:

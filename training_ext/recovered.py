@@ -4,6 +4,7 @@ Plain tensors, numbers and strings, by the parameters' names, so that it does no
 """
 
 import logging
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ TRANSFERS = ("both", "moments", "table", "none")
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
 
-def identity(args, rows: DataRows) -> dict[str, Any]:
+def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
     """What statistics are of, as far as the command line tells. The margin, rates and schedules are not part of it:
     they may be swept over the same statistics."""
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
@@ -35,13 +36,13 @@ def identity(args, rows: DataRows) -> dict[str, Any]:
     }
 
 
-def settings(args) -> dict[str, Any]:
+def settings(args: Namespace) -> dict[str, Any]:
     """The loss's other settings, which may differ where the statistics are loaded."""
     options = factory.options_of(factory.parts_of(args.loss, vars(args)))
     return {option.name: getattr(args, option.name) for option in options}
 
 
-def tell_differences(content: dict[str, Any], args, path: str) -> None:
+def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> None:
     """Log which settings of the loss are not those that the statistics were recovered with."""
     own = settings(args)
     others = [f"{name} {value}, now {own[name]}" for name, value in content["settings"].items() if own[name] != value]

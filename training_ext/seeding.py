@@ -5,6 +5,8 @@ their generators, from epoch to epoch.
 """
 
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,9 +52,9 @@ class SeededEpochs(IterableDataset):
         self.dataset = dataset
         self.seed = seed
         self.rank = rank
-        self.shared_epoch = None
+        self.shared_epoch: Any = None
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         seed_all(self.seed, IN_WORKER, self.shared_epoch.get_value(), self.rank, worker_id())
         return iter(self.dataset)
 

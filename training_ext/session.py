@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +19,9 @@ import torch
 import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
+from torch.utils.data import IterableDataset
 
-from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
@@ -44,13 +46,13 @@ class Session:
     rows: of the train data, on process 0; the others get them from it.
     """
 
-    def __init__(self, args, rows: DataRows | None = None):
+    def __init__(self, args: Namespace, rows: DataRows | None = None):
         self.args = args
         self.rows = rows
-        self.loader: RowLoader | None = None
+        self.loader: RowLoader
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
-        self._logit_scale: torch.nn.Parameter | None = None
+        self._logit_scale: torch.nn.Parameter
         self._seeded_epochs: SeededEpochs | None = None
         self._building = TRAIN_DATA
         self._epoch = 0
@@ -61,6 +63,12 @@ class Session:
         self._restored: dict[str, Any] | None = None
         self._entry_to_save: dict[str, Any] | None = None
 
+    @property
+    def train_rows(self) -> DataRows:
+        """`rows`, once every process has them."""
+        assert self.rows is not None
+        return self.rows
+
     # Start-up of the processes and the model
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
@@ -70,9 +78,9 @@ class Session:
         return device
 
     @staticmethod
-    def cpu_ready(original: type) -> type:
+    def cpu_ready(original: Any) -> type:
         class DistributedDataParallel(original):
-            def __init__(self, module, device_ids=None, **kwargs):
+            def __init__(self, module: torch.nn.Module, device_ids: list | None = None, **kwargs: Any):
                 on_cpu = next(module.parameters()).device.type == "cpu"
                 super().__init__(module, device_ids=None if on_cpu else device_ids, **kwargs)
 
@@ -130,7 +138,7 @@ class Session:
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
-            self._restored = entry and entry["state"]
+            self._restored = None if entry is None else entry["state"]
         return loaded
 
     # Data
@@ -141,7 +149,7 @@ class Session:
         if args.loss is not None and args.distributed:
             self.rows = broadcast_object(args, self.rows)
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
-            if self.rows.kind == "webdataset":
+            if self.rows.shards is not None:
                 args.train_num_samples = self.rows.shards.num_listed(args.train_data)
         return original(args, *rest, **kwargs)
 
@@ -149,9 +157,11 @@ class Session:
         """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""
         build = original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
 
-        def build_scoped(args, transform, is_train, tokenizer=None, **kwargs):
+        def build_scoped(
+            args: Namespace, transform: Callable, is_train: bool, tokenizer: Any = None, **kwargs: Any
+        ) -> Any:
             self._building = TRAIN_DATA if is_train else VAL_DATA
-            if is_train and args.uses_ext_loss and self.rows.shards is not None:
+            if is_train and args.uses_ext_loss and self.train_rows.shards is not None:
                 tokenizer = RowTokenizer(tokenizer)
             with scoped(self, self._building):
                 info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
@@ -159,7 +169,7 @@ class Session:
                 return info
             if self._seeded_epochs is not None:
                 self._seeded_epochs.shared_epoch = info.shared_epoch
-            has_rows = self.rows.kind != "webdataset" or self.rows.shards is not None
+            has_rows = self.train_rows.kind != "webdataset" or self.train_rows.shards is not None
             self.loader = RowLoader(info.dataloader, args.accum_freq, has_rows, self._seed_epoch)
             return replace(info, dataloader=self.loader)
 
@@ -175,13 +185,14 @@ class Session:
         return lambda *args, **kwargs: WithRow(original(*args, **kwargs))
 
     def shard_rows(self, original: Callable) -> Callable | None:
-        return ShardRows(self.rows.shards, original) if self.rows.shards is not None else original
+        shards = self.train_rows.shards
+        return ShardRows(shards, original) if shards is not None else original
 
     def seeded_shuffle(self, original: Callable) -> Callable:
         return partial(original, rng=GlobalRandom())
 
     def seeded_loader(self, original: Callable) -> Callable:
-        def build(dataset, **kwargs):
+        def build(dataset: IterableDataset, **kwargs: Any) -> Any:
             self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank)
             return original(self._seeded_epochs, **kwargs)
 
@@ -200,7 +211,7 @@ class Session:
             if getattr(args, flag):
                 what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
                 logging.info(f"{what}: its gradients are exact without it.")
-        loss = build_loss(args, self.rows.num_rows, args.device)
+        loss = build_loss(args, self.train_rows.num_rows, args.device)
         if self._restored is not None:
             loss.load_full_state(self._restored)
             self._restored = None
@@ -210,7 +221,9 @@ class Session:
         return self.loss
 
     def train_one_epoch(
-        self, original: Callable, model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs
+        self, original: Callable, model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int,
+        optimizer: torch.optim.Optimizer, scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace,
+        **kwargs: Any,
     ) -> Any:
         self._entry_to_save = None
         if self._monitor is None and args.loss is not None:
@@ -233,13 +246,14 @@ class Session:
         result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
         if self.loss is None:
             return result
-        self._raise_if_not_finite(model)
+        self._raise_if_not_finite(self.loss.loss, model)
         if checkpoint.saves_after(args, epoch + 1):
             state = self.loss.loss.full_state()
             if args.rank == 0:
-                self._entry_to_save = checkpoint.make_entry(args, self.rows, state)
-                if epoch + 1 == args.epochs and "temperature.tau" in state:
-                    self._show_temperatures(state["temperature.tau"])
+                self._entry_to_save = checkpoint.make_entry(args, self.train_rows, state)
+                taus = state.get("temperature.tau")
+                if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
+                    self._show_temperatures(taus)
         return result
 
     def _show_temperatures(self, taus: torch.Tensor) -> None:
@@ -256,7 +270,10 @@ class Session:
         if self.args.osr_epochs > 0 and trains(self.args):
             remove_unfinished(self.args)
 
-    def _begin(self, run_still: Callable, model, data, epoch, optimizer, scaler, tb_writer=None) -> None:
+    def _begin(
+        self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int,
+        optimizer: torch.optim.Optimizer, scaler: Any, tb_writer: Any = None,
+    ) -> None:
         """Before the first epoch of a run: what the model is worth, and the recovery of its optimizer's statistics.
 
         The first epoch of a resumed training is not epoch 0, and has had both.
@@ -283,12 +300,15 @@ class Session:
                 self._monitor.check_unchanged(metrics)
                 self._wait()
 
-    def _recover(self, run_still: Callable, model, data, optimizer, scaler) -> None:
+    def _recover(
+        self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], optimizer: torch.optim.Optimizer,
+        scaler: Any,
+    ) -> None:
         args = self.args
         if args.osr_transfer == "none":
             logging.info("No statistics are recovered (--osr-transfer none); schedules go on as after a recovery")
             return
-        recovery = StatisticsRecovery(args, self.rows, self.loss, model, optimizer, scaler)
+        recovery = StatisticsRecovery(args, self.train_rows, self.loss, model, optimizer, scaler)
         if args.osr_load is not None:
             recovery.load(args.osr_load)
             logging.info(f"=> loaded the recovered statistics '{args.osr_load}'")
@@ -314,7 +334,10 @@ class Session:
         if self.args.distributed and not self.args.horovod:
             dist.barrier()
 
-    def evaluate(self, original: Callable, model, data, epoch, args, **kwargs) -> dict[str, Any]:
+    def evaluate(
+        self, original: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int, args: Namespace,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
         metrics = original(model, data, epoch, args, **kwargs)
         if self._monitor is not None and metrics:
             if epoch == 0:
@@ -322,7 +345,9 @@ class Session:
             self._monitor.after(metrics, epoch, model)
         return metrics
 
-    def zero_shot_eval(self, original: Callable, model, data, epoch, args, tokenizer=None) -> dict[str, float]:
+    def zero_shot_eval(
+        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
+    ) -> dict[str, float]:
         metrics = original(model, data, epoch, args, tokenizer=tokenizer)
         at = args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs)
         if args.dataset_type == "shapes" and "val" in data and at:
@@ -330,9 +355,9 @@ class Session:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         return metrics
 
-    def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
+    @staticmethod
+    def _raise_if_not_finite(loss: Loss, model: torch.nn.Module) -> None:
         """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
-        loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():

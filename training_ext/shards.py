@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import IO
 from urllib.parse import urlparse
 
 from open_clip_train.data import expand_urls, group_by_keys_nothrow
@@ -41,7 +42,7 @@ class Shards:
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if len(self.urls) != len(self.sizes) or len(set(self.urls)) != len(self.urls):
             raise ValueError("urls must be distinct and have one size each")
 
@@ -136,7 +137,7 @@ def find_shards(train_data: str, shard_sizes: str | None = None, progress: bool 
             beside[listing] = _read_sizes(listing, "--train-data: sizes file") if found else {}
         if name in beside[listing]:
             sizes[url] = _checked_size(beside[listing], name, f"--train-data: sizes file {listing!r}")
-    sizes.update(_scan({url: path for url, path in local.items() if url not in sizes}, progress))
+    sizes.update(_scan({url: path for url, path in local.items() if path is not None and url not in sizes}, progress))
     shards = Shards(tuple(urls), tuple(sizes[url] for url in urls))
     if shards.num_rows == 0:
         raise InputError(f"--train-data {train_data!r}: no samples in its {len(urls)} shard(s)")
@@ -210,7 +211,7 @@ class _StrictHeader(tarfile.TarInfo):
     """Raises ReadError for a damaged header, where tarfile would quietly take it for the archive's end."""
 
     @classmethod
-    def frombuf(cls, buf, encoding, errors):
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
         try:
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as err:
@@ -219,7 +220,7 @@ class _StrictHeader(tarfile.TarInfo):
             raise tarfile.ReadError(str(err)) from err
 
 
-def _open_tar(file) -> tarfile.TarFile:
+def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file, mode="r:", tarinfo=_StrictHeader)
     except tarfile.ReadError:
@@ -231,7 +232,8 @@ def _open_tar(file) -> tarfile.TarFile:
 def _entries(tar: tarfile.TarFile) -> Iterator[dict]:
     """What webdataset's tar_file_iterator yields, with each payload's length in place of the payload."""
     for member in tar:
-        tar.members = []  # else tarfile keeps every header in memory
+        # Else tarfile keeps every header in memory.
+        tar.members = []  # type: ignore[attr-defined]  # undocumented
         if not member.isreg():
             continue
         if re.match(_SKIP_META, member.name):  # covers its meta_prefix and meta_suffix too

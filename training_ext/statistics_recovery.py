@@ -32,6 +32,7 @@ import logging
 import os
 import re
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -81,7 +82,7 @@ class StandingWeights:
         total = hashlib.sha256()
         for name, tensor in sorted(self._then.items()):
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(_bits(tensor).numpy())
+            total.update(_bits(tensor).numpy().data)
         return total.hexdigest()[:16]
 
 
@@ -152,7 +153,7 @@ class StatisticsRecovery:
 
     def __init__(
         self,
-        args,
+        args: Namespace,
         rows: DataRows,
         loss: TrainingLoss | None,
         model: torch.nn.Module,
@@ -165,7 +166,7 @@ class StatisticsRecovery:
         self.optimizer = optimizer
         self.scaler = scaler
         self.weights = StandingWeights(model)
-        self.names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
     # Algorithm 1
 
@@ -247,7 +248,7 @@ class StatisticsRecovery:
             for group in self.optimizer.param_groups:
                 group.pop("step", None)
         if self.loss is not None and transfer not in ("both", "table"):
-            self.loss.loss = None  # two tables at a time may be one too many
+            del self.loss.loss  # two tables at a time may be one too many
             self.loss.loss = build_loss(self.args, self.rows.num_rows, self.args.device)
 
     # Files
@@ -316,7 +317,7 @@ class StatisticsRecovery:
         found = path is not None and os.path.exists(path)
         if self.args.distributed:
             found = broadcast_object(self.args, found)
-        if not found:
+        if path is None or not found:
             return 0
         epochs = recovered.read(path, "--resume")["epochs"]
         if epochs != self.args.osr_epochs:
@@ -329,11 +330,11 @@ class StatisticsRecovery:
         return done
 
 
-def unfinished_path(args) -> str | None:
+def unfinished_path(args: Namespace) -> str | None:
     return os.path.join(args.logs, args.name, UNFINISHED) if keeps_files(args) else None
 
 
-def remove_unfinished(args) -> None:
+def remove_unfinished(args: Namespace) -> None:
     """The training's own checkpoint has come."""
     path = unfinished_path(args)
     if args.rank == 0 and path is not None:

@@ -8,6 +8,7 @@ import base64
 import html
 import io
 import os
+from argparse import Namespace
 from typing import Any
 
 from PIL import Image
@@ -26,7 +27,7 @@ td, th { padding: 0.2em 0.8em; text-align: right } section { display: flex; flex
 figure { margin: 0; width: 132px } figcaption { font-size: 12px; overflow-wrap: anywhere } img { max-width: 128px }"""
 
 
-def write_sheet(folder: str, taus: Tensor, args, rows: Any, transforms: tuple) -> str:
+def write_sheet(folder: str, taus: Tensor, args: Namespace, rows: Any, transforms: tuple) -> str:
     """Write the page and return its path.
 
     Args:
@@ -79,7 +80,7 @@ def _figure(row: int, tau: float, sample: tuple[Image.Image, str] | None) -> str
     return f"<figure>{picture}<figcaption><b>{tau:.4g}</b> row {row}<br>{html.escape(caption)}</figcaption></figure>"
 
 
-def _read(wanted: set[int], args, rows: Any, transforms: tuple) -> dict[int, tuple[Image.Image, str]]:
+def _read(wanted: set[int], args: Namespace, rows: Any, transforms: tuple) -> dict[int, tuple[Image.Image, str]]:
     """Images and captions of some rows; those that cannot be read, or are not on this machine, are left out."""
     if args.dataset_type == "synthetic" or (rows.shards is not None and not all(map(is_local, rows.shards.urls))):
         return {}

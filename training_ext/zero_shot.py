@@ -1,5 +1,6 @@
 """Zero-shot classification of generated scenes, beside OpenCLIP's of ImageNet."""
 
+from argparse import Namespace
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
@@ -18,7 +19,8 @@ CAPTIONS = 16  # of each kind, whose mean embedding stands for it
 
 def kind_of(scene: Scene) -> tuple[str, str, str]:
     """The entry of `KINDS` that a scene is of."""
-    return (*sorted((scene.first.colour, scene.second.colour)), scene.background)
+    first, second = sorted((scene.first.colour, scene.second.colour))
+    return first, second, scene.background
 
 
 def example(kind: tuple[str, str, str], number: int) -> str:
@@ -29,7 +31,7 @@ def example(kind: tuple[str, str, str], number: int) -> str:
     return replace(scene, first=first, second=second, background=kind[2]).caption
 
 
-def classify_scenes(model: torch.nn.Module, dataloader: Any, args, tokenizer: Any) -> dict[str, float]:
+def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, tokenizer: Any) -> dict[str, float]:
     """Share of the scenes that are nearest to their own of the 180 `KINDS`; a guess is right in 1 of 180 cases.
 
     Args:

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
@@ -177,7 +178,9 @@ def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
                 for member in tar:
                     if member.isreg() and re.fullmatch(r"package/json/[^/]+\.json", member.name):
                         _check_size(member.name, member.size)
-                        yield member.name, tar.extractfile(member).read()
+                        content = tar.extractfile(member)
+                        assert content is not None  # it is a regular file
+                        yield member.name, content.read()
                         found += 1
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"argument --iconify: {source!r} is not a whole .tgz file: {error}") from error
@@ -235,7 +238,8 @@ def split_name(name: str, prefixes: dict[str, str], suffixes: dict[str, str]) ->
                 return _thing(name[: -len(affix) - 1].split("-")), _variant(affixes[affix])
     if "" in suffixes:
         return _thing(name.split("-")), _variant(suffixes[""])
-    words, variant = name.split("-"), []
+    words = name.split("-")
+    variant: list[str] = []
     while len(words) > 1 and words[-1] in _UNDECLARED:
         variant.insert(0, _ADJECTIVES[words.pop()])
     return _thing(words), variant
@@ -280,11 +284,11 @@ def render_icon(svg: str) -> bytes | None:
     import resvg_py
 
     try:
-        image = Image.open(io.BytesIO(resvg_py.svg_to_bytes(svg, background="#ffffff", skip_system_fonts=True)))
+        png = resvg_py.svg_to_bytes(svg, background="#ffffff", skip_system_fonts=True)
     except ValueError:
         return None
-    image = image.convert("RGB")
-    if max(high - low for low, high in image.getextrema()) < _MIN_CONTRAST:
+    image = Image.open(io.BytesIO(png)).convert("RGB")
+    if np.ptp(np.asarray(image), axis=(0, 1)).max() < _MIN_CONTRAST:
         return None
     stream = io.BytesIO()
     image.save(stream, "PNG")
@@ -392,8 +396,9 @@ def split_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_TEST) 
     No caption comes twice in `val`, nor in `test`; they have at most `num_val` and `num_test` icons. All lists are in
     order of rank, which is a random one.
     """
-    parts, pictures, captions = Parts(), set(), {"val": set(), "test": set()}
-    classes = {names[0]: [] for names in CONCEPTS}
+    parts, pictures = Parts(), set()
+    captions: dict[str, set[str]] = {"val": set(), "test": set()}
+    classes: dict[str, list[Icon]] = {names[0]: [] for names in CONCEPTS}
     concepts = {name: names[0] for names in CONCEPTS for name in names}
     vendors, emoji = defaultdict(set), defaultdict(list)
     for icon in found.icons:

@@ -161,7 +161,7 @@ def _digits(rows: list[int], args: argparse.Namespace) -> Iterator[Sample]:
         yield f"{row:09d}", _encode(image, args.image_format), caption, label
 
 
-def _icons(icons: list[tuple[Icon, int | None]], spool: BinaryIO) -> Iterator[Sample]:
+def _icons(icons: Iterable[tuple[Icon, int | None]], spool: BinaryIO) -> Iterator[Sample]:
     for icon, label in icons:
         spool.seek(icon.start)
         yield icon.key, spool.read(icon.length), icon.caption, label

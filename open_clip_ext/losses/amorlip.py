@@ -30,6 +30,7 @@ Readings fixed here, where the paper is silent or its released code differs:
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
 
 MAX_LOG_RATIO = 10.0
-at_least_1 = dict(valid=lambda value: value >= 1, wanted="at least 1")
+at_least_1: dict[str, Any] = dict(valid=lambda value: value >= 1, wanted="at least 1")
 
 
 class AmorLIPLoss(Loss):
@@ -181,7 +182,7 @@ class AmorLIPLoss(Loss):
                 everyone = Pairs.gather(image, text)
                 log_z = self._log_partitions(everyone, scale, blocks.positives, log_negatives)
             if moves:
-                if stage_1:
+                if stage_1 and log_z is not None:
                     self.networks.update(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
                 self.networks.step()
             log_lambda = self._log_denominators(pairs.all_image, pairs.all_text, scale, log_z)
@@ -212,9 +213,11 @@ class AmorLIPLoss(Loss):
         Args:
             log_z: (2, b), or None where the target network suffices.
         """
-        if self.divides_by_combined or self.networks.online is None:  # the latter before any training
+        # No network before any training.
+        if log_z is not None and (self.divides_by_combined or self.networks.online is None):
             log_lambda = self.networks.log_combined(image, text, log_z)
         else:
+            assert self.networks.target is not None
             log_lambda = self.networks.target(image, text)
         if self.fits_negatives:
             positives = scale * (image * text).sum(dim=1)

@@ -89,7 +89,7 @@ class Amortization:
         self.online: PartitionNetwork | None = None
         self.target: PartitionNetwork | None = None
         self.previous: PartitionNetwork | None = None  # the target of the epoch before
-        self.optimizer: torch.optim.Adam | None = None
+        self.optimizer: torch.optim.Adam  # made with the online network
         self.objective_before: Tensor | None = None  # the last update's first value
 
     def set_epoch(self, epoch: int) -> None:
@@ -118,7 +118,7 @@ class Amortization:
     def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
         """Eq. 12 for anchors (b, d) with log Z (2, b)."""
         beta = self.current_beta
-        if beta == 0:
+        if self.previous is None or beta == 0:
             return log_z
         log_previous = self.previous(image, text)
         if beta == 1:
@@ -134,6 +134,7 @@ class Amortization:
         """
         if self.step_of_epoch == 0:
             self._begin_epoch(image.shape[1], log_z)
+        assert self.online is not None
         log_combined = self.log_combined(image, text, log_z)
         finite = are_finite(log_z)[0]
         # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
@@ -155,6 +156,7 @@ class Amortization:
     def step(self) -> None:
         """A step of Algorithm 1's clock, with the target's part of it."""
         if self.step_of_epoch % self.target_every == 0:
+            assert self.online is not None and self.target is not None
             online = self.online.named()
             for name, parameter in self.target.named().items():
                 parameter.lerp_(online[name], 1 - self.ema)
@@ -169,7 +171,7 @@ class Amortization:
         if self.online is None or due:
             levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
             self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
-            self._new_optimizer()
+            self._new_optimizer(self.online)
             self.target = self._copy(self.online.named(), log_z)
         if world_size() > 1:  # hardware that rounds otherwise must not drift apart
             for tensor in self._tensors().values():
@@ -182,8 +184,8 @@ class Amortization:
         copy.load(parameters)
         return copy
 
-    def _new_optimizer(self) -> None:
-        self.optimizer = torch.optim.Adam(self.online.named().values(), lr=self.lr)
+    def _new_optimizer(self, online: PartitionNetwork) -> None:
+        self.optimizer = torch.optim.Adam(online.named().values(), lr=self.lr)
 
     # State
 
@@ -209,7 +211,7 @@ class Amortization:
 
     def _tensors(self) -> dict[str, Tensor]:
         """By (network or adam):(parameter)."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for name in NETWORKS:
             if (network := getattr(self, name)) is not None:
                 tensors |= {f"{name}:{key}": value for key, value in network.named().items()}
@@ -223,7 +225,8 @@ class Amortization:
         for name in NETWORKS:
             parameters = below(tensors, f"{name}:")
             setattr(self, name, self._copy(parameters, like) if parameters else None)
-        self._new_optimizer()
+        assert self.online is not None
+        self._new_optimizer(self.online)
         moments = [below(tensors, f"adam:{key}:") for key in self.online.named()]
         if moments[0]:
             state = {i: {name: value.clone() for name, value in own.items()} for i, own in enumerate(moments)}

@@ -42,6 +42,7 @@ class Loss(nn.Module):
     needs_index = False
     least_pairs = 1
     trains_logit_scale = True
+    num_samples: int  # where `needs_index`
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
 
     def __init__(self, accum_freq: int = 1, validate: bool = False):

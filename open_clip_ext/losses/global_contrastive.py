@@ -13,7 +13,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
@@ -108,10 +108,12 @@ class GlobalContrastiveLoss(Loss):
         self.eps = eps
         self.both_sides = negatives == "both"
         self.needs_index = normalizer.needs_index or temperature.needs_index
+        if self.needs_index:
+            self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
         self.probe = NormalizerProbe(self.surrogate, eps, self.both_sides)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        self._step_taus: Tensor | None = None
+        self._step_taus: Tensor
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -132,11 +134,6 @@ class GlobalContrastiveLoss(Loss):
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
 
-    @property
-    def num_samples(self) -> int:
-        """n, of the part that keeps state per sample."""
-        return (self.normalizer if self.normalizer.needs_index else self.temperature).num_samples
-
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool
     ) -> Tensor:
@@ -153,8 +150,8 @@ class GlobalContrastiveLoss(Loss):
                 self.normalizer.update(batch)
 
         wants_slopes = torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer
-        inputs = pairs.image, pairs.text, blocks.positives, local_part(taus, pairs)
-        inputs = [tensor.detach().requires_grad_(wants_slopes) for tensor in inputs]
+        leaves = pairs.image, pairs.text, blocks.positives, local_part(taus, pairs)
+        inputs = [tensor.detach().requires_grad_(wants_slopes) for tensor in leaves]
         with torch.set_grad_enabled(wants_slopes):
             alpha = self._alpha(pairs, inputs, batch, log_batch)
         with torch.no_grad():
@@ -166,7 +163,7 @@ class GlobalContrastiveLoss(Loss):
             log_values = self.objective.log_values(batch.log_batch, all_alpha)
             value = self.temperature.value(taus, log_values)
             gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha)
-            if moves and self.temperature.needs_index:
+            if moves and self.temperature.needs_index and index is not None:
                 all_tau_terms = all_gather(tau_terms.T).T
                 per_anchor = log_values + self.temperature.rho + all_tau_terms
                 self.temperature.update(index, taus, per_anchor, batch.finite)
@@ -192,13 +189,16 @@ class GlobalContrastiveLoss(Loss):
 
     def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """Rows of the global batch, and whether one of them is out of range, on the device."""
-        if not self.needs_index:
+        if not self.needs_index or index is None:
             return None, torch.zeros((), dtype=torch.bool, device=device)
         index = all_gather(index.to(device, non_blocking=True))
         outside = ((index < 0) | (index >= self.num_samples)).any()
         return index.clamp(0, self.num_samples - 1), outside
 
-    def _global_batch(self, pairs, blocks, log_batch, taus, index, index_problem) -> tuple[Batch, Tensor]:
+    def _global_batch(
+        self, pairs: Pairs, blocks: SimilarityBlocks, log_batch: Tensor, taus: Tensor, index: Tensor | None,
+        index_problem: Tensor,
+    ) -> tuple[Batch, Tensor]:
         """The batch, and what is wrong with it: a bool on the device for each of `CHECKED` but the last."""
         all_log_batch = all_gather(log_batch.T).T
         checked = (pairs.all_image, pairs.all_text, taus, all_log_batch)
@@ -214,7 +214,10 @@ class GlobalContrastiveLoss(Loss):
         )
         return batch, problems
 
-    def _gradients(self, pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha):
+    def _gradients(
+        self, pairs: Pairs, blocks: SimilarityBlocks, tau: Tensor, taus: Tensor, log_batch: Tensor,
+        inputs: list[Tensor], alpha: Tensor, all_alpha: Tensor,
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """This process's part of the gradient of the global value, by input; and of its anchors
         tau_i * exp(-alpha_i) * dg_i/dtau_i, with what alpha's own dependence on tau_i adds."""
         batch = all_alpha.shape[1]
@@ -223,7 +226,7 @@ class GlobalContrastiveLoss(Loss):
         tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         if taus.dim():
-            factor = share
+            factor: Tensor | int = share
             tau_terms = tau_terms + by_tau * batch
         else:
             factor = self.temperature.scale(taus) / taus * share
@@ -235,7 +238,9 @@ class GlobalContrastiveLoss(Loss):
             gradients.append((tau, tau_gradient * share + by_tau * factor))
         return gradients, tau_terms
 
-    def _through_alpha(self, pairs, inputs, log_batch, alpha, batch):
+    def _through_alpha(
+        self, pairs: Pairs, inputs: list[Tensor], log_batch: Tensor, alpha: Tensor, batch: int
+    ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
         """What comes through alpha of the gradient of the sum over sides of mean_i tau_i * log_value_i: in image and
         text, (b, d) each, in tau, and pairs (parameter, gradient) of what the normalizer leaves to autograd."""
         image, text, positives, taus = inputs
@@ -284,4 +289,5 @@ class GlobalContrastiveLoss(Loss):
         if state["normalizer"] != self.normalizer.name:
             raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {state['normalizer']!r}")
         for prefix, part in (("state.", self.normalizer), ("temperature.", self.temperature)):
-            part.load_full_state({key.removeprefix(prefix): v for key, v in state.items() if key.startswith(prefix)})
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            part.load_full_state(own)  # type: ignore[arg-type]  # tensors, as the part gave them

@@ -60,6 +60,7 @@ class Normalizer(nn.Module):
     needs_index: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
     knows_both_sides: ClassVar[bool] = False
+    num_samples: int  # where `needs_index`
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:

@@ -32,16 +32,16 @@ def is_linear(surrogate: Surrogate) -> bool:
 
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | float]:
     """l(cos(e_i, q_j) - s_ii) / tau, (..., r, k), less a number for each anchor; these numbers, (..., r); and the slope
-    of l, (..., r, k), or None where it is 1.
+    of l, (..., r, k) or a number.
 
     Args:
         similarities: (..., r, k), overwritten: the cosines, over tau where l is linear.
         positives: (r,); tau: 0-d or (..., r).
     """
     if is_linear(surrogate):
-        return similarities, -positives / tau, None
+        return similarities, -positives / tau, 1.0
     similarities.sub_(positives[:, None])
     slope = surrogate.slope(similarities)
     exponents = surrogate.value(similarities).div_(tau[..., None] if tau.dim() else tau)
@@ -75,16 +75,22 @@ def log_sums(
         by_positive, by_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
         side_tau = tau[side] if tau.dim() else tau
-        found = [None if tensor is None else tensor[side] for tensor in (by_anchor, by_positive, by_tau, lengths)]
-        _write(values[side], *found, anchors, positives, side_tau, others[side], surrogate, seen)
-    if not slopes:
+        _write(
+            values[side], _one(by_anchor, side), _one(by_positive, side), _one(by_tau, side), _one(lengths, side),
+            anchors, positives, side_tau, others[side], surrogate, seen,
+        )
+    if by_anchor is None:
         return values, None
-    if linear:
+    if by_positive is None or by_tau is None:  # l is linear
         # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
         by_positive = (-1 / tau).expand_as(values)
         means = [(anchors * slope).sum(1) for anchors, slope in zip((image, text), by_anchor, strict=True)]
         by_tau = (positives / tau - torch.stack(means)) / tau
     return values, (by_anchor, by_positive, by_tau)
+
+
+def _one(tensor: Tensor | None, side: int) -> Tensor | None:
+    return None if tensor is None else tensor[side]
 
 
 def _write(
@@ -125,7 +131,7 @@ def _write(
                     kept = (before - after).exp_()
                     by_anchor[row].mul_(kept[:, None])
                 weights = shares.mul_(((peak - after).exp_() * (divisor / row_tau))[:, None])
-                if by_tau is not None:
+                if by_tau is not None and by_positive is not None:
                     if not first:
                         by_tau[row].mul_(kept)
                         by_positive[row].mul_(kept)
@@ -143,6 +149,7 @@ class LogSum(torch.autograd.Function):
         lengths: Tensor | None, seen: Sequence[slice] | None,
     ) -> Tensor:
         values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, seen)
+        assert derivatives is not None
         ctx.save_for_backward(*derivatives)
         ctx.one_tau = tau.dim() == 0
         return values

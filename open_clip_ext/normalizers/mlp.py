@@ -44,12 +44,12 @@ class MLP(NetworkNormalizer):
         **network: Any,
     ):
         WIDTH.check(mlp_width)
-        if not isinstance(surrogate or Identity(), Identity):
+        if surrogate is not None and not isinstance(surrogate, Identity):
             raise InputError(f"--surrogate: {surrogate.name!r} with --normalizer mlp, which needs 'identity'")
         super().__init__(npn_restart_every=npn_restart_every, **network)
         self.width = mlp_width
         self.eps = eps
-        self.network: PartitionNetwork | None = None
+        self.network: PartitionNetwork | None = None  # until the first batch
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
         self.dimension = dimension
@@ -59,6 +59,7 @@ class MLP(NetworkNormalizer):
         return {} if self.network is None else self.network.named()
 
     def _restart(self, batch: Batch) -> None:
+        assert self.network is not None
         # L + s_ii / tau is log mean_j exp(s_ij / tau) over the batch.
         levels = (batch.log_batch + batch.positives / batch.tau).mean(dim=1)
         levels = torch.where(batch.finite, levels, 0.0)
@@ -68,11 +69,13 @@ class MLP(NetworkNormalizer):
         return partial(self._set_gradient, batch)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
+        assert self.network is not None
         log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
         alpha = add_eps(log_ratio, self.eps)
         slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp() / alpha.shape[1]
         gradients = self.network.gradients(batch.image, batch.text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
+            assert parameter.grad is not None
             parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
         return alpha
 

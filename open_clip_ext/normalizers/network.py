@@ -109,7 +109,7 @@ class NetworkNormalizer(Normalizer):
         self._optimizer_settings = dict(lr=lr, weight_decay=npn_wd)
         if self.optimizer_name == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: torch.optim.Optimizer  # made with the parameters
         self.steps = 0
         self.objective_before: Tensor | None = None
 
@@ -252,6 +252,7 @@ class NetworkNormalizer(Normalizer):
             for key, value in self.optimizer.state[parameter].items():
                 state[f"{self.optimizer_name}:{name}:{key}"] = value
             if self.joint:
+                assert parameter.grad is not None
                 state[f"pending:{name}"] = parameter.grad
         return {name: value.detach().clone() for name, value in (state | self._extra_state()).items()}
 
@@ -268,6 +269,7 @@ class NetworkNormalizer(Normalizer):
         for i, (name, parameter) in enumerate(self._named().items()):
             parameter.copy_(state[name])
             if self.joint:
+                assert parameter.grad is not None
                 parameter.grad.copy_(state[f"pending:{name}"])
             prefix = f"{self.optimizer_name}:{name}:"
             moments = {key.removeprefix(prefix): v.clone() for key, v in state.items() if key.startswith(prefix)}

@@ -80,7 +80,7 @@ class Prototypes(NetworkNormalizer):
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
-        self.ring: EmbeddingRing | None = None  # in the places of their prototypes
+        self.ring: EmbeddingRing  # in the places of their prototypes; there when they are
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
@@ -109,11 +109,13 @@ class Prototypes(NetworkNormalizer):
 
     def _observe(self, batch: Batch) -> None:
         """Take the batch into the ring, and add prototypes while there are k < m."""
+        assert self.weight is not None
         held = self.own_active
         self.ring.push(batch)
         self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
 
     def _restart(self, batch: Batch) -> None:
+        assert self.weight is not None
         self.weight.copy_(self.ring.rows)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
@@ -121,11 +123,13 @@ class Prototypes(NetworkNormalizer):
             batch, self.objective, self.surrogate, self.eps,
             active=self.active, own_active=self.own_active, split=self.split,
         )
+        assert self.weight is not None and self.weight.grad is not None
         gradient = self.weight.grad[:, : self.own_active]
         return lambda: step.write(gradient, *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """Those in use that are here, (2, k, d), and their lengths, (2, k)."""
+        assert self.weight is not None
         prototypes = self.weight[:, : self.own_active]
         lengths = prototypes.norm(dim=2)
         return prototypes, lengths + (lengths == 0)
@@ -147,7 +151,7 @@ class Prototypes(NetworkNormalizer):
         return add_eps(log_total - math.log(self.active), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        active = 0 if self.ring is None else self.active
+        active = 0 if self.weight is None else self.active
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(active))}
 
     def _broadcast(self) -> None:
@@ -162,7 +166,7 @@ class Prototypes(NetworkNormalizer):
             name: whole(value, self.capacity, 1) if value.dim() == 3 else value.cpu()
             for name, value in self._state().items()
         }
-        return state if rank() == 0 else {}
+        return {name: value for name, value in state.items() if value is not None} if rank() == 0 else {}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "weight" in state and state["weight"].shape[1] != self.capacity:

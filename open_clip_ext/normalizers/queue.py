@@ -55,19 +55,20 @@ class Queue(Normalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
-        self._follow(batch.image)
-        self.own = self.ring.push(batch)
+        self.own = self._follow(batch.image).push(batch)
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = 4 * 2 * self.capacity * dimension
         check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
-    def _follow(self, image: Tensor) -> None:
+    def _follow(self, image: Tensor) -> EmbeddingRing:
+        """The ring, where the embeddings are."""
         if self.ring is None:
             self.check_memory(image.shape[1], image.device, 1)
             self.ring = EmbeddingRing(self.capacity, image.shape[1], image)
         elif self.ring.rows.device != image.device or self.ring.rows.dtype != image.dtype:
-            self._restore(self.ring.state(), image)
+            self.ring = self._restored(self.ring.state(), image)
+        return self.ring
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         active = 0 if self.ring is None else self.ring.active
@@ -75,8 +76,7 @@ class Queue(Normalizer):
         others = sum(some.stop - some.start for some in seen)
         if others == 0:
             return batch.log_batch[:, pairs.local]
-        self._follow(pairs.all_image)
-        inputs = (pairs.image, pairs.text, positives, tau, self.ring.rows)
+        inputs = (pairs.image, pairs.text, positives, tau, self._follow(pairs.all_image).rows)
         log_total = log_sum(*inputs, self.surrogate, seen=seen)
         return add_eps(log_total - math.log(others), self.eps)
 
@@ -93,11 +93,12 @@ class Queue(Normalizer):
             return
         if state["ring"].shape[1] != self.capacity:
             raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
-        self._restore(state, state["ring"])
+        self.ring = self._restored(state, state["ring"])
 
-    def _restore(self, state: dict[str, Tensor], like: Tensor) -> None:
-        self.ring = EmbeddingRing(self.capacity, state["ring"].shape[2], like)
-        self.ring.restore(state)
+    def _restored(self, state: dict[str, Tensor], like: Tensor) -> EmbeddingRing:
+        ring = EmbeddingRing(self.capacity, state["ring"].shape[2], like)
+        ring.restore(state)
+        return ring
 
 
 def gaps(places: list[slice], size: int) -> list[slice]:

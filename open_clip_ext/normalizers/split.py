@@ -60,7 +60,7 @@ class SplitRing(EmbeddingRing):
         """k_r, own places that were filled; places fill in order."""
         return len(range(rank(), self.active, world_size()))
 
-    def push(self, batch: Batch) -> Tensor:
+    def push(self, batch: Batch) -> Tensor:  # type: ignore[override]  # its own places are no slices
         """As `EmbeddingRing.push`; a batch that is not finite leaves what was there, or unit vectors; own places."""
         latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
         count = latest.shape[1]
@@ -95,7 +95,9 @@ class SplitLogSum(torch.autograd.Function):
         prototypes: Tensor, lengths: Tensor, pairs: Pairs, batch: Batch, surrogate: Surrogate,
     ) -> Tensor:
         anchors = (batch.image, batch.text, batch.positives, batch.tau)
-        own, (by_anchor, by_positive, by_tau) = log_sums(*anchors, prototypes, surrogate, lengths)
+        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths)
+        assert derivatives is not None
+        by_anchor, by_positive, by_tau = derivatives
         log_total = log_sum_over_processes(own)
         partial = torch.cat([by_anchor, by_positive[:, :, None], by_tau[:, :, None]], dim=2)
         ctx.save_for_backward(partial, (own - log_total).exp())

@@ -101,6 +101,7 @@ class MovingAverageTable(Normalizer):
     def update(self, batch: Batch) -> None:
         if self.epoch is None and self.gamma_schedule == "cosine":
             raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
+        assert batch.index is not None
         old = self.log_u.lookup(batch.index)
         equal_rows = EqualRows(batch.index)
         estimate = equal_rows.log_mean_exp(batch.log_batch.T)
@@ -115,6 +116,7 @@ class MovingAverageTable(Normalizer):
 
     def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
         # In training this is the batch of the last update, whose rows are at hand.
+        assert batch.index is not None
         known = self._latest if self.training and self._latest is not None else self.log_u.lookup(batch.index)
         alpha = known[pairs.local].T.to(batch.log_batch.dtype)
         return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)

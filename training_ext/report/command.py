@@ -3,7 +3,7 @@
 import argparse
 import importlib.util
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 import open_clip
 import torch
@@ -23,7 +23,7 @@ CACHE = "embeddings"
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise InputError(message)
 
 
@@ -62,7 +62,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     return options, params.parse_args(rest)
 
 
-def check_options(options) -> None:
+def check_options(options: argparse.Namespace) -> None:
     if options.anchors < 1:
         raise InputError(f"--anchors: {options.anchors} is out of range; it must be at least 1")
     if not 1e-3 <= options.chunk_mib <= 2**20:
@@ -82,13 +82,15 @@ def run(argv: list[str]) -> None:
     open_clip.add_model_config(preflight.MODEL_CONFIGS)
     preflight.prepare_shapes(args)
     # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
-    job = saved = None
+    job: Job | None = None
+    saved: Saved | None = None
     if world_info_from_env()[1] == 0:
         saved = Saved.read(options.checkpoint)
         job = check(options, args, saved)
     init_distributed_device(args)
     if args.distributed:
         job = broadcast_object(args, job)
+    assert job is not None
     saved = saved or Saved.read(options.checkpoint)
     model, transforms, tokenizer = build_model(args, saved, options.checkpoint)
     loss = load_loss(args, saved, job.rows)
@@ -106,7 +108,7 @@ def run(argv: list[str]) -> None:
         dist.destroy_process_group()
 
 
-def cache_key(args, job: Job, transform: Any) -> dict[str, Any]:
+def cache_key(args: argparse.Namespace, job: Job, transform: Any) -> dict[str, Any]:
     """What embeddings depend on."""
     return {
         "weights": job.weights,
@@ -117,7 +119,7 @@ def cache_key(args, job: Job, transform: Any) -> dict[str, Any]:
     }
 
 
-def embed_all(model: torch.nn.Module, source: Any, cache: EmbeddingCache, args) -> Embedded:
+def embed_all(model: torch.nn.Module, source: Any, cache: EmbeddingCache, args: argparse.Namespace) -> Embedded:
     """The embeddings of all rows, those that are missing computed by all processes.
 
     Raises:

@@ -1,9 +1,13 @@
 """The picture of a report: estimates against true log-normalizers, and the distribution of each estimator's error."""
 
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 IMAGE, TEXT, INK, GRID = "#2a6f97", "#d1702b", "#222222", "#d9d9d9"
 FEW, MANY = "#a9cfe5", "#08243d"  # a single anchor must still be seen
@@ -36,7 +40,7 @@ def draw(file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: st
     figure.savefig(file, dpi=140, format="png")
 
 
-def draw_estimate(figure, axis, exact: Tensor, estimate: Tensor, name: str) -> None:
+def draw_estimate(figure: "Figure", axis: "Axes", exact: Tensor, estimate: Tensor, name: str) -> None:
     """Density of (true, estimated) over both sides' anchors, or the anchors themselves where they are few."""
     from matplotlib.colors import LinearSegmentedColormap
 
@@ -63,7 +67,7 @@ def draw_estimate(figure, axis, exact: Tensor, estimate: Tensor, name: str) -> N
     axis.set_axisbelow(True)
 
 
-def draw_errors(axis, differences: dict[str, Tensor]) -> None:
+def draw_errors(axis: "Axes", differences: dict[str, Tensor]) -> None:
     """A ridge per estimator: images as anchors above its line, texts below; bars from the 5 % to the 95 % quantile with
     the mean, whose distance from 0 is the bias."""
     names = list(differences)

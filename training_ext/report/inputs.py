@@ -4,6 +4,7 @@ import hashlib
 import logging
 import math
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,7 @@ class Job:
     out: str
 
 
-def check(options, args, saved: Saved) -> Job:
+def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     """All that can be wrong with the command line.
 
     Raises:
@@ -145,7 +146,7 @@ def default_folder(path: str) -> str:
     return os.path.join(experiment, "normalizers", os.path.splitext(name)[0])
 
 
-def find_all_rows(options, args) -> tuple[DataRows, Shards | None]:
+def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards | None]:
     """The rows as the training finds them, and the shards also where its loss does not need to look into them."""
     if kind_of(args, args.train_data) != "webdataset":
         args.shard_sizes = options.shard_sizes
@@ -156,7 +157,7 @@ def find_all_rows(options, args) -> tuple[DataRows, Shards | None]:
     return rows, rows.shards or find_shards(args.train_data, options.shard_sizes)
 
 
-def build_model(args, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, Callable]:
+def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, Callable]:
     """The checkpoint's model in evaluation mode, the transforms for training and evaluation, and the tokenizer.
 
     Raises:
@@ -198,7 +199,7 @@ def build_model(args, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, 
     return model.eval(), tuple(transforms), tokenizer
 
 
-def load_loss(args, saved: Saved, rows: DataRows) -> GlobalContrastiveLoss | None:
+def load_loss(args: Namespace, saved: Saved, rows: DataRows) -> GlobalContrastiveLoss | None:
     """The checkpoint's loss with its state, in evaluation mode; None for one without normalizers.
 
     Raises:
@@ -207,6 +208,7 @@ def load_loss(args, saved: Saved, rows: DataRows) -> GlobalContrastiveLoss | Non
     if args.loss is None or not factory.find_preset(args.loss).has_parts:
         return None
     loss = build_loss(args, rows.num_rows, args.device)
+    assert isinstance(loss, GlobalContrastiveLoss) and saved.entry is not None
     try:
         loss.load_full_state(saved.entry["state"])
     except ValueError as error:

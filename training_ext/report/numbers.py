@@ -9,6 +9,7 @@ the loss rather than of the estimator, and is not applied.
 import copy
 import math
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,9 @@ class Result:
 
 
 @torch.no_grad()
-def compare(options, args, job: Job, saved: Saved, loss: GlobalContrastiveLoss | None, embedded: Embedded) -> Result:
+def compare(
+    options: Namespace, args: Namespace, job: Job, saved: Saved, loss: GlobalContrastiveLoss | None, embedded: Embedded
+) -> Result:
     """True and estimated log-normalizers of a random sample of anchors; the same on every process."""
     num_read = len(embedded.rows)
     for size in job.sizes:
@@ -95,7 +98,7 @@ def compare(options, args, job: Job, saved: Saved, loss: GlobalContrastiveLoss |
     return Result(summary, index, true, estimates)
 
 
-def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args, unit: int, what: str,
+def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace, unit: int, what: str,
              total: int | None = None, **settings: Any) -> Tensor:
     """A function of `open_clip_ext.exact` for all anchors, (2, k) on the CPU, the anchors divided over processes.
 
@@ -118,7 +121,9 @@ def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor
     return torch.cat(parts, dim=1)
 
 
-def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args) -> Tensor:
+def checkpoint_estimate(
+    loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace
+) -> Tensor:
     """alpha of all anchors from the checkpoint's normalizer, (2, k) float64, NaN where it has none.
 
     Every process computes all, in the same order: a normalizer may communicate.
@@ -134,7 +139,7 @@ def checkpoint_estimate(loss: GlobalContrastiveLoss, embedded: Embedded, places:
     with exact.full_precision():
         for start in range(0, len(places), step):
             part = slice(start, start + step)
-            if queued is not None:
+            if queued is not None and isinstance(queue, Queue):
                 normalizer = queue_of(queue, ~torch.isin(queued, places[part]))
             positives = (image[part] * text[part]).sum(dim=1)
             part_tau = tau[:, part] if tau.dim() else tau
@@ -151,13 +156,16 @@ def queue_of(queue: Queue, kept: Tensor) -> Queue:
     """A queue of what is `kept` of this one, (k,) bool. As in a training step those of the step's own batch must not
     count: an anchor's own positive would hide every log-normalizer below -log k."""
     smaller, ring = copy.copy(queue), copy.copy(queue.ring)
+    assert ring is not None
     ring.rows = ring.rows[:, : ring.active][:, kept.to(ring.rows.device)]
     ring.active = ring.rows.shape[1]
     smaller.ring = ring
     return smaller.eval()
 
 
-def settings(args, loss: GlobalContrastiveLoss | None, tau: Tensor, common: dict[str, Any]) -> dict[str, Any]:
+def settings(
+    args: Namespace, loss: GlobalContrastiveLoss | None, tau: Tensor, common: dict[str, Any]
+) -> dict[str, Any]:
     """What the normalizers depend on, for the JSON file."""
     surrogate = common["surrogate"]
     shown = {
