@@ -5,8 +5,9 @@ PIP_ARGS ?=
 
 BIN = $(VENV)/bin
 READY = $(VENV)/installed
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo finetune test lint clean
+.PHONY: demo finetune test test-slow test-all lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -15,7 +16,13 @@ finetune: $(READY)
 	$(BIN)/python examples/finetune.py
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	$(PYTEST)
+
+test-slow: $(READY)
+	$(PYTEST) -m slow
+
+test-all: $(READY)
+	$(PYTEST) -m "slow or not slow"
 
 lint: $(READY)
 	$(BIN)/ruff check .

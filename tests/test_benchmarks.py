@@ -31,7 +31,9 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "end_to_end" else name for name in SMALL]
+)
 def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "results.json"
     flags = [*SMALL[name].split(), "--device", "cpu", "--threads", "1", "--seconds", "0", "--json", str(path)]
@@ -54,6 +56,7 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     assert len(capsys.readouterr().out.strip().splitlines()) >= ROWS[name] + 1
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_counted(tmp_path):
     path = tmp_path / "results.json"
     flags = ["--processes", "1", "2", "--batch-size", "4", "--dim", "8", "--prototypes", "8", "--rows", "100"]

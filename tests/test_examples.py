@@ -29,6 +29,7 @@ def example(monkeypatch, tmp_path):
     return call
 
 
+@pytest.mark.slow
 def test_fine_tuning(example, tmp_path, capsys):
     open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
     torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "weights.pt")
@@ -68,6 +69,7 @@ def test_after_one_has_failed_no_other_run_begins(monkeypatch):
         assert results_of({name: pool.submit(str, name) for name in range(3)}) == {0: "0", 1: "1", 2: "2"}
 
 
+@pytest.mark.slow
 def test_comparing(example):
     data = "--dataset-type shapes --train-num-samples {n} --val-num-samples 16"
     network = "neuclip"

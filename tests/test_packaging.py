@@ -6,12 +6,15 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from open_clip_ext import list_losses
 from open_clip_ext.factory import PARTS, all_options
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     # From a copy, so that no build folder of an earlier version adds files.

@@ -60,6 +60,7 @@ def command(arguments: str) -> list[str]:
     return [sys.executable, "-m", "open_clip_ext.main", *arguments.split()]
 
 
+@pytest.mark.slow
 def test_another_packages_loss(plugin, tmp_path):
     path = f"{ROOT}{os.pathsep}{plugin}"
     name = "--logs logs --name shared"
@@ -103,6 +104,7 @@ def test_a_broken_package_is_named_in_one_line(monkeypatch, name, value, message
         assert table == NORMALIZERS
 
 
+@pytest.mark.slow
 def test_two_views_of_digits():
     pytest.importorskip("sklearn")
     arguments = ["examples/two_views.py", "--epochs", "3", "--loss", "isogclr"]

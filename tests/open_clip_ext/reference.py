@@ -6,6 +6,23 @@ e1, e2: (B, d) image and text embeddings; tau: 0-d. Gradients come from autograd
 import torch
 
 
+def close(actual, expected, tau, nothing=False):
+    """Assert that two tensors agree as closely as the type of `actual` lets them.
+
+    An exponent (s_ij - s_ii) / tau is at most 2 / tau, and the rounding of its similarities by eps becomes a relative
+    error of 2 eps / tau in its exponential. Sums over the dimension, the batch and a few visits add some such errors:
+    64 of them are allowed, relative to the largest of `expected`.
+
+    Args:
+        tau: the lowest temperature.
+        nothing: whether `expected` may be 0 throughout, where there is nothing to compare.
+    """
+    largest = expected.abs().max().item()
+    assert nothing or largest > 1e-5, "nothing to compare"
+    bound = 64 * torch.finfo(actual.dtype).eps * max(2 / float(tau), 1.0) * max(largest, 1e-6)
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
+
+
 def similarity(e1, e2, i, j):
     return torch.dot(e1[i], e2[j])
 

@@ -4,23 +4,25 @@ import math
 
 import pytest
 import torch
-from reference import batch_normalizers, eq3, eq4_surrogate, eq12, eq13, predicted, unit
+from reference import batch_normalizers, close, eq3, eq4_surrogate, eq12, eq13, predicted, unit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss
 
-# The loss is float32: at tau = 0.01 an exponent of 100 carries an absolute error of about 1e-5.
-TOLERANCE = dict(rtol=2e-3, atol=2e-6)
 SHAPES = [(2, 3, 1.0), (5, 8, 0.07), (17, 64, 0.05), (9, 16, 0.03), (6, 64, 0.01)]
 
 
-def inputs(batch, dimension, tau, seed=0):
-    """Embeddings whose pairs match more or less, as float32 leaves and as float64 leaves of the same numbers."""
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def inputs(batch, dimension, tau, seed=0, dtype=torch.float32):
+    """Embeddings whose pairs match more or less, as leaves of `dtype` and as float64 leaves of the same numbers."""
     generator = torch.Generator().manual_seed(seed)
     e1 = unit(generator, batch, dimension)
-    e2 = torch.nn.functional.normalize(e1 + 0.7 * unit(generator, batch, dimension), dim=1)
-    single = [tensor.float().requires_grad_() for tensor in (e1, e2)]
-    double = [tensor.detach().double().requires_grad_() for tensor in single]
-    return single, double, torch.tensor(1 / tau, requires_grad=True)
+    noise = 0.7 if tau > 0.02 else 3.0  # well matched pairs leave nothing to compare at a low temperature
+    e2 = torch.nn.functional.normalize(e1 + noise * unit(generator, batch, dimension), dim=1)
+    single = [tensor.to(dtype).detach().requires_grad_() for tensor in (e1, e2)]
+    double = [tensor.detach().double().clone().requires_grad_() for tensor in single]
+    return single, double, torch.tensor(1 / tau, dtype=dtype, requires_grad=True)
 
 
 def make(name, rows=None, **options):
@@ -35,20 +37,18 @@ def gradients(loss, single, logit_scale, **kwargs):
     return (value, *torch.autograd.grad(value, [*single, logit_scale]))
 
 
-def close(actual, expected):
-    scale = max(expected.abs().max().item(), 1e-6)
-    torch.testing.assert_close(actual.double() / scale, expected / scale, **TOLERANCE)
-
-
+@DTYPES
 @pytest.mark.parametrize("batch, dimension, tau", SHAPES)
-def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau):
+def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau, dtype, request):
     """Several steps with drifting embeddings, rows that come back and a row twice in a batch."""
+    if dtype == torch.float64:
+        request.getfixturevalue("float64_rows")
     eps, rho, gamma, rows = 1e-14, 6.5, 0.3, batch + 3
     loss = make("fastclip-v3", rows, gamma=gamma, rho=rho)
     u = torch.zeros(2, rows, dtype=torch.float64)
     visited = set()
     for step in range(4):
-        single, (e1, e2), logit_scale = inputs(batch, dimension, tau, seed=step)
+        single, (e1, e2), logit_scale = inputs(batch, dimension, tau, seed=step, dtype=dtype)
         index = torch.randperm(rows, generator=torch.Generator().manual_seed(step))[:batch]
         if step == 2:
             index[1] = index[0]
@@ -66,22 +66,23 @@ def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau):
         value, d_image, d_text, d_scale = gradients(loss, single, logit_scale, index=index)
         current = u[:, index]
         expected = torch.autograd.grad(eq4_surrogate(e1, e2, exact_tau, current), [e1, e2])
-        close(d_image, expected[0])
-        close(d_text, expected[1])
-        close(d_scale, -(exact_tau**2) * eq13(e1, e2, exact_tau, current, rho))
-        close(value.detach(), exact_tau * (current.log().mean(dim=1).sum() + 2 * rho))
+        close(d_image, expected[0], tau)
+        close(d_text, expected[1], tau)
+        close(d_scale, -(exact_tau**2) * eq13(e1, e2, exact_tau, current, rho), tau)
+        close(value.detach(), exact_tau * (current.log().mean(dim=1).sum() + 2 * rho), tau)
         table = loss.full_state()["state.log_u"].T[:, sorted(visited)]
-        close(table, u[:, sorted(visited)].log())
+        close(table, u[:, sorted(visited)].log(), tau)
 
 
+@DTYPES
 @pytest.mark.parametrize("batch, dimension, tau", SHAPES)
 @pytest.mark.parametrize("eps", [1e-14, 1e-3])
-def test_neuclip_is_equation_12(batch, dimension, tau, eps):
+def test_neuclip_is_equation_12(batch, dimension, tau, eps, dtype):
     """With W as it stands after the network's own updates, value and gradients of encoders and temperature."""
     rho = 8.5
     loss = create_loss("neuclip", npn_prototypes=7, npn_lr=0.05, npn_updates=3, loss_eps=eps, rho=rho)
     for step in range(3):
-        single, double, logit_scale = inputs(batch, dimension, tau, seed=step)
+        single, double, logit_scale = inputs(batch, dimension, tau, seed=step, dtype=dtype)
         value, d_image, d_text, d_scale = gradients(loss, single, logit_scale)
         state = loss.full_state()
         w1, w2 = state["state.weight"][:, : int(state["state.active"])].double()
@@ -90,9 +91,9 @@ def test_neuclip_is_equation_12(batch, dimension, tau, eps):
         expected = torch.autograd.grad(objective, [*double, scale])
         # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
         for actual, wanted, embedding in zip((d_image, d_text), expected[:2], double, strict=True):
-            close(tangent(actual.double(), embedding), tangent(wanted, embedding))
-        close(d_scale, expected[2])
-        close(value.detach(), objective.detach())
+            close(tangent(actual.double(), embedding).to(dtype), tangent(wanted, embedding), tau)
+        close(d_scale, expected[2], tau)
+        close(value.detach(), objective.detach(), tau)
 
 
 def tangent(gradient, embedding):
@@ -108,8 +109,8 @@ def test_batch_normalizer_has_the_gradient_of_the_minibatch_objective():
     scale = logit_scale.detach().double().requires_grad_()
     objective = ((eps + batch_normalizers(*double, 1 / scale)).log().mean(dim=1).sum() + 2 * rho) / scale
     for gradient, expected in zip(actual, torch.autograd.grad(objective, [*double, scale]), strict=True):
-        close(gradient, expected)
-    close(value.detach(), objective.detach())
+        close(gradient, expected, 0.1)
+    close(value.detach(), objective.detach(), 0.1)
 
 
 @pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
@@ -328,8 +329,8 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
     loss.load_full_state({**loss.full_state(), "state.log_u": off.T.float()})
     _, d_image, d_text, _ = gradients(loss, single, logit_scale, index=torch.arange(4))
     expected = torch.autograd.grad(eq4_surrogate(*double, tau, bounded.exp()), double)
-    close(d_image, expected[0])
-    close(d_text, expected[1])
+    close(d_image, expected[0], tau)
+    close(d_text, expected[1], tau)
 
 
 def test_unified_needs_a_normalizer_of_embeddings():
@@ -358,7 +359,7 @@ def test_at_the_exact_normalizers_the_batches_average_to_the_global_gradient():
             # The mean over the batch's anchors estimates the mean over all; each row is in half of the batches.
             sum_[rows] += gradient / len(batches)
     for actual, wanted in zip(total, expected, strict=True):
-        close(actual, wanted)
+        close(actual, wanted, tau)
 
 
 def test_the_prototypes_own_predictions_are_equations_10_and_11():
@@ -368,5 +369,5 @@ def test_the_prototypes_own_predictions_are_equations_10_and_11():
     w1, w2 = loss.full_state()["state.weight"].double()
     alpha = predicted(w1, w2, *double, 1 / logit_scale.detach().double(), 1e-3)
     shown = loss.diagnostics()
-    close(shown["alpha_image_mean"], alpha[0].mean().detach())
-    close(shown["alpha_text_std"], alpha[1].std().detach())
+    close(shown["alpha_image_mean"], alpha[0].mean().detach(), 0.05)
+    close(shown["alpha_text_std"], alpha[1].std().detach(), 0.05)

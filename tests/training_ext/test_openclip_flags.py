@@ -42,5 +42,6 @@ def test_a_flag(run, loss, flags):
     assert said == ("--local-loss" in flags)
 
 
+@pytest.mark.slow
 def test_torchcompile(run):
     test_a_flag(run, "neuclip", "--torchcompile")
