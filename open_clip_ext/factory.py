@@ -109,6 +109,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="unscaled",
+            lr_tau_ratio=1.0,  # the released command gives none, so that it is the model's
         ),
         LossPreset(
             "fastclip-v1",
@@ -123,7 +124,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="individual",
-            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam"},
+            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam", "tau_lr": 0.0133},
         ),
         LossPreset(
             "fastclip-v3",
@@ -131,6 +132,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             defaults={"lr_tau_scheduler": "fastclip"},
+            lr_tau_ratio=1 / 4,  # the released commands' on CC12M and LAION400M; on CC3M they have 1 / 5
         ),
         LossPreset(
             "neuclip",

@@ -220,13 +220,16 @@ class GlobalContrastiveLoss(Loss):
         batch = all_alpha.shape[1]
         image, text, by_tau, learned = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
         alpha = alpha.detach()
-        tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        scale = self.temperature.scale(taus) / taus  # of what is computed below, which has the factor tau_i
         if taus.dim():
             factor = share
-            tau_terms = tau_terms + by_tau * batch
+            own = local_part(scale, pairs)
+            tau_terms = blocks.add_gradients((image, text), taus, alpha - own.log(), all_alpha - scale.log())
+            tau_terms = tau_terms / own + by_tau * batch
         else:
-            factor = self.temperature.scale(taus) / taus * share
+            factor = scale * share
+            tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         gradients = [(pairs.image, image.mul_(factor)), (pairs.text, text.mul_(factor))]
         gradients += [(parameter, gradient * factor) for parameter, gradient in learned]
         log_values = self.objective.log_values(log_batch, alpha)
