@@ -27,6 +27,11 @@ INIT = Option(
     "tau_init", float, None, "temperature at the start; where it is fixed, throughout (default: the model's own)",
     valid=lambda value: 0 < value <= 10, wanted="in (0, 10]",
 )
+MIN = Option(
+    "tau_min", float, None,
+    "tau_0, lower bound of the temperature (default: 0.01, as OpenCLIP; of individual temperatures: 0.005)",
+    valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
+)
 FASTCLIP_CODE = Option(
     "fastclip_code", bool, False,
     "do as FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
@@ -116,6 +121,7 @@ class Temperature(nn.Module):
 
 LOGIT_SCALE_OPTIONS = (
     INIT,
+    MIN,
     Option(
         "lr_tau", float, None,
         "learning rate of logit_scale (default: --lr / 8; fastclip-v3, amorlip: --lr / 4; fastclip-v0, cyclip: --lr)",
@@ -222,7 +228,7 @@ class IndividualTemperature(Temperature):
             "tau_start", float, 0.01, "a sample's temperature before its first visit",
             valid=positive, wanted="a number > 0",
         ),
-        Option("tau_min", float, 0.005, "lower bound of a sample's temperature", valid=positive, wanted="a number > 0"),
+        MIN,
         Option("tau_max", float, 1.0, "upper bound of a sample's temperature", valid=positive, wanted="a number > 0"),
         Option("tau_lr", float, 0.03, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
         Option(
@@ -241,6 +247,7 @@ class IndividualTemperature(Temperature):
         FASTCLIP_CODE,
         ShardedRows.OPTION,
     )
+    LEAST = 0.005  # isogclr.txt Section 6.2
     CLIP = 5.0
     BETAS = (0.9, 0.999)
     ADAM_EPS = 1e-8
@@ -251,7 +258,7 @@ class IndividualTemperature(Temperature):
         num_samples: int,
         rho: float = 6.0,
         tau_start: float = 0.01,
-        tau_min: float = 0.005,
+        tau_min: float = LEAST,
         tau_max: float = 1.0,
         tau_lr: float = 0.03,
         tau_lr_schedule: str = "constant",
@@ -284,6 +291,8 @@ class IndividualTemperature(Temperature):
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         refuse_fastclip_code(settings)
+        if settings["tau_min"] is None:
+            settings["tau_min"] = cls.LEAST
         if settings["tau_lr_schedule"] != "cosine":
             refuse_unused(given, ["tau_lr_epochs"], f"with --tau-lr-schedule {settings['tau_lr_schedule']}")
         elif settings["tau_lr_epochs"] is None:
