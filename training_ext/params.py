@@ -115,7 +115,7 @@ class ListLosses(argparse.Action):
 
     def __call__(self, parser, namespace, values, option_string=None):
         for preset in factory.list_losses():
-            print(f"{preset.name:12} {preset.summary}\n{'':12} {preset.paper}")
+            print(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}")
         parser.exit(0)
 
 

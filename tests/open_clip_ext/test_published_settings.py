@@ -8,6 +8,8 @@ from open_clip_ext import create_loss
 from open_clip_ext.factory import find_preset, resolve_options
 
 ISOGCLR = "the authors' run_sogclrdro.sh, image-text pairs"
+AMORLIP = "the command of AmorLIP's README, for CC12M"
+AMORLIP_PAPER = "AmorLIP, Section 4 and Appendix C, for CC12M"
 FASTCLIP = "the commands of FastCLIP's README"
 
 
@@ -32,6 +34,19 @@ FASTCLIP = "the commands of FastCLIP's README"
                  loss_eps=1e-14),
             FASTCLIP,
         ),
+        (
+            "amorlip-released",
+            dict(rho=8.5, rho_annealed=-8.5, rho_annealed_from=12, amor_beta=0.8, amor_beta_epochs=18, amor_updates=3,
+                 amor_online_every=1, amor_target_every=2, amor_ema=0.92, amor_lr=1e-3, mlp_width=1.0,
+                 amor_objective="l2-log", amor_denominator="combined", amor_positive_weight=1e-3, amor_reinit_every=1),
+            AMORLIP,
+        ),
+        (
+            "amorlip-paper",
+            dict(rho=8.5, rho_annealed=-8.5, rho_annealed_from=25, amor_beta_epochs=37, amor_denominator="target",
+                 amor_positive_weight=1.0, amor_online_every=1, amor_ema=0.92, mlp_width=1.0),
+            AMORLIP_PAPER,
+        ),
     ],
 )
 def test_settings(name, published, source):
@@ -45,11 +60,23 @@ def test_settings(name, published, source):
         ("fastclip-v0", 1.0, FASTCLIP + ": none, so --lr"),
         ("fastclip-v3", 1e-4 / 4e-4, FASTCLIP + ": CC12M; LAION400M has the same ratio"),
         ("neuclip", 1.25e-4 / 1e-3, "NeuCLIP, Table 3: on all five data sets"),
-        ("amorlip", 1e-4 / 4e-4, "the command of AmorLIP's README"),
+        ("amorlip", 1e-4 / 4e-4, AMORLIP),
+        ("amorlip-released", 1e-4 / 4e-4, AMORLIP),
     ],
 )
 def test_learning_rate_of_the_temperature(name, ratio, source):
     assert find_preset(name).lr_tau_ratio == pytest.approx(ratio), source
+
+
+def test_amorlips_schedule_of_rho_as_released():
+    """33 epochs in three parts: 8.5, -8.5, -8.5; and its command clips gradients."""
+    loss = create_loss("amorlip-released", epochs=33)
+    rho = []
+    for epoch in range(33):
+        loss.set_epoch(epoch)
+        rho.append(loss.current_rho)
+    assert rho == [8.5] * 11 + [-8.5] * 22
+    assert find_preset("amorlip-released").training_defaults == {"grad_clip_norm": 1.0}
 
 
 def test_isogclrs_temperatures_become_individual():
