@@ -6,8 +6,8 @@ same point, and both move by one step.
 
 Readings fixed here, where the paper is silent:
 
-- T_r is the paper's 500 steps, which are 0.11 to 0.19 passes over its data, but at most a fifth of a pass where its
-  length is known: with 2 passes between restarts the network lags behind the encoders (`docs/results.md`). What a
+- T_r is the paper's 500 steps, which are 0.11 to 0.19 passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and
+  0.0026 over DFN-1B, but at most a fifth of a pass where its length is known: with 2 passes between restarts the network lags behind the encoders (`docs/results.md`). What a
   training began with it keeps, from checkpoint to checkpoint, unless another is given.
 - The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
   forgets it.
