@@ -70,7 +70,8 @@ class MLP(NetworkNormalizer):
     def _set_gradient(self, batch: Batch) -> Tensor:
         log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
         alpha = add_eps(log_ratio, self.eps)
-        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp() / alpha.shape[1]
+        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp()
+        slopes *= self.objective.factor(batch.tau) / alpha.shape[1]
         gradients = self.network.gradients(batch.image, batch.text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
             parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
