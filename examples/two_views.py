@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
     scans, digits = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16, torch.tensor(data.target)
     encoder = Encoder()
     before = probe(encoder, scans, digits)
-    loss = open_clip_ext.create_loss(args.loss, num_samples=TRAIN, negatives="both", **SETTINGS[args.loss])
+    loss = open_clip_ext.create_loss(args.loss, num_samples=TRAIN, negatives="views", **SETTINGS[args.loss])
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     for epoch in trange(args.epochs, unit="epoch"):

@@ -38,7 +38,8 @@ class LossPreset:
         paper: where the method is from.
         loss: its class; None stands for OpenCLIP's own losses, which are left untouched.
         normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
-        defaults: options that this method sets otherwise than the parts do.
+        defaults: options that this method sets otherwise than the parts do; a value, or a function of the length of the
+            training in epochs.
         lr_tau_ratio: the default of `--lr-tau` over `--lr`.
         training_defaults: flags of the training command, OpenCLIP's or ours, that this method sets otherwise where the
             user gives none; by name with underscores.
@@ -64,6 +65,9 @@ class LossPreset:
     def has_parts(self) -> bool:
         return self.loss is GlobalContrastiveLoss
 
+
+# What AmorLIP's paper and its released command agree on for CC12M.
+AMORLIP_CC12M = {"rho": 8.5, "rho_annealed": -8.5, "amor_online_every": 1, "amor_ema": 0.92, "mlp_width": 1.0}
 
 PRESETS = {
     preset.name: preset
@@ -109,6 +113,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="unscaled",
+            lr_tau_ratio=1.0,  # the released command gives none, so that it is the model's
         ),
         LossPreset(
             "fastclip-v1",
@@ -123,7 +128,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="individual",
-            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam"},
+            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam", "tau_lr": 0.0133},
         ),
         LossPreset(
             "fastclip-v3",
@@ -131,6 +136,7 @@ PRESETS = {
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             defaults={"lr_tau_scheduler": "fastclip"},
+            lr_tau_ratio=1 / 4,  # the released commands' on CC12M and LAION400M; on CC3M they have 1 / 5
         ),
         LossPreset(
             "neuclip",
@@ -146,6 +152,26 @@ PRESETS = {
             loss=AmorLIPLoss,
             # The paper's own form, a full positive over the target network, collapses where we could measure it.
             defaults={"rho": 6.5, "amor_denominator": "combined", "amor_positive_weight": 1e-3},
+            lr_tau_ratio=1 / 4,
+        ),
+        LossPreset(
+            "amorlip-released",
+            "as amorlip, with the settings of the authors' command for CC12M",
+            "AmorLIP's README",
+            loss=AmorLIPLoss,
+            defaults={
+                **AMORLIP_CC12M, "amor_denominator": "combined", "amor_positive_weight": 1e-3,
+                "rho_annealed_from": lambda epochs: epochs // 3, "amor_beta_epochs": lambda epochs: max(1, epochs // 2),
+            },
+            lr_tau_ratio=1 / 4,
+            training_defaults={"grad_clip_norm": 1.0},
+        ),
+        LossPreset(
+            "amorlip-paper",
+            "as amorlip, with the paper's own form of the loss and its settings for CC12M",
+            "AmorLIP: Efficient Language-Image Pretraining via Amortization, Algorithm 1, Appendix C",
+            loss=AmorLIPLoss,
+            defaults={**AMORLIP_CC12M, "rho_annealed_from": lambda epochs: epochs - epochs // 3},
             lr_tau_ratio=1 / 4,
         ),
         LossPreset(
@@ -270,7 +296,10 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
             chosen = ", which is " + " ".join(f"{flags[part]} {settings[part]}" for part in settings)
             raise InputError(f"{flags[key]}: --loss {name}{chosen if settings else ''} does not use it")
     for key, option in used.items():
-        settings[key] = given.get(key, preset.defaults.get(key, option.default))
+        default = preset.defaults.get(key, option.default)
+        if callable(default):
+            default = None if epochs is None else default(epochs)
+        settings[key] = given.get(key, default)
         if settings[key] is not None:
             option.check(settings[key])
     for owner in parts:

@@ -243,6 +243,11 @@ def add_eps(log_values: Tensor, eps: float) -> Tensor:
     return torch.logaddexp(log_values, log_eps)
 
 
+def log_mean_of_sides(log_values: Tensor) -> Tensor:
+    """log of the mean of exp(log_values) over the sides, the same for both; (2, b) to (2, b)."""
+    return (log_values.logsumexp(dim=0) - math.log(2)).expand_as(log_values)
+
+
 class AttachGradient(torch.autograd.Function):
     """A value that is reported, with gradients that were computed beside it."""
 

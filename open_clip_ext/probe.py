@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.pairs import add_eps
+from open_clip_ext.pairs import add_eps, log_mean_of_sides
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -49,7 +49,7 @@ class NormalizerProbe:
     A sample that comes again within these steps would be its own negative, so an epoch begins anew.
 
     Args:
-        surrogate, eps, both_sides: as the loss has them.
+        surrogate, eps, both_sides, one_per_pair: as the loss has them.
         anchors: watched at a time, the first of a global batch.
         window: steps that they meet before others take their place.
         least: steps from which on they are compared.
@@ -60,6 +60,7 @@ class NormalizerProbe:
         surrogate: Surrogate,
         eps: float,
         both_sides: bool = False,
+        one_per_pair: bool = False,
         anchors: int = 32,
         window: int = 100,
         least: int = 10,
@@ -67,6 +68,7 @@ class NormalizerProbe:
         self.surrogate = surrogate
         self.eps = eps
         self.both_sides = both_sides
+        self.one_per_pair = one_per_pair
         self.anchors = anchors
         self.window = window
         self.least = least
@@ -133,6 +135,8 @@ class NormalizerProbe:
 
     def _compare(self, anchors: Anchors) -> dict[str, Tensor]:
         exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
+        if self.one_per_pair:
+            exact = log_mean_of_sides(exact)
         difference = anchors.alpha - exact
         return {
             "normalizer_mse": difference.square().mean(),

@@ -9,13 +9,15 @@ objective's value and its derivative in tau. Per anchor the objective is
 where log_value_i estimates log(eps + g_i). Both sides are summed, so that both together add 2 * tau * rho.
 """
 
+import math
 from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_ext.distributed import EqualRows, ShardedRows
-from open_clip_ext.options import Option, not_negative, positive
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 
 RHO = Option(
     "rho", float, 8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
@@ -25,6 +27,25 @@ INIT = Option(
     "tau_init", float, None, "temperature at the start; where it is fixed, throughout (default: the model's own)",
     valid=lambda value: 0 < value <= 10, wanted="in (0, 10]",
 )
+MIN = Option(
+    "tau_min", float, None,
+    "tau_0, lower bound of the temperature (default: 0.01, as OpenCLIP; of individual temperatures: 0.005)",
+    valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
+)
+FASTCLIP_CODE = Option(
+    "fastclip_code", bool, False,
+    "do as FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
+    "temperature's gradient; individual: the encoders' gradient lacks the factor tau_i",
+)
+
+
+def refuse_fastclip_code(settings: dict) -> None:
+    """Raise InputError where `fastclip_code` has no meaning: FastCLIP's normalizers are constants for the encoders."""
+    if settings["fastclip_code"] and settings["encoder_objective"] != "compositional":
+        raise InputError(
+            f"--fastclip-code: with --encoder-objective {settings['encoder_objective']}, which FastCLIP does not have; "
+            "use 'compositional'"
+        )
 
 
 class Temperature(nn.Module):
@@ -58,6 +79,7 @@ class Temperature(nn.Module):
         return tau.detach()
 
     def scale(self, taus: Tensor) -> Tensor:
+        """The factor of each anchor in the encoders' objective, of the shape of `taus`."""
         return taus
 
     def value(self, taus: Tensor, log_values: Tensor) -> Tensor:
@@ -100,8 +122,10 @@ class Temperature(nn.Module):
 
 LOGIT_SCALE_OPTIONS = (
     INIT,
+    MIN,
     Option(
-        "lr_tau", float, None, "learning rate of logit_scale (default: --lr / 8; amorlip: --lr / 4; cyclip: --lr)",
+        "lr_tau", float, None,
+        "learning rate of logit_scale (default: --lr / 8; fastclip-v3, amorlip: --lr / 4; fastclip-v0, cyclip: --lr)",
         valid=positive, wanted="a number > 0",
     ),
     Option(
@@ -123,20 +147,27 @@ class LearnableTemperature(Temperature):
 
     Args:
         rho: a larger one pulls tau down; larger data, larger rho (neuclip.txt Table 3).
+        fastclip_code: count dg/dtau twice, as FastCLIP's released code does: tau then settles elsewhere, and the rho
+            published with that code were tuned so.
     """
 
     name = "learnable"
-    options: tuple[Option, ...] = (RHO,)
+    options: tuple[Option, ...] = (RHO, FASTCLIP_CODE)
     optimizer_options = LOGIT_SCALE_OPTIONS
     trains_logit_scale = True
 
-    def __init__(self, rho: float = 8.5):
+    def __init__(self, rho: float = 8.5, fastclip_code: bool = False):
         super().__init__()
         self.rho = RHO.check(rho)
+        self.slope_weight = 2 if fastclip_code else 1
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        refuse_fastclip_code(settings)
 
     def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         """neuclip.txt Eq. 13."""
-        return (log_values + self.rho + tau_terms).sum() / batch
+        return (log_values + self.rho + self.slope_weight * tau_terms).sum() / batch
 
 
 class UnscaledTemperature(LearnableTemperature):
@@ -147,6 +178,10 @@ class UnscaledTemperature(LearnableTemperature):
 
     def __init__(self) -> None:
         super().__init__(rho=0.0)
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        """There is nothing to complete."""
 
     def scale(self, taus: Tensor) -> Tensor:
         return torch.ones_like(taus)
@@ -173,9 +208,15 @@ class IndividualTemperature(Temperature):
         rho: pulls every tau_i up against its own loss (isogclr.txt: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
         tau_start: tau_i before its first visit (0.01; FastCLIP-v2: 0.03).
         tau_min, tau_max: tau_0 and the upper bound (0.005 and 1; FastCLIP-v2: 0.01 and 1).
-        tau_lr: eta.
+        tau_lr: eta; the authors' scripts have 0.03 (isogclr.txt does not say), FastCLIP-v2's 0.0133.
+        tau_lr_schedule: eta by epoch e of E, as the authors' code offers it: constant; cosine, a quarter of a period,
+            1e-4 + (eta - 1e-4) cos(pi e / 2 E); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
+        tau_lr_epochs: E of the cosine.
         tau_optimizer: momentum or adam.
-        tau_beta: beta_1 as the weight of the new G_i, for momentum.
+        tau_beta: beta_1 as the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs,
+            0.5 in that for images.
+        fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. isogclr.txt
+            Eq. 21 and its authors' code have it: an anchor with a lower tau_i weighs no more for it.
         rows_on, device: where the rows are kept.
     """
 
@@ -188,51 +229,97 @@ class IndividualTemperature(Temperature):
             "tau_start", float, 0.01, "a sample's temperature before its first visit",
             valid=positive, wanted="a number > 0",
         ),
-        Option("tau_min", float, 0.005, "lower bound of a sample's temperature", valid=positive, wanted="a number > 0"),
+        MIN,
         Option("tau_max", float, 1.0, "upper bound of a sample's temperature", valid=positive, wanted="a number > 0"),
-        Option("tau_lr", float, 1e-4, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
+        Option("tau_lr", float, 0.03, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
+        Option(
+            "tau_lr_schedule", str, "constant", "that step size by epoch, towards 1e-4",
+            choices=("constant", "cosine", "exponential"),
+        ),
+        Option(
+            "tau_lr_epochs", int, None, "epochs of its cosine (default: --epochs)",
+            valid=lambda value: value >= 1, wanted="at least 1",
+        ),
         Option("tau_optimizer", str, "momentum", "how it moves", choices=("momentum", "adam"), in_state=True),
         Option(
-            "tau_beta", float, 0.1, "weight of the new gradient in its momentum",
+            "tau_beta", float, 0.9, "weight of the new gradient in its momentum",
             valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
         ),
+        FASTCLIP_CODE,
         ShardedRows.OPTION,
     )
+    LEAST = 0.005  # isogclr.txt Section 6.2
     CLIP = 5.0
     BETAS = (0.9, 0.999)
     ADAM_EPS = 1e-8
+    LAST_LR, LR_DECAY = 1e-4, 0.8
 
     def __init__(
         self,
         num_samples: int,
         rho: float = 6.0,
         tau_start: float = 0.01,
-        tau_min: float = 0.005,
+        tau_min: float = LEAST,
         tau_max: float = 1.0,
-        tau_lr: float = 1e-4,
+        tau_lr: float = 0.03,
+        tau_lr_schedule: str = "constant",
+        tau_lr_epochs: int | None = None,
         tau_optimizer: str = "momentum",
-        tau_beta: float = 0.1,
+        tau_beta: float = 0.9,
+        fastclip_code: bool = False,
         rows_on: str = "device",
         device: torch.device | str = "cpu",
     ):
         super().__init__()
         given = locals()
         for option in self.options:
-            option.check(given[option.name])
+            option.check_given(given)
         self.num_samples = num_samples
         self.rho = rho
         self.bounds = (tau_min, tau_max)
         self.lr = tau_lr
+        self.lr_schedule = tau_lr_schedule
+        if tau_lr_schedule == "cosine" and tau_lr_epochs is None:
+            raise InputError("tau_lr_epochs: a cosine needs its length in epochs")
+        self.lr_epochs = tau_lr_epochs or 0  # of the cosine alone
         self.optimizer = tau_optimizer
         self.beta = tau_beta
+        self.scales_encoders = not fastclip_code
         self.epoch = 0
         self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
         fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
         self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=rows_on == "host")
         self._latest: Tensor  # rows of the last batch, (B, c)
 
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        refuse_fastclip_code(settings)
+        if settings["tau_min"] is None:
+            settings["tau_min"] = cls.LEAST
+        if settings["tau_lr_schedule"] != "cosine":
+            refuse_unused(given, ["tau_lr_epochs"], f"with --tau-lr-schedule {settings['tau_lr_schedule']}")
+        elif settings["tau_lr_epochs"] is None:
+            if epochs is None:
+                raise InputError("tau_lr_epochs: a cosine needs its length, or the number of epochs")
+            settings["tau_lr_epochs"] = epochs
+        if settings["tau_optimizer"] == "adam":
+            refuse_unused(given, ["tau_beta"], "with --tau-optimizer adam")
+
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+    @property
+    def current_lr(self) -> float:
+        """eta of this epoch."""
+        share = 1.0
+        if self.lr_schedule == "cosine":
+            share = math.cos(math.pi / 2 * min(1.0, self.epoch / self.lr_epochs))
+        elif self.lr_schedule == "exponential":
+            share = self.LR_DECAY**self.epoch
+        return self.LAST_LR + (self.lr - self.LAST_LR) * share
+
+    def scale(self, taus: Tensor) -> Tensor:
+        return taus if self.scales_encoders else torch.ones_like(taus)
 
     def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
         assert index is not None
@@ -254,7 +341,7 @@ class IndividualTemperature(Temperature):
             ]
             first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
             step = first / (second.sqrt() + self.ADAM_EPS)
-        moved = taus if self.hold else (taus - self.lr * step).clamp(*self.bounds)
+        moved = taus if self.hold else (taus - self.current_lr * step).clamp(*self.bounds)
         self.rows.assign(index, torch.where(finite, torch.cat([moved, *new], dim=1), old))
 
     def full_state(self) -> dict[str, Tensor]:

@@ -122,11 +122,12 @@ class ListLosses(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         for preset in factory.list_losses():
-            print(f"{preset.name:12} {preset.summary}\n{'':12} {preset.paper}")
+            print(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}")
         parser.exit(0)
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
+OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
@@ -178,8 +179,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
     if args.shard_sizes and not args.uses_ext_loss:
         raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
-    if trains_logit_scale(args) and args.lr_tau is None and args.lr is not None:
-        args.lr_tau = args.lr * preset.lr_tau_ratio
+    if trains_logit_scale(args):
+        if args.lr_tau is None and args.lr is not None:
+            args.lr_tau = args.lr * preset.lr_tau_ratio
+        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
+        if args.tau_init is not None and args.tau_init < args.tau_min:
+            raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
     return args
 
 

@@ -116,12 +116,16 @@ class Session:
             self.temperature.assign(original, optimizer, new_lr)
 
     def clamped(self, original: Callable) -> Callable:
-        """What OpenCLIP clamps after each step: the model's temperature if it is learned, else a copy."""
+        """What OpenCLIP clamps after each step: of its own losses the model's temperature, of ours a copy; ours is
+        clamped here where it is learned, at `--tau-min`."""
 
         def unwrap(model: torch.nn.Module) -> Any:
             unwrapped = original(model)
-            if not self._recovering and (not self.args.uses_ext_loss or trains_logit_scale(self.args)):
-                return unwrapped
+            if not self._recovering:
+                if not self.args.uses_ext_loss:
+                    return unwrapped
+                if trains_logit_scale(self.args):
+                    unwrapped.logit_scale.clamp_(0, -math.log(self.args.tau_min))
             return SimpleNamespace(logit_scale=unwrapped.logit_scale.detach().clone())
 
         return unwrap

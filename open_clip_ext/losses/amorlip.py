@@ -15,12 +15,18 @@ Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; what e
 
 Readings fixed here, where the paper is silent or its released code differs:
 
-- rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default the last quarter of the training.
+- rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default in the last quarter of the training: Appendix
+  C's setting for CC3M. For CC12M it has -8.5 in the last third (`amorlip-paper`); the released command has 8.5 in the
+  first third and -8.5 in the other two (`amorlip-released`).
+- The paper mentions no gradient clipping; the released command clips at 1.0, the encoders and the networks each.
+  `amorlip-released` sets OpenCLIP's `--grad-clip-norm`, which clips the encoders alone.
+- The released code ends the network's updates of a step once five in a row changed its objective by less than 0.005.
+  With the three updates of every published setting that cannot happen, so it is left out.
 - Stage II estimates Z / lambda from b local pairs. The anchor's own pair counts there what it counts in Z, 1 / B, and
   the b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times, and push it away.
 - exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most
   n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
-- The released recipe divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
+- The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), counts the positive in Z by 1e-3 (`amor_positive_weight`) and lets beta's cosine end after half of the
   epochs (`amor_beta_epochs`). The class's defaults are the paper's, the first two of `--loss amorlip` the recipe's: on
   20,000 generated pairs with batches of 64 the recipe reaches R@1 82 / 80, the paper's form 60 / 59 and, with its

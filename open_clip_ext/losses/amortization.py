@@ -16,6 +16,8 @@ Readings fixed here, where the paper is silent:
   epoch there is no network of an earlier one, and Z stands alone.
 - KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
   log Z; those of `l2-log` and `js` lie at log Z.
+- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`pairs.MAX_LOG_WEIGHT`). The paper bounds nothing;
+  but a network that is far off for an anchor would overflow float32. Below that bound nothing changes.
 
 Shapes: B pairs of all processes, d = embedding dimension; log Z of both sides is (2, B), images first.
 """

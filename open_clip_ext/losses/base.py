@@ -24,7 +24,7 @@ class Loss(nn.Module):
         accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
             state moves on the first call, and the temperature's gradient is that of one call.
         validate: on every call check also what needs a wait for the device (range of `index`, unit norms), not on the
-            first step only.
+            first step and, the norms, in `raise_if_not_finite` only.
 
     Class attributes:
         options: settings of the constructor, each a command-line flag.
@@ -52,6 +52,7 @@ class Loss(nn.Module):
         self.steps = 0
         self._calls = 0
         self._first_problem: Tensor | None = None
+        self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -117,6 +118,9 @@ class Loss(nn.Module):
             ValueError: shapes, types or `index` do not fit; the message names the argument.
         """
         self._check(image_features, text_features, logit_scale, index)
+        self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        if self.validate or self.steps == 0:
+            self._check_norms()
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls sees the whole batch, so each adds the temperature's whole gradient.
@@ -146,11 +150,12 @@ class Loss(nn.Module):
 
     def raise_if_not_finite(self) -> None:
         """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
-        device. Waits for the device."""
+        device or where the features of the last call are no unit vectors. Waits for the device."""
         if self._first_problem is None:
             return
         step, which = self._first_problem.tolist()
         if step < 0:
+            self._check_norms()
             return
         if self.CHECKED[which] == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
@@ -179,10 +184,11 @@ class Loss(nn.Module):
             self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
-        if may_wait:
-            for name, features in (("image_features", image_features), ("text_features", text_features)):
-                if (features.detach().float().norm(dim=1) - 1).abs().max().item() > 0.02:
-                    raise ValueError(f"{name} must be unit vectors; normalise them first")
+
+    def _check_norms(self) -> None:
+        for name, features in self._latest.items():
+            if (features.float().norm(dim=1) - 1).abs().max().item() > 0.02:
+                raise ValueError(f"{name} must be unit vectors; normalise them first")
 
     def index_reason(self) -> str:
         """What needs the rows, for an error message."""

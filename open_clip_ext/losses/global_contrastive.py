@@ -29,6 +29,7 @@ from open_clip_ext.pairs import (
     add_eps,
     attach_gradients,
     local_part,
+    log_mean_of_sides,
 )
 from open_clip_ext.probe import NormalizerProbe
 from open_clip_ext.streaming import are_finite
@@ -53,7 +54,9 @@ class GlobalContrastiveLoss(Loss):
         eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
         negatives: `cross`: an anchor's negatives are of the other side. `both`: also of its own side, 2 (B - 1) in
             all; for two views of images in place of image and text (isogclr.txt Eq. 2-4 and 11), where each view of an
-            image is an anchor with a row and a temperature of its own.
+            image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
+            one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
+            gradient.
         accum_freq, validate: as in `Loss`.
 
     Raises:
@@ -67,8 +70,10 @@ class GlobalContrastiveLoss(Loss):
             valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
         ),
         Option(
-            "negatives", str, "cross", "whether only the other side's samples are negatives, or both sides'",
-            choices=("cross", "both"),
+            "negatives", str, "cross",
+            "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
+            "one temperature for the two views of an image",
+            choices=("cross", "both", "views"),
         ),
     )
     name = "global contrastive"
@@ -90,10 +95,10 @@ class GlobalContrastiveLoss(Loss):
         super().__init__(accum_freq, validate)
         for option, value in zip(self.options, (eps, mixing, negatives), strict=True):
             option.check(value)
-        if negatives == "both" and not normalizer.knows_both_sides:
+        if negatives != "cross" and not normalizer.knows_both_sides:
             raise InputError(
-                f"--negatives: 'both' with --normalizer {normalizer.name}, which estimates over the other side alone; "
-                "use 'cross'"
+                f"--negatives: {negatives!r} with --normalizer {normalizer.name}, which estimates over the other side "
+                "alone; use 'cross'"
             )
         if objective.needs_differentiable_normalizer and not normalizer.differentiable:
             raise InputError(
@@ -106,12 +111,13 @@ class GlobalContrastiveLoss(Loss):
         self.surrogate = surrogate or Identity()
         self.mixing = mixing
         self.eps = eps
-        self.both_sides = negatives == "both"
+        self.both_sides = negatives != "cross"
+        self.one_per_pair = negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
         if self.needs_index:
             self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
-        self.probe = NormalizerProbe(self.surrogate, eps, self.both_sides)
+        self.probe = NormalizerProbe(self.surrogate, eps, self.both_sides, self.one_per_pair)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
         self._step_taus: Tensor
 
@@ -145,6 +151,8 @@ class GlobalContrastiveLoss(Loss):
             taus = self._taus(tau, index, moves)
             blocks = SimilarityBlocks(pairs, self.surrogate, self.both_sides)
             log_batch = add_eps(blocks.log_batch_normalizers(taus), self.eps)
+            if self.one_per_pair:
+                log_batch = log_mean_of_sides(log_batch)
             batch, problems = self._global_batch(pairs, blocks, log_batch, taus, index, index_problem)
             if moves:
                 self.normalizer.update(batch)
@@ -166,6 +174,8 @@ class GlobalContrastiveLoss(Loss):
             if moves and self.temperature.needs_index and index is not None:
                 all_tau_terms = all_gather(tau_terms.T).T
                 per_anchor = log_values + self.temperature.rho + all_tau_terms
+                if self.one_per_pair:
+                    per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(index, taus, per_anchor, batch.finite)
         return attach_gradients(value, gradients)
 
@@ -223,13 +233,16 @@ class GlobalContrastiveLoss(Loss):
         batch = all_alpha.shape[1]
         image, text, by_tau, learned = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
         alpha = alpha.detach()
-        tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        scale = self.temperature.scale(taus) / taus  # of what is computed below, which has the factor tau_i
         if taus.dim():
             factor: Tensor | int = share
-            tau_terms = tau_terms + by_tau * batch
+            own = local_part(scale, pairs)
+            tau_terms = blocks.add_gradients((image, text), taus, alpha - own.log(), all_alpha - scale.log())
+            tau_terms = tau_terms / own + by_tau * batch
         else:
-            factor = self.temperature.scale(taus) / taus * share
+            factor = scale * share
+            tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
         gradients = [(pairs.image, image.mul_(factor)), (pairs.text, text.mul_(factor))]
         gradients += [(parameter, gradient * factor) for parameter, gradient in learned]
         log_values = self.objective.log_values(log_batch, alpha)

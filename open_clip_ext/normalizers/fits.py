@@ -1,11 +1,12 @@
-"""What a normalizer-prediction network minimises, per anchor, with L = log(eps + g) over the batch held fixed.
+"""What a normalizer-prediction network minimises, per anchor, with L = log(eps + g) over the batch and tau held fixed.
 
 | name | objective | source |
 |---|---|---|
-| `unified` | exp(L - alpha) + alpha - 1 | neuclip.txt Eq. 12, its network part; optimum log E exp(L) |
+| `unified` | tau * (exp(L - alpha) + alpha - 1) | neuclip.txt Eq. 12, its network part; optimum log E exp(L) |
 | `l2-log` | (alpha - L)^2 / 2 | AmorLIP's, neuclip.txt Section 5.2; amorlip.txt Eq. 10; optimum E L |
 """
 
+import torch
 from torch import Tensor
 
 from open_clip_ext.pairs import MAX_LOG_WEIGHT
@@ -15,8 +16,14 @@ class UnifiedFit:
     name = "unified"
 
     @staticmethod
+    def factor(tau: Tensor) -> Tensor:
+        """Of the objective over `values`, of the shape of tau, 0-d or (2, B)."""
+        return tau
+
+    @staticmethod
     def values(log_batch: Tensor, alpha: Tensor) -> Tensor:
-        """Per anchor; all arguments and the result (2, B). exp(L - alpha) is bounded by exp(MAX_LOG_WEIGHT)."""
+        """Per anchor and without `factor`, to be compared as tau moves; all arguments and the result (2, B).
+        exp(L - alpha) is bounded by exp(MAX_LOG_WEIGHT)."""
         return (log_batch - alpha).clamp(max=MAX_LOG_WEIGHT).exp() + alpha - 1
 
     @staticmethod
@@ -27,6 +34,11 @@ class UnifiedFit:
 
 class L2LogFit:
     name = "l2-log"
+
+    @staticmethod
+    def factor(tau: Tensor) -> Tensor:
+        """As `UnifiedFit.factor`."""
+        return torch.ones_like(tau)
 
     @staticmethod
     def values(log_batch: Tensor, alpha: Tensor) -> Tensor:

@@ -72,7 +72,8 @@ class MLP(NetworkNormalizer):
         assert self.network is not None
         log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
         alpha = add_eps(log_ratio, self.eps)
-        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp() / alpha.shape[1]
+        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp()
+        slopes *= self.objective.factor(batch.tau) / alpha.shape[1]
         gradients = self.network.gradients(batch.image, batch.text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
             assert parameter.grad is not None

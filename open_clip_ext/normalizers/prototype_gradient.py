@@ -1,9 +1,9 @@
 """The gradient of the network's objective in its prototypes.
 
 Of the sum over sides of the anchors' mean objective (neuclip.txt Eq. 12 or another of `fits`). With
-x_ij = l(cos(e_i, W_j) - s_ii) / tau and the objective's slope f'_i in alpha_i,
+x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's factor c_i and the slope f'_i of the rest in alpha_i,
 
-    G_j = (1/B) sum_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i          in W_j at length 1, (d,)
+    G_j = (1/B) sum_i c_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i      in W_j at length 1, (d,)
     gradient_j = G_j / |W_j| - <G_j, W_j> W_j / |W_j|^3                           in W_j, (d,)
 
 An anchor needs all prototypes and no other anchor, so that some anchors at a time are seen once, both ways.
@@ -47,7 +47,9 @@ class PrototypeGradient:
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.positives.new_full((), math.log(eps))
         self.log_active = math.log(active)
-        self.share = batch.finite.to(batch.positives) / len(batch.positives)
+        # The weight of an anchor, (2, B).
+        weight = objective.factor(batch.tau) * batch.finite / len(batch.positives)
+        self.share = weight.expand(2, len(batch.positives))
         self.anchors = torch.stack([batch.image, batch.text])
         if is_linear(surrogate):
             self.anchors.div_(batch.tau[:, :, None] if batch.tau.dim() else batch.tau)
@@ -102,8 +104,8 @@ class PrototypeGradient:
         alpha = torch.logaddexp(log_mean, self.log_eps)
         # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
         factor = (peak - alpha).exp_()
-        factor *= self.objective.slopes(batch.log_batch[:, part], alpha).mul_(self.share)
-        if not is_linear(self.surrogate):
+        factor *= self.objective.slopes(batch.log_batch[:, part], alpha).mul_(self.share[:, part])
+        if slope is not None:
             shares.mul_(slope)
             factor /= tau
         weighted = torch.mul(self.anchors[:, part], factor[:, :, None], out=self.weighted[:, : factor.shape[1]])

@@ -16,11 +16,13 @@ def views(seed):
     return e1.requires_grad_(), e2.requires_grad_(), torch.randperm(ROWS, generator=generator)[:BATCH]
 
 
+@pytest.mark.parametrize("negatives", ["both", "views"])
 @pytest.mark.parametrize("name", ["sogclr", "isogclr", "fastclip-v3"])
-def test_sogclr_and_isogclr_on_two_views(name):
-    """Several steps: the moving average (Eq. 12), the encoders' gradient (Eq. 14), and tau's (Eq. 13)."""
+def test_sogclr_and_isogclr_on_two_views(name, negatives):
+    """Several steps: the moving average (Eq. 12), the encoders' gradient (Eq. 14), and tau's (Eq. 13); with `views` one
+    s_i, u_i and tau_i for both views of an image."""
     start, lr, beta = 0.1, 0.005, 0.1
-    common = dict(num_samples=ROWS, gamma=GAMMA, gamma_schedule="constant", negatives="both", loss_eps=EPS)
+    common = dict(num_samples=ROWS, gamma=GAMMA, gamma_schedule="constant", negatives=negatives, loss_eps=EPS)
     individual = name == "isogclr"
     if individual:
         common |= dict(tau_start=start, tau_lr=lr, tau_beta=beta, rho=RHO)
@@ -37,6 +39,8 @@ def test_sogclr_and_isogclr_on_two_views(name):
         taus = (tau[:, index] if individual else (1 / scale).expand(2, BATCH)).clone()
         taus = taus.detach().requires_grad_() if individual else taus
         g = both_views(e1, e2, taus)
+        if negatives == "views":
+            g = g.mean(dim=0).expand(2, -1)
         for side in range(2):
             for i, row in enumerate(index.tolist()):
                 u[side, row] = eq3(u[side, row], g[side, i].item(), GAMMA, EPS, row not in visited)
@@ -52,6 +56,8 @@ def test_sogclr_and_isogclr_on_two_views(name):
         torch.testing.assert_close(value.detach(), expected, rtol=1e-5, atol=1e-8)
         if individual:
             (slope,) = torch.autograd.grad((g / s).sum(), taus)
+            if negatives == "views":
+                slope = slope.mean(dim=0)
             gradient = (taus.detach() * slope + s.log() + RHO).clamp(-5, 5)
             momentum[:, index] = (1 - beta) * momentum[:, index] + beta * gradient
             tau[:, index] = (tau[:, index] - lr * momentum[:, index]).clamp(0.005, 1.0)
@@ -71,7 +77,8 @@ def test_swapping_the_views_changes_nothing():
     torch.testing.assert_close(first, second)
 
 
+@pytest.mark.parametrize("negatives", ["both", "views"])
 @pytest.mark.parametrize("normalizer", ["prototypes", "queue", "mlp"])
-def test_estimators_over_one_side_are_refused(normalizer):
-    with pytest.raises(InputError, match=f"--negatives: 'both' with --normalizer {normalizer}"):
-        create_loss("neuclip", normalizer=normalizer, negatives="both")
+def test_estimators_over_one_side_are_refused(normalizer, negatives):
+    with pytest.raises(InputError, match=f"--negatives: {negatives!r} with --normalizer {normalizer}"):
+        create_loss("neuclip", normalizer=normalizer, negatives=negatives)

@@ -285,6 +285,18 @@ def test_wrong_arguments_are_named(change, message):
         loss(**{**arguments, **change})
 
 
+@pytest.mark.parametrize("name", ["fastclip-v3", "cyclip", "amorlip"])
+def test_a_later_batch_of_other_norms_is_found_at_the_next_look(name):
+    (image, text), _, logit_scale = inputs(4, 8, 0.05)
+    loss = create_loss(name, num_samples=4, epochs=2)
+    loss.set_epoch(0)
+    for factor in (1, 1.03):
+        loss.raise_if_not_finite()
+        loss(image, factor * text, logit_scale, index=torch.arange(4))
+    with pytest.raises(ValueError, match="text_features must be unit vectors"):
+        loss.raise_if_not_finite()
+
+
 def test_a_cosine_gamma_without_epochs_is_an_error_not_the_minibatch_estimator():
     (image, text), _, logit_scale = inputs(4, 8, 0.05)
     loss = create_loss("fastclip-v3", num_samples=4, epochs=4)

@@ -19,7 +19,7 @@ def batches(number, batch=6, dimension=8):
 def fit(objective, log_batch, alpha):
     """neuclip.txt Eq. 12's part that depends on the network; the objective of Section 5.2's "Separate"."""
     if objective == "unified":
-        return ((log_batch - alpha).exp() + alpha).mean(dim=1).sum()
+        return TAU * ((log_batch - alpha).exp() + alpha).mean(dim=1).sum()
     return ((alpha - log_batch) ** 2).mean(dim=1).sum() / 2
 
 
@@ -101,7 +101,7 @@ def test_joint_is_algorithm_3():
             # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
             along = ((one - other) * e.detach()).sum(dim=1, keepdim=True) * e.detach()
             torch.testing.assert_close(one - along, other, rtol=1e-5, atol=1e-8)
-        (w.grad,) = torch.autograd.grad(objective / TAU, [w])
+        (w.grad,) = torch.autograd.grad(objective, [w])
         optimizer.step()
 
 

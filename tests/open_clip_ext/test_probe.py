@@ -19,7 +19,7 @@ def log_mean(similarities, positive, tau, surrogate, eps):
     return math.log(eps + sum(math.exp(surrogate(s - positive) / tau) for s in similarities) / len(similarities))
 
 
-@pytest.mark.parametrize("negatives", ["cross", "both"])
+@pytest.mark.parametrize("negatives", ["cross", "both", "views"])
 @pytest.mark.parametrize("surrogate", ["identity", "hinge"])
 @pytest.mark.parametrize("temperature", ["fixed", "individual"])
 def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate, temperature):
@@ -48,7 +48,7 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
             tau = float(taus[side, i]) if taus.dim() else float(taus)
             similarities, own = [], []
             for step, batch in enumerate(met):
-                for other in (1 - side, side) if negatives == "both" else (1 - side,):
+                for other in (1 - side,) if negatives == "cross" else (1 - side, side):
                     found = [float(anchor @ batch[other][j]) for j in range(40) if (step, j) != (0, i)]
                     similarities += found
                     own += found if step == 0 else []
@@ -56,6 +56,8 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
             weights = [math.exp(l(s - positive) / tau) for s in own]
             effective.append(sum(weights) ** 2 / sum(w * w for w in weights))
     exact = torch.tensor(exact).double()
+    if negatives == "views":
+        exact = exact.exp().view(2, 32).mean(dim=0).log().repeat(2)
     said, minibatch = alpha[:, :32].reshape(-1), log_batch[:, :32].reshape(-1)
     assert shown["normalizer_mse"] == pytest.approx(float((said - exact).square().mean()))
     assert shown["normalizer_bias"] == pytest.approx(float((said - exact).mean()))

@@ -29,7 +29,7 @@ class Reference:
         for _ in range(self.updates):
             w = self.w.clone().requires_grad_()
             alpha = predicted(w[0], w[1], e1, e2, self.tau, self.eps)
-            (gradient,) = torch.autograd.grad(((log_batch - alpha).exp() + alpha).mean(dim=1).sum(), w)
+            (gradient,) = torch.autograd.grad(self.tau * ((log_batch - alpha).exp() + alpha).mean(dim=1).sum(), w)
             gradient = gradient + self.wd * self.w
             accumulator = self.accumulator[:, : w.shape[1]]
             accumulator += gradient**2

@@ -149,7 +149,8 @@ def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, 
     cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
     exponents = surrogate.value(cosines - positives[:, None]) / (tau[..., None] if individual else tau)
     alpha = (eps + exponents.exp().mean(dim=2)).log()
-    (expected,) = torch.autograd.grad(FITS[objective].values(log_batch, alpha).mean(dim=1).sum(), prototypes)
+    values = (tau if objective == "unified" else 1) * FITS[objective].values(log_batch, alpha)
+    (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
 
     sizes = dict(active=12, own_active=12, split=False)
     step = prototype_gradient.PrototypeGradient(batch, FITS[objective], surrogate, eps, **sizes)

@@ -1,5 +1,7 @@
 """The temperature schemes and the hinge against the papers' equations in float64 loops."""
 
+import math
+
 import pytest
 import torch
 from reference import close, eq3, unit
@@ -73,6 +75,7 @@ def moving_average(u, visited, values, index, gamma):
         ("fastclip-v1", {}, lambda x: x),
         ("sogclr", dict(surrogate="hinge", margin=0.9), hinge(0.9, 2)),
         ("fastclip-v3", dict(surrogate="hinge", margin=0.7, margin_power=3.0, rho=4.0), hinge(0.7, 3)),
+        ("fastclip-v3", dict(rho=4.0, fastclip_code=True), lambda x: x),
     ],
 )
 @pytest.mark.parametrize("tau", [1.0, 0.07, 0.02])
@@ -92,6 +95,8 @@ def test_one_temperature_and_any_surrogate(name, options, surrogate, tau, dtype)
         factor = torch.ones(()) if name == "fastclip-v0" else exact.detach()
         objective = factor * (values / current).mean(dim=1).sum()
         d_image, d_text, d_tau = torch.autograd.grad(objective, [e1, e2, exact])
+        if options.get("fastclip_code"):  # the released code counts dg/dtau twice
+            d_tau = 2 * d_tau
         if name != "fastclip-v0":
             d_tau = d_tau + current.log().mean(dim=1).sum() + 2 * rho
 
@@ -108,12 +113,31 @@ def test_one_temperature_and_any_surrogate(name, options, surrogate, tau, dtype)
         close(value.detach(), factor * (current.log().mean(dim=1).sum() + 2 * rho), tau, nothing)
 
 
-@pytest.mark.parametrize("name", ["isogclr", "fastclip-v2"])
+ETA, LAST_ETA, EPOCHS = 0.02, 1e-4, 4
+STEP_SIZES = {
+    "constant": lambda epoch: ETA,
+    "cosine": lambda epoch: LAST_ETA + (ETA - LAST_ETA) * math.cos(math.pi * epoch / EPOCHS / 2),
+    "exponential": lambda epoch: LAST_ETA + (ETA - LAST_ETA) * 0.8**epoch,
+}
+
+
+@pytest.mark.parametrize(
+    "name, schedule, code",
+    [
+        ("isogclr", "constant", False),
+        ("isogclr", "cosine", False),
+        ("isogclr", "exponential", False),
+        ("fastclip-v2", "constant", False),
+        ("fastclip-v2", "constant", True),
+    ],
+)
 @pytest.mark.usefixtures("shape")
-def test_individual_temperatures_follow_their_algorithms(name, dtype):
-    """isogclr.txt Algorithm 2; FastCLIP-v2: Adam per row, bias by the epoch, betas 0 in epoch 0."""
-    options = dict(gamma=0.3, gamma_schedule="constant", rho=5.0, tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=0.02)
-    loss = create_loss(name, num_samples=ROWS, **options)
+def test_individual_temperatures_follow_their_algorithms(name, schedule, code, dtype):
+    """isogclr.txt Algorithm 2; FastCLIP-v2: Adam per row, bias by the epoch, betas 0 in epoch 0; its released loss
+    leaves tau_i out of the encoders' objective."""
+    options = dict(gamma=0.3, gamma_schedule="constant", rho=5.0, tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=ETA)
+    options |= dict(tau_lr_schedule=schedule, fastclip_code=code)
+    loss = create_loss(name, num_samples=ROWS, epochs=EPOCHS, **options)
     u, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
     tau = torch.full((2, ROWS), 0.3, dtype=torch.float64)
     first, second = torch.zeros_like(tau), torch.zeros_like(tau)
@@ -126,7 +150,8 @@ def test_individual_temperatures_follow_their_algorithms(name, dtype):
         moving_average(u, visited, values.detach(), index, 0.3)
         visited |= set(index.tolist())
         current = u[:, index]
-        objective = (old.detach() / current * values).mean(dim=1).sum()
+        factor = torch.ones_like(old) if code else old.detach()
+        objective = (factor / current * values).mean(dim=1).sum()
         d_image, d_text = torch.autograd.grad(objective, [e1, e2], retain_graph=True)
         (dg,) = torch.autograd.grad(values.sum(), old)
         gradient = (old.detach() / current * dg + current.log() + 5.0).detach()
@@ -135,14 +160,14 @@ def test_individual_temperatures_follow_their_algorithms(name, dtype):
         actual = torch.autograd.grad(value, single)
         close(actual[0], d_image, options["tau_min"], nothing=BATCH == 2)
         close(actual[1], d_text, options["tau_min"], nothing=BATCH == 2)
-        close(value.detach(), (old.detach() * (current.log() + 5.0)).mean(dim=1).sum(), options["tau_min"])
+        close(value.detach(), (factor * (current.log() + 5.0)).mean(dim=1).sum(), options["tau_min"])
 
         for side in range(2):
             for row in set(index.tolist()):
                 mean = sum(gradient[side, i] for i in range(BATCH) if index[i] == row) / index.tolist().count(row)
                 mean = mean.clamp(-5, 5)
                 if name == "isogclr":
-                    first[side, row] = 0.9 * first[side, row] + 0.1 * mean
+                    first[side, row] = 0.1 * first[side, row] + 0.9 * mean
                     step = first[side, row]
                 else:
                     b1, b2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
@@ -150,7 +175,7 @@ def test_individual_temperatures_follow_their_algorithms(name, dtype):
                     second[side, row] = b2 * second[side, row] + (1 - b2) * mean**2
                     m, v = first[side, row] / (1 - b1 ** (epoch + 1)), second[side, row] / (1 - b2 ** (epoch + 1))
                     step = m / (v.sqrt() + 1e-8)
-                tau[side, row] = (tau[side, row] - 0.02 * step).clamp(0.02, 0.5)
+                tau[side, row] = (tau[side, row] - STEP_SIZES[schedule](epoch) * step).clamp(0.02, 0.5)
         close(loss.full_state()["temperature.tau"].T, tau, options["tau_min"])
     assert tau.unique().numel() > ROWS, "the temperatures did not become individual"
 
@@ -200,6 +225,11 @@ def test_a_network_with_a_hinge_and_individual_temperatures():
         ("sogclr", dict(margin=0.1), "--margin: --loss sogclr"),
         ("sogclr", dict(temperature="cold"), "--temperature: 'cold' is not one of fixed, learnable"),
         ("sogclr", dict(tau_init=0.1), "tau_init: belongs to your model"),
+        ("isogclr", dict(tau_lr_schedule="cosine"), "tau_lr_epochs: a cosine needs its length"),
+        ("isogclr", dict(tau_lr_epochs=3), "--tau-lr-epochs: has no effect with --tau-lr-schedule constant"),
+        ("fastclip-v2", dict(tau_beta=0.5, epochs=2), "--tau-beta: has no effect with --tau-optimizer adam"),
+        ("fastclip-v0", dict(fastclip_code=True, epochs=2), "--fastclip-code: --loss fastclip-v0"),
+        ("neuclip", dict(fastclip_code=True), "--fastclip-code: with --encoder-objective unified"),
     ],
 )
 def test_wrong_settings_are_named(name, options, message):

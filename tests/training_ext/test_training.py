@@ -164,3 +164,11 @@ def test_a_fixed_temperature_stays_even_beyond_open_clips_clamp(run, datasets):
         checkpoint = run(name, f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1").checkpoint(1)
         assert checkpoint["state_dict"]["logit_scale"].exp().item() == pytest.approx(expected, rel=1e-6)
         assert len(checkpoint["optimizer"]["param_groups"]) == 2
+
+
+@pytest.mark.parametrize("least", [0.05, 0.005])
+def test_the_learned_temperature_stops_at_tau_min(run, datasets, least):
+    """A large rho pulls tau down faster than six steps need; 0.005 is below what OpenCLIP's own clamp allows."""
+    flags = f"{LOSSES['queue']} --rho 50 --lr-tau 1 --lr-tau-scheduler fastclip --tau-init 0.06 --tau-min {least}"
+    checkpoint = run("a", f"{datasets['shapes']} {flags} --workers 0 --epochs 1").checkpoint(1)
+    assert checkpoint["state_dict"]["logit_scale"].exp().item() == pytest.approx(1 / least, rel=1e-6)
