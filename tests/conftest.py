@@ -1,21 +1,31 @@
-"""What all tests share: which run only on demand, and which stay together."""
+"""What all tests share: in which order they run."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from open_clip_ext.distributed import ShardedRows
 
-# Fixtures that take seconds to make: the tests that use one run in one process, which makes it once.
-MADE_ONCE = ("pair", "several", "trained", "plugin")
+TESTS = Path(__file__).parent
+
+# Whole files go to one process or another, which makes their fixtures once. Those that take longest go first.
+LONGEST = (
+    "training_ext/test_statistics_recovery.py",
+    "open_clip_ext/test_distributed.py",
+    "training_ext/test_every_loss.py",
+    "training_ext/test_training.py",
+    "training_ext/test_report.py",
+    "training_ext/test_openclip_flags.py",
+)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        for name in MADE_ONCE:
-            if name in item.fixturenames:
-                item.add_marker(pytest.mark.xdist_group(name))
-                break
+    def order(item: pytest.Item) -> int:
+        path = item.path.relative_to(TESTS).as_posix()
+        return LONGEST.index(path) if path in LONGEST else len(LONGEST)
+
+    items.sort(key=order)
 
 
 @pytest.fixture

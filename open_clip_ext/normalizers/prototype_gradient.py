@@ -105,7 +105,7 @@ class PrototypeGradient:
         # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
         factor = (peak - alpha).exp_()
         factor *= self.objective.slopes(batch.log_batch[:, part], alpha).mul_(self.share[:, part])
-        if slope is not None:
+        if not is_linear(self.surrogate):
             shares.mul_(slope)
             factor /= tau
         weighted = torch.mul(self.anchors[:, part], factor[:, :, None], out=self.weighted[:, : factor.shape[1]])

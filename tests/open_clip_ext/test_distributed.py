@@ -27,7 +27,7 @@ ROWS = 101
 TABLE = dict(num_samples=ROWS, gamma=0.4, gamma_schedule="constant")
 NPN = dict(npn_prototypes=80, npn_restart_every=2, npn_updates=3, npn_lr=0.05)
 COMPLETE = {**NPN, "npn_prototypes": 30}
-INDIVIDUAL = dict(temperature="individual", num_samples=ROWS, tau_start=0.05, tau_lr=0.01)
+INDIVIDUAL = dict(temperature="individual", num_samples=ROWS, tau_start=0.1, tau_lr=0.001)
 LOSSES = {
     "table": ("fastclip-v3", TABLE),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
