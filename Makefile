@@ -5,7 +5,7 @@ PIP_ARGS ?=
 
 BIN = $(VENV)/bin
 READY = $(VENV)/installed
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo finetune test test-slow test-all lint clean
 

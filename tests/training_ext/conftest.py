@@ -37,6 +37,7 @@ LOSSES = {
 def run_main(main, arguments: str, folder: Path) -> int:
     """Run a command line with its logs below `folder`; OpenCLIP adds log handlers and never takes them away."""
     logging.root.handlers.clear()
+    others = set(multiprocessing.active_children())
     try:
         return main([*TINY.split(), *arguments.split(), "--logs", str(folder)])
     finally:
@@ -44,7 +45,7 @@ def run_main(main, arguments: str, folder: Path) -> int:
             handler.close()
         logging.root.handlers.clear()
         # Loader workers persist until their loader goes; the next run's workers must not inherit their pipes.
-        if workers := multiprocessing.active_children():
+        if workers := set(multiprocessing.active_children()) - others:
             for worker in workers:
                 worker.terminate()
             gc.collect()

@@ -81,7 +81,7 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
             ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
         ),
-        (f"{NEUCLIP} --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 64", "GiB", "lower"]),
+        (f"{NEUCLIP} --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 16", "GiB", "lower"]),
         (f"{SHAPES} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
         (f"{NEUCLIP} --normalizer mlp --surrogate hinge", ["--surrogate: 'hinge'", "mlp", "'identity'"]),
         (f"{NEUCLIP} --negatives both", ["--negatives: 'both'", "prototypes", "'cross'"]),
