@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from open_clip_ext.distributed import ShardedRows
 
 TESTS = Path(__file__).parent
+# The same examples in every run, and however long one takes.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.load_profile("repeatable")
 
 # Whole files go to one process or another, which makes their fixtures once. Those that take longest go first.
 LONGEST = (

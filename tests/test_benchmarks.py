@@ -20,6 +20,7 @@ SMALL = {
     "step_time": "--losses fastclip-v3 --batch-size 4 --num-samples 50 --precision amp_bf16",
     "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
+SLOW = ("end_to_end", "operations")
 ROWS = {"loss": 8, "network": 1, "operations": 15, "precision": 2, "rows": 2, "step_time": 1, "end_to_end": 2}
 
 
@@ -31,9 +32,7 @@ def numbers(value) -> list[float]:
     return [value] if isinstance(value, (int, float)) else []
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ("end_to_end", "operations") else name for name in SMALL]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in SMALL])
 def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / "results.json"
     flags = [*SMALL[name].split(), "--device", "cpu", "--threads", "1", "--seconds", "0", "--json", str(path)]

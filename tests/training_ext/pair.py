@@ -83,7 +83,7 @@ class Pair:
         ended: dict[Connection, Ended] = {}
         while len(ended) < 2:
             # A process whose other has failed may wait for it: not for longer than this.
-            ready = wait([pipe for pipe in self.pipes if pipe not in ended], timeout=20 if ended else 100)
+            ready = wait([pipe for pipe in self.pipes if pipe not in ended], timeout=120 if ended else 600)
             if not ready:
                 self.close()
                 raise AssertionError(f"a process hangs; the other: {[*ended.values()]}")

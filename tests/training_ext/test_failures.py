@@ -43,12 +43,12 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     port = free_ports()
     first, second = (start(rank, port, shapes) for rank in range(2))
     log = tmp_path / "dying/out.log"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 600
     while not (log.exists() and "Train Epoch: 2" in log.read_text()):
         assert time.monotonic() < deadline and first.poll() is None, first.communicate()
         time.sleep(0.2)
     second.send_signal(signal.SIGKILL)
-    _, error = first.communicate(timeout=60)
+    _, error = first.communicate(timeout=600)
     assert first.returncode == 1
     assert "open_clip_ext: error: lost another process" in error
 
@@ -73,22 +73,20 @@ def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path,
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
-    """The writer is killed in the middle of its file, many times larger than what it has written."""
+    """The writer kills itself in the middle of its second file."""
     script = (
-        "import sys, torch\n"
+        "import os, signal, sys, torch\n"
         "from training_ext.checkpoint import atomic_save\n"
-        "for version in range(1000):\n"
-        "    atomic_save(torch.save, {'version': version, 'x': torch.zeros(30_000_000)}, sys.argv[1])\n"
+        "def torn(content, file):\n"
+        "    file.write(b'half')\n"
+        "    file.flush()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "for save in (torch.save, torn):\n"
+        "    atomic_save(save, {'x': torch.ones(1000)}, sys.argv[1])\n"
     )
     path = tmp_path / "epoch_1.pt"
-    writer = subprocess.Popen([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)})
-    partial = Path(f"{path}.partial")
-    deadline = time.monotonic() + 60
-    while not (path.exists() and partial.exists() and 0 < partial.stat().st_size < 100_000_000):
-        assert time.monotonic() < deadline and writer.poll() is None
-    writer.kill()
-    writer.wait()
-    assert partial.exists() and partial.stat().st_size < 120_000_000, "the kill came between two files"
+    writer = subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert writer.returncode == -signal.SIGKILL
+    assert Path(f"{path}.partial").read_bytes() == b"half"
     assert get_latest_checkpoint(str(tmp_path), remote=False) == str(path)  # what `--resume latest` takes
-    saved = torch.load(path, weights_only=True)
-    assert saved["x"].shape == (30_000_000,)
+    assert torch.load(path, weights_only=True)["x"].sum() == 1000

@@ -136,7 +136,8 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
         assert state["step"] == steps
         assert torch.allclose(state["exp_avg"].double(), m[name], rtol=1e-3, atol=1e-5 * largest), name
         assert torch.allclose(state["exp_avg_sq"].double(), v[name], rtol=1e-3, atol=1e-7 * largest**2), name
-    assert torch.allclose(saved["loss_state"]["state.log_u"].double(), u.log(), atol=1e-5)
+    # d log u / d similarity is 2 (gap + margin) / tau, at most 2 * 2.1 / 0.05, and a float32 encoder errs by some 1e-6.
+    assert torch.allclose(saved["loss_state"]["state.log_u"].double(), u.log(), atol=1e-4)
 
 
 OURS = ("fastclip-v3", "neuclip", "amorlip", "queue", "joint", "isogclr", "fastclip-v2")
