@@ -6,10 +6,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 import yaml
 
 HERE = Path(__file__).parent
+WAYS = ("image_to_text", "text_to_image")
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,18 @@ class Grid:
     def flags(self, run: Run, results: dict[str, dict]) -> str:
         """The run's command line, with `{data}` for the folder of the data."""
         cell, about = self.cells[run.cell], self.methods[run.method]
-        gamma = min(1.0, 4.177 * cell["epochs"] ** -0.7265)
         return (
             f"{self.recipe} --dataset-type webdataset --train-num-samples {cell['rows']} --epochs {cell['epochs']} "
             f"--train-data {{data}}/train-{{000000..{cell['shards'] - 1:06}}}.tar "
             f"--val-data {{data}}/{cell['gallery']}-000000.tar "
             f"--warmup {self.warmup // about.get('accum', 1)} --seed {run.seed} "
-            f"{about['flags']} {run.candidate or self.best(run.method, results)}"
-        ).replace("{gamma}", f"{gamma:.3f}")
+            f"{about['flags']} {self.chosen(run, results)}"
+        )
+
+    def chosen(self, run: Run, results: dict[str, dict]) -> str:
+        """The flags of a tuning run's candidate, or of the best one of the method."""
+        gamma = min(1.0, 4.177 * self.cells[run.cell]["epochs"] ** -0.7265)
+        return (run.candidate or self.best(run.method, results)).replace("{gamma}", f"{gamma:.3f}")
 
     def tuning(self, method: str) -> list[Run]:
         return [run for run in self.runs if run.cell == "tune" and run.method == method]
@@ -79,14 +85,14 @@ class Grid:
         return None
 
 
-def recall(metrics: dict) -> float:
-    """R@1 in percent, mean of both directions."""
-    return 50 * (metrics["image_to_text_R@1"] + metrics["text_to_image_R@1"])
+def recall(metrics: dict, ways: tuple[str, ...] = WAYS) -> float:
+    """R@1 in percent, mean of both directions or in one of them."""
+    return 100 * mean(metrics[f"{way}_R@1"] for way in ways)
 
 
-def last_recall(result: dict) -> float:
-    """R@1 at the end; 0 for a run that diverged before its first evaluation."""
-    return recall(result["by_epoch"][-1]) if result["by_epoch"] else 0.0
+def last_recall(result: dict, ways: tuple[str, ...] = WAYS) -> float:
+    """R@1 at the end; 0 for a run that diverged."""
+    return 0.0 if result["diverged"] else recall(result["by_epoch"][-1], ways)
 
 
 def read_results(path: Path) -> dict[str, dict]:

@@ -34,8 +34,9 @@ def accuracy(name: str, checkpoint: Path, folder: Path) -> float:
             classnames=classes,
             templates=[lambda c, template=template: template.format(c=c) for template in templates],
         )
-        samples = wds.WebDataset(str(folder / "test" / "0.tar"), shardshuffle=False).compose(decode_pairs(wds.decode)("pil"))
-        for batch in samples.to_tuple("png", "cls").batched(256, collation_fn=list, partial=True):
+        tar = wds.WebDataset(str(folder / "test" / "0.tar"), shardshuffle=False)
+        samples = tar.compose(decode_pairs(wds.decode)("pil")).to_tuple("png", "cls")
+        for batch in samples.batched(256, collation_fn=list, partial=True):
             images = torch.stack([transform(image) for image, _ in batch])
             answers = (model.encode_image(images, normalize=True) @ classifier).argmax(dim=1).tolist()
             right += sum(answer == int(label) for answer, (_, label) in zip(answers, batch, strict=True))
