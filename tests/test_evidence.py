@@ -1,10 +1,13 @@
 """examples/evidence: which run comes next, what a run leaves behind, and the intervals."""
 
+import io
 import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
 GRID = """
@@ -155,7 +158,7 @@ def test_a_run_that_diverges_is_a_result_and_one_that_fails_is_not(evidence, mon
     assert result["diverged"].startswith("step 30") and result["tau"] is None and result["by_epoch"] == []
 
 
-def test_a_run_that_another_command_has_is_left_to_it(evidence, monkeypatch):
+def test_a_run_that_another_command_has_is_left_to_it(evidence, monkeypatch, capsys):
     import fcntl
 
     _, run, _ = evidence
@@ -164,6 +167,7 @@ def test_a_run_that_another_command_has_is_left_to_it(evidence, monkeypatch):
     with open("evidence-logs/tune-queue-lr-1e-3-s100.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         call(run, monkeypatch, "--data . --only queue")
+    assert capsys.readouterr().out.startswith("tune-queue-lr-1e-3-s100 still goes on elsewhere")
 
 
 def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
@@ -194,8 +198,22 @@ def test_a_real_run(evidence, monkeypatch, tmp_path):
 
     arguments = f"shapes --out {tmp_path}/data --num-samples 16 --val-samples 8 --samples-per-shard 16"
     assert not make_shards(arguments.split())
+    folder = tmp_path / "data" / "zeroshot-concepts"
+    (folder / "test").mkdir(parents=True)
+    (folder / "classnames.txt").write_text("red\nblue\n")
+    (folder / "zeroshot_classification_templates.txt").write_text("{c} square\na {c} square\n")
+    with tarfile.open(folder / "test" / "0.tar", "w") as tar:
+        for name, cls in (("one", b"0"), ("two", b"1"), ("three", b"1")):
+            picture = io.BytesIO()
+            Image.new("RGB", (8, 8), "red" if cls == b"0" else "blue").save(picture, "png")
+            for kind, content in (("png", picture.getvalue()), ("cls", cls), ("pickle", b"not unpickled")):
+                member = tarfile.TarInfo(f"{name}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
     call(run, monkeypatch, "--data data --only queue")
     lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
     assert [one["run"] for one in lines] == ["tune-queue-lr-1e-3-s100", "main-queue-s0", "main-queue-s1"]
     assert [metrics["epoch"] for metrics in lines[1]["by_epoch"]] == [1, 2]
     assert 0.05 < lines[1]["tau"] < 0.08 and lines[1]["cpu_seconds"] > 1
+    assert lines[0]["zero_shot"] == {}
+    assert round(3 * lines[1]["zero_shot"]["zeroshot-concepts"], 6) in (0, 1, 2, 3)

@@ -90,11 +90,13 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
                     running[started.process.pid] = started
                     print(f"begins {run.name}; {remaining(grid, results):.1f} h left in all", flush=True)
                 else:
+                    print(f"{run.name} still goes on elsewhere, or what is left of it", flush=True)
                     elsewhere.add(run)
                 continue
             if not running:
                 break
             started, cpu_seconds = wait(running)
+            elsewhere.clear()
             with started.lock:
                 result = collect(started, grid, results, args, cpu_seconds)
                 append_result(args.results, result)
