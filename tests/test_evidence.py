@@ -4,6 +4,7 @@ import io
 import json
 import sys
 import tarfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,20 @@ def test_a_run_that_another_command_has_is_left_to_it(evidence, monkeypatch, cap
         fcntl.flock(lock, fcntl.LOCK_EX)
         call(run, monkeypatch, "--data . --only queue")
     assert capsys.readouterr().out.startswith("tune-queue-lr-1e-3-s100 still goes on elsewhere")
+
+
+def test_a_training_that_outlives_its_command_is_not_begun_twice(evidence, monkeypatch):
+    grid, run, _ = evidence
+    args = Namespace(logs=Path("."))
+    monkeypatch.setattr(run, "command", lambda *_: ["sleep", "60"])
+    one = grid.Run("main", "clip", 0)
+    started = run.start(one, "flags", args)
+    started.lock.close()  # as when the command is killed
+    assert run.start(one, "flags", args) is None
+    started.process.kill()
+    started.process.wait()
+    with pytest.raises(SystemExit, match="main-clip-s0 has begun with other flags"):
+        run.start(one, "other flags", args)
 
 
 def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
