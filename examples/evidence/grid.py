@@ -1,0 +1,113 @@
+"""The declared grid: its runs in their order, their flags, and the file of results."""
+
+import fcntl
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+import yaml
+
+HERE = Path(__file__).parent
+WAYS = ("image_to_text", "text_to_image")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training. A tuning run has its candidate's flags, every other run takes the best of its method's."""
+
+    cell: str
+    method: str
+    seed: int
+    candidate: str | None = None
+
+    @property
+    def name(self) -> str:
+        return re.sub(r"[^a-z0-9.]+", "-", f"{self.cell} {self.method} {self.candidate or ''} s{self.seed}")
+
+
+class Grid:
+    """A file like grid.yaml; `runs` are its runs in their order."""
+
+    def __init__(self, path: Path):
+        declared = yaml.safe_load(path.read_text())
+        self.recipe, self.batch, self.warmup = declared["recipe"], declared["batch"], declared["warmup"]
+        self.cells, self.methods = declared["cells"], declared["methods"]
+        self.runs = [
+            Run(group["cell"], method, seed, candidate)
+            for group in declared["order"]
+            for seed in group["seeds"]
+            for method in group["methods"]
+            for candidate in (self.methods[method]["candidates"] if group["cell"] == "tune" else [None])
+        ]
+
+    def hours(self, run: Run) -> float:
+        """The estimate of a run's time on one core."""
+        cell = self.cells[run.cell]
+        return cell["rows"] * cell["epochs"] / 32 * self.methods[run.method]["step_ms"] / 3.6e6
+
+    def flags(self, run: Run, results: dict[str, dict]) -> str:
+        """The run's command line, with `{data}` for the folder of the data."""
+        cell, about = self.cells[run.cell], self.methods[run.method]
+        return (
+            f"{self.recipe} --dataset-type webdataset --train-num-samples {cell['rows']} --epochs {cell['epochs']} "
+            f"--train-data {{data}}/train-{{000000..{cell['shards'] - 1:06}}}.tar "
+            f"--val-data {{data}}/{cell['gallery']}-000000.tar "
+            f"--warmup {self.warmup // about.get('accum', 1)} --seed {run.seed} "
+            f"{about['flags']} {self.chosen(run, results)}"
+        )
+
+    def chosen(self, run: Run, results: dict[str, dict]) -> str:
+        """The flags of a tuning run's candidate, or of the best one of the method."""
+        gamma = min(1.0, 4.177 * self.cells[run.cell]["epochs"] ** -0.7265)
+        return (run.candidate or self.best(run.method, results)).replace("{gamma}", f"{gamma:.3f}")
+
+    def tuning(self, method: str) -> list[Run]:
+        return [run for run in self.runs if run.cell == "tune" and run.method == method]
+
+    def best(self, method: str, results: dict[str, dict]) -> str:
+        """The candidate with the highest R@1, mean of both directions, at the end of its tuning runs."""
+        values: dict[str, float] = {}
+        for run in self.tuning(method):
+            values[run.candidate] = values.get(run.candidate, 0) + last_recall(results[run.name])
+        return max(values, key=values.get)
+
+    def next_run(self, results: dict[str, dict], begun: set[Run], only: str | None, hours: float) -> Run | None:
+        """The first run without a result that has not begun, whose method is tuned, and that fits in the hours."""
+        for run in self.runs:
+            waits = run.cell != "tune" and any(tuning.name not in results for tuning in self.tuning(run.method))
+            if run.name in results or run in begun or waits or (only and run.method != only):
+                continue
+            if self.hours(run) <= hours:
+                return run
+        return None
+
+
+def recall(metrics: dict, ways: tuple[str, ...] = WAYS) -> float:
+    """R@1 in percent, mean of both directions or in one of them."""
+    return 100 * mean(metrics[f"{way}_R@1"] for way in ways)
+
+
+def last_recall(result: dict, ways: tuple[str, ...] = WAYS) -> float:
+    """R@1 at the end; 0 for a run that diverged."""
+    return 0.0 if result["diverged"] else recall(result["by_epoch"][-1], ways)
+
+
+def read_results(path: Path) -> dict[str, dict]:
+    """The results by run; a last line that a kill has torn is left out."""
+    text = path.read_text() if path.exists() else ""
+    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+    return {result["run"]: result for result in lines}
+
+
+def append_result(path: Path, result: dict) -> None:
+    """Add one line, in place of a torn last one."""
+    with open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(result).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,168 @@
+"""Tables and a picture of the grid's results.
+
+    python examples/evidence/report.py --out evidence
+
+writes evidence.md and evidence.png.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from statistics import mean, stdev
+
+from grid import HERE, WAYS, Grid, last_recall, read_results, recall
+
+LEVELS = (10, 15, 20)  # percent of R@1
+# Student's t at 97.5 %, for 1, 2, ... degrees of freedom.
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+HEADER = (
+    "method", "tuned", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
+    "tau at the end", *(f"steps to {level} %" for level in LEVELS), "zero-shot concepts, emoji, %", "CPU hours",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", type=Path, default=HERE / "grid.yaml", help="(default: beside this file)")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="(default: beside this file)")
+    parser.add_argument("--out", type=Path, default=Path("evidence"), help="name without suffix (default: evidence)")
+    args = parser.parse_args()
+    grid, results = Grid(args.grid), list(read_results(args.results).values())
+    cells = {cell: by_method(results, grid, cell) for cell in grid.cells if cell != "tune"}
+    cells = {cell: methods for cell, methods in cells.items() if methods}
+    text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items()) + tuning(grid, results)
+    args.out.with_suffix(".md").write_text(text)
+    if cells:
+        draw(grid, cells, args.out.with_suffix(".png"))
+    print(text)
+
+
+def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int, dict]]:
+    """The results of a cell by method, in the grid's order, and seed."""
+    found = {
+        method: {result["seed"]: result for result in results if (result["cell"], result["method"]) == (cell, method)}
+        for method in grid.methods
+    }
+    return {method: seeds for method, seeds in found.items() if seeds}
+
+
+def paired(runs: dict[int, dict], base: dict[int, dict]) -> tuple[float, float | None, int] | None:
+    """Mean difference of R@1 over the seeds that both have, half of its 95 % interval (None for one seed), and their
+    number."""
+    differences = [last_recall(runs[seed]) - last_recall(base[seed]) for seed in sorted(runs.keys() & base.keys())]
+    n = len(differences)
+    half = T[n - 2] * stdev(differences) / math.sqrt(n) if n > 1 else None
+    return (mean(differences), half, n) if n else None
+
+
+def crossing(result: dict, level: float) -> float | None:
+    """Samples after which R@1 first reaches `level`, on straight lines between the epochs; None if it does not."""
+    before = 0.0
+    for metrics in result["by_epoch"]:
+        now = recall(metrics)
+        if now >= level:
+            return result["rows"] * (metrics["epoch"] - 1 + (level - before) / (now - before))
+        before = now
+    return None
+
+
+def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
+    about = grid.cells[cell]
+    lines = [
+        f"## {cell}: n = {about['rows']:,}, {about['epochs']} epochs, batch {grid.batch}\n",
+        f"R@1 on the {about['gallery']} gallery, mean of both directions; steps are of 32 samples.\n",
+        f"| {' | '.join(HEADER)} |\n|{'---|' * len(HEADER)}",
+    ]
+    for method, seeds in methods.items():
+        runs = list(seeds.values())
+        both = [f"{mean(last_recall(run, (way,)) for run in runs):.1f}" for way in WAYS]
+        columns = [
+            method,
+            f"`{runs[0]['candidate']}`",
+            grid.methods[method]["tau"],
+            str(len(runs)) + "".join(f", {run['seed']} diverged" for run in runs if run["diverged"]),
+            f"{mean(map(last_recall, runs)):.1f}",
+            ", ".join(both),
+            "" if method == "clip" else difference(paired(seeds, methods.get("clip", {}))),
+            average([run["tau"] for run in runs], ".4f"),
+            *(average([samples and samples / 32 for samples in crossings], ",.0f") for crossings in
+              ([crossing(run, level) for run in runs] for level in LEVELS)),
+            ", ".join(
+                average([run["zero_shot"].get(name) and 100 * run["zero_shot"][name] for run in runs], ".1f")
+                for name in ("zeroshot-concepts", "zeroshot-emoji")
+            ),
+            average([run["cpu_seconds"] and run["cpu_seconds"] / 3600 for run in runs], ".2f"),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(columns)} |")
+    return "\n".join(lines) + "\n"
+
+
+def difference(found: tuple[float, float | None, int] | None) -> str:
+    if not found:
+        return ""
+    value, half, n = found
+    return f"{value:+.1f}, one seed" if half is None else f"{value:+.1f} ± {half:.1f}, {n} seeds"
+
+
+def average(values: list[float | None], form: str) -> str:
+    """The mean of the values that there are, with their number where some are missing."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "-"
+    return f"{mean(there):{form}}" + (f" ({len(there)} of {len(values)})" if len(there) < len(values) else "")
+
+
+def tuning(grid: Grid, results: list[dict]) -> str:
+    """Every configuration that was tried."""
+    about = grid.cells["tune"]
+    lines = [
+        f"\n## Tuning: n = {about['rows']:,}, {about['epochs']} epochs, R@1 on the {about['gallery']} gallery\n",
+        "| method | flags | R@1, % | tau at the end |\n|---|---|---|---|",
+    ]
+    for method in grid.methods:
+        tried = [result for result in results if result["cell"] == "tune" and result["method"] == method]
+        best = max(map(last_recall, tried), default=0)
+        for result in tried:
+            value = f"{last_recall(result):.1f}" + (", diverged" if result["diverged"] else "")
+            shown = f"**{value}**" if last_recall(result) == best else value
+            lines.append(f"| {method} | `{result['candidate']}` | {shown} | {average([result['tau']], '.4f')} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
+    """For each cell the curves, means over seeds, and the differences to clip with their intervals."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {
+        method: {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
+        for number, method in enumerate(grid.methods)
+    }
+    figure, axes = plt.subplots(len(cells), 2, figsize=(11, 4.2 * len(cells)), constrained_layout=True, squeeze=False)
+    for (cell, methods), (left, right) in zip(cells.items(), axes, strict=True):
+        about = grid.cells[cell]
+        for method, seeds in methods.items():
+            curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
+            if curves:
+                values = [mean(epoch) for epoch in zip(*curves, strict=True)]
+                left.plot(range(len(values)), values, label=method, **style[method])
+        compared = {method: paired(seeds, methods.get("clip", {})) for method, seeds in methods.items()}
+        compared = {method: found for method, found in compared.items() if found and method != "clip"}
+        for method, (value, half, n) in compared.items():
+            right.errorbar(value, f"{method} ({n})", xerr=half or 0, fmt="o", capsize=3, color=style[method]["color"])
+        right.axvline(0, color="gray", linewidth=0.8)
+        right.invert_yaxis()
+        title = f"{cell}: n = {about['rows']:,}, {about['epochs']} epochs"
+        left.set(title=title, xlabel="epoch", ylabel=f"R@1 on the {about['gallery']} gallery, %")
+        right.set(title="against clip, paired (seeds), 95 % interval", xlabel="points of R@1")
+        left.xaxis.get_major_locator().set_params(integer=True)
+        left.grid(alpha=0.3)
+        right.grid(alpha=0.3)
+        left.legend(fontsize=7, ncols=2)
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Run the grid that grid.yaml declares, one training after another in its order.
+
+    OMP_NUM_THREADS=1 nohup nice -n 19 python examples/evidence/run.py --data icons &
+
+`--data` is the folder of `python -m open_clip_ext.data.make_shards icons` (docs/icons.md). A run that ends adds its
+line to results.jsonl beside this file and is not run again; one that was interrupted goes on after its last whole
+epoch. Several of these commands may share the logs. A run that diverges is a result too; any other failure ends the
+command.
+"""
+
+import argparse
+import fcntl
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO
+
+from grid import HERE, WAYS, Grid, Run, append_result, last_recall, read_results
+
+METRICS = [f"{way}_R@{k}" for way in WAYS for k in (1, 5)] + ["clip_val_loss"]
+STEP = re.compile(r"Train Epoch: .* Logit Scale: (\S+) (.*)")
+SHOWN = re.compile(r"(\w+): \S+ \((\S+)\)")
+DIVERGED = re.compile(r"^open_clip_ext: error: (step .* is not finite.*)", re.MULTILINE)
+ZERO_SHOT = ("zeroshot-concepts", "zeroshot-emoji")
+
+
+@dataclass
+class Started:
+    run: Run
+    process: subprocess.Popen
+    lock: IO
+    since: float
+    resumed: bool
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder of the icons")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--only", metavar="METHOD", help="this method's runs only")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run that would end later than this")
+    parser.add_argument("--list", action="store_true", help="print the runs with their hours and end")
+    parser.add_argument("--grid", type=Path, default=HERE / "grid.yaml", help="(default: beside this file)")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="(default: beside this file)")
+    logs = Path("evidence-logs")
+    parser.add_argument("--logs", type=Path, default=logs, help=f"logs and checkpoints, 53 MB a run (default: {logs})")
+    args = parser.parse_args()
+    grid = Grid(args.grid)
+    if args.only and args.only not in grid.methods:
+        parser.error(f"--only: {args.only!r} is not one of {', '.join(map(repr, grid.methods))}")
+    if args.list:
+        return show(grid, read_results(args.results))
+    if not (args.data and (args.data / "sizes.json").exists()):
+        parser.error(f"--data: {str(args.data)!r} has no sizes.json; give the folder that make_shards wrote")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda number, _: sys.exit(f"ended by {signal.Signals(number).name}"))
+    work(grid, args)
+
+
+def show(grid: Grid, results: dict[str, dict]) -> None:
+    for run in grid.runs:
+        print(f"{grid.hours(run):6.2f} h  {run.name}{'  done' if run.name in results else ''}")
+    print(f"{sum(map(grid.hours, grid.runs)):6.2f} h  {len(grid.runs)} runs; {remaining(grid, results):.1f} h left")
+
+
+def work(grid: Grid, args: argparse.Namespace) -> None:
+    """Keep `args.jobs` runs going until none is left that may begin."""
+    end = time.monotonic() + 3600 * args.hours
+    running: dict[int, Started] = {}
+    elsewhere: set[Run] = set()  # in another of these commands
+    try:
+        while True:
+            results = read_results(args.results)
+            hours = (end - time.monotonic()) / 3600 / pace(grid, results)
+            begun = elsewhere | {started.run for started in running.values()}
+            run = grid.next_run(results, begun, args.only, hours) if len(running) < args.jobs else None
+            if run:
+                started = start(run, grid.flags(run, results), args)
+                if started:
+                    running[started.process.pid] = started
+                    print(f"begins {run.name}; {remaining(grid, results):.1f} h left in all", flush=True)
+                else:
+                    print(f"{run.name} still goes on elsewhere, or what is left of it", flush=True)
+                    elsewhere.add(run)
+                continue
+            if not running:
+                break
+            started, cpu_seconds = wait(running)
+            elsewhere.clear()
+            with started.lock:
+                result = collect(started, grid, results, args, cpu_seconds)
+                append_result(args.results, result)
+            outcome = result["diverged"] or f"R@1 {last_recall(result):.1f}"
+            print(f"{time.strftime('%d %b %H:%M')}  {result['run']}: {outcome}", flush=True)
+        print(f"no more runs may begin; {remaining(grid, results):.1f} h left in all")
+    finally:
+        for started in running.values():
+            started.process.terminate()
+
+
+def wait(running: dict[int, Started]) -> tuple[Started, float]:
+    """Take the first run that ends out of `running`, with its CPU seconds, which include its workers'."""
+    while True:
+        for pid in running:
+            ended, status, usage = os.wait4(pid, os.WNOHANG)
+            if ended:
+                started = running.pop(pid)
+                started.process.returncode = os.waitstatus_to_exitcode(status)
+                return started, usage.ru_utime + usage.ru_stime
+        time.sleep(0.1)
+
+
+def pace(grid: Grid, results: dict[str, dict]) -> float:
+    """Hours that the runs so far took, for each estimated one."""
+    timed = [(results[run.name]["wall_seconds"], grid.hours(run)) for run in grid.runs if run.name in results]
+    timed = [(seconds / 3600, hours) for seconds, hours in timed if seconds]
+    return sum(took for took, _ in timed) / sum(hours for _, hours in timed) if timed else 1.0
+
+
+def remaining(grid: Grid, results: dict[str, dict]) -> float:
+    """Hours of the runs without a result, one at a time."""
+    return pace(grid, results) * sum(grid.hours(run) for run in grid.runs if run.name not in results)
+
+
+def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
+    """Begin a run or go on with it; None if another command has it.
+
+    The training inherits the lock, which so outlives this command for as long as the training goes on.
+    """
+    lock = open(args.logs / f"{run.name}.lock", "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return None
+    lock.seek(0)
+    if lock.read() not in ("", flags):
+        sys.exit(f"{run.name} has begun with other flags in {args.logs}; give another --logs, or remove what is there")
+    lock.truncate(0)
+    lock.write(flags)
+    lock.flush()
+    resumed = (args.logs / run.name).exists()
+    with open(args.logs / f"{run.name}.output", "wb") as output:
+        process = subprocess.Popen(
+            command(run, flags, args, resumed),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=[lock.fileno()],
+        )
+    return Started(run, process, lock, time.monotonic(), resumed)
+
+
+def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool) -> list[str]:
+    words = [word.replace("{data}", str(args.data)) for word in shlex.split(flags)]
+    words += ["--logs", str(args.logs), "--name", run.name, *(["--resume", "latest"] if resumed else [])]
+    return ["nice", "-n", "19", sys.executable, "-m", "open_clip_ext.main", *words]
+
+
+def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespace, cpu_seconds: float) -> dict:
+    """The line of a run that has ended; ends this command if it failed otherwise than by diverging."""
+    run, resumed = started.run, started.resumed
+    wall_seconds = time.monotonic() - started.since
+    output = (args.logs / f"{run.name}.output").read_text(errors="replace")
+    diverged = DIVERGED.search(output)
+    if started.process.returncode and not diverged:
+        sys.exit(output[-3000:] + f"\n{run.name} ended with code {started.process.returncode}")
+    cell, about = grid.cells[run.cell], grid.methods[run.method]
+    folder = args.logs / run.name
+    checkpoint = folder / "checkpoints" / f"epoch_{cell['epochs']}.pt"
+    shown = STEP.findall((folder / "out.log").read_text())
+    scale, rest = shown[-1] if shown else ("nan", "")
+    means = {name.lower(): finite(float(value)) for name, value in SHOWN.findall(rest)}
+    return {
+        "run": run.name,
+        "cell": run.cell,
+        "method": run.method,
+        "candidate": grid.chosen(run, results),
+        "flags": grid.flags(run, results),
+        "rows": cell["rows"],
+        "batch": grid.batch * about.get("accum", 1),
+        "epochs": cell["epochs"],
+        "seed": run.seed,
+        "gallery": cell["gallery"],
+        "by_epoch": evaluations(folder),
+        "tau": means.get("tau", finite(1 / float(scale))),
+        "logged_last": means,
+        "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
+        "diverged": diverged[1] if diverged else None,
+        # Of an interrupted run only a part would be known.
+        "wall_seconds": None if resumed else round(wall_seconds, 1),
+        "cpu_seconds": None if resumed else round(cpu_seconds, 1),
+        "versions": {name: version(name) for name in ("open-clip-ext", "open_clip_torch", "torch")},
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def evaluations(folder: Path) -> list[dict]:
+    """The metrics of every epoch, the last ones where an epoch was evaluated again after an interruption."""
+    path = folder / "checkpoints" / "results.jsonl"
+    lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
+    by_epoch = {line["epoch"]: {name: finite(line[name]) for name in ("epoch", *METRICS)} for line in lines}
+    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def zero_shot(grid: Grid, checkpoint: Path, data: Path) -> dict[str, float]:
+    """Accuracy on the zero-shot folders that the data have."""
+    from zero_shot import accuracy
+
+    model = re.search(r"--model (\S+)", grid.recipe)[1]
+    return {name: accuracy(model, checkpoint, data / name) for name in ZERO_SHOT if (data / name).exists()}
+
+
+if __name__ == "__main__":
+    main()

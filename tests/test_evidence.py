@@ -1,0 +1,234 @@
+"""examples/evidence: which run comes next, what a run leaves behind, and the intervals."""
+
+import io
+import json
+import sys
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
+GRID = """
+recipe: --model ViT-shapes-tiny --device cpu --precision fp32 --workers 0 --batch-size 8 --log-every-n-steps 1
+batch: 8
+warmup: 2
+cells:
+  tune: {rows: 16, shards: 1, epochs: 1, gallery: val}
+  main: {rows: 16, shards: 1, epochs: 2, gallery: val}
+methods:
+  clip: {flags: --loss clip, tau: learned, step_ms: 3600000, candidates: [--lr 1e-3, --lr 2e-3]}
+  queue: {flags: --loss queue, tau: learned, step_ms: 3600000, candidates: [--lr 1e-3]}
+order:
+  - {cell: tune, methods: [clip], seeds: [100]}
+  - {cell: main, methods: [clip], seeds: [0]}
+  - {cell: tune, methods: [queue], seeds: [100]}
+  - {cell: main, methods: [queue, clip], seeds: [0, 1]}
+"""
+# In place of a training: what it would leave in its folder.
+TRAINING = """
+mkdir -p {folder}/checkpoints
+printf '{{"epoch": 1, "image_to_text_R@1": {r1}, "text_to_image_R@1": {r1}, "image_to_text_R@5": 0.5,
+ "text_to_image_R@5": 0.5, "clip_val_loss": NaN}}' | tr -d '\\n' > {folder}/checkpoints/results.jsonl
+echo 'Train Epoch: 0 [16/16] LR: 0.001 Logit Scale: 20.000 Loss: 1.0 (1.0) Tau: 0.04 (0.05)' > {folder}/out.log
+"""
+
+
+@pytest.fixture
+def evidence(monkeypatch, tmp_path):
+    """The modules grid, run and report, and a small grid in an empty folder."""
+    for name in ("grid", "run", "report"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(EVIDENCE))
+    monkeypatch.setenv("PYTHONPATH", str(EVIDENCE.parent.parent))
+    monkeypatch.chdir(tmp_path)
+    Path("grid.yaml").write_text(GRID)
+    Path("sizes.json").write_text("{}")
+    import grid
+    import report
+    import run
+
+    yield grid, run, report
+    for name in ("grid", "run", "report"):
+        sys.modules.pop(name, None)
+
+
+def call(module, monkeypatch, arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--grid", "grid.yaml", "--results", "results.jsonl", *arguments.split()])
+    module.main()
+
+
+def line(recall: float = 0.1, epochs: int = 1, **more) -> dict:
+    """A result; R@1 grows by the same in each epoch."""
+    metrics = [{"image_to_text_R@1": recall * e / epochs, "text_to_image_R@1": recall * e / epochs, "epoch": e}
+               for e in range(1, epochs + 1)]  # fmt: skip
+    about = {"rows": 3200, "diverged": None, "tau": 0.05, "zero_shot": {}, "cpu_seconds": 3600, "wall_seconds": 60}
+    return {"by_epoch": metrics, "candidate": "--lr 1e-3", **about, **more}
+
+
+def test_order_and_choice(evidence):
+    grid, _, _ = evidence
+    small = grid.Grid(Path("grid.yaml"))
+    results, begun = {}, set()
+    first = small.next_run(results, begun, None, 100)
+    second = small.next_run(results, {first}, None, 100)
+    assert [first.name, second.name] == ["tune-clip-lr-1e-3-s100", "tune-clip-lr-2e-3-s100"]
+    # clip is not tuned yet, so queue's tuning comes before clip's seed 0.
+    assert small.next_run(results, {first, second}, None, 100).name == "tune-queue-lr-1e-3-s100"
+    results = {first.name: line(0.1), second.name: line(0.2)}
+    main = small.next_run(results, set(), None, 100)
+    assert main.name == "main-clip-s0" and "--epochs 2" in small.flags(main, results)
+    assert small.flags(main, results).endswith("--warmup 2 --seed 0 --loss clip --lr 2e-3")
+    results[second.name]["diverged"] = "step 3: the loss is not finite"
+    assert small.chosen(main, results) == "--lr 1e-3"
+    assert small.next_run(results, set(), "queue", 100).method == "queue"
+    # 16 rows are half a step of 32 pairs, an hour each: the main run does not fit, the tuning run does.
+    assert small.next_run(results, set(), None, 0.6).name == "tune-queue-lr-1e-3-s100"
+    assert small.next_run(results, set(), None, 0.4) is None
+
+
+def test_the_declared_grid(evidence):
+    grid, _, _ = evidence
+    declared = grid.Grid(EVIDENCE / "grid.yaml")
+    assert len({run.name for run in declared.runs}) == len(declared.runs)
+    assert {run.seed for run in declared.runs if run.candidate} == {100}
+    assert not any(run.seed >= 100 for run in declared.runs if not run.candidate)
+    for method in declared.methods:
+        assert len(declared.tuning(method)) == 4
+    for cell in declared.cells.values():
+        assert cell["rows"] == 10_000 * cell["shards"]
+    tune = next(run for run in declared.runs if run.method == "fastclip-v3")
+    assert "--gamma 1.000" in declared.flags(tune, {})
+    results = {run.name: line() for run in declared.tuning("fastclip-v3")}
+    assert "--gamma 0.922" in declared.flags(grid.Run("main", "fastclip-v3", 0), results)  # 4.177 * 8 ** -0.7265
+
+
+def test_a_torn_last_line_is_dropped_and_replaced(evidence):
+    grid, _, _ = evidence
+    path = Path("results.jsonl")
+    assert grid.read_results(path) == {}
+    grid.append_result(path, {"run": "a"})
+    path.write_text(path.read_text() + '{"run": "b", "ta')
+    assert list(grid.read_results(path)) == ["a"]
+    grid.append_result(path, {"run": "c"})
+    assert path.read_text() == '{"run": "a"}\n{"run": "c"}\n'
+
+
+def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, capsys):
+    _, run, _ = evidence
+    begun = []
+
+    def command(one, flags, args, resumed):
+        begun.append((one.name, resumed))
+        r1 = 0.2 if one.candidate == "--lr 2e-3" else 0.1
+        return ["sh", "-c", TRAINING.format(folder=args.logs / one.name, r1=r1)]
+
+    monkeypatch.setattr(run, "command", command)
+    monkeypatch.setattr(run, "zero_shot", lambda grid, checkpoint, data: {})
+    Path("evidence-logs/tune-queue-lr-1e-3-s100").mkdir(parents=True)  # of an interrupted run
+    call(run, monkeypatch, "--data . --jobs 2")
+    lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
+    assert len(begun) == 7 and sorted(name for name, _ in begun) == sorted(result["run"] for result in lines)
+    assert [name for name, resumed in begun if resumed] == ["tune-queue-lr-1e-3-s100"]
+    results = {result["run"]: result for result in lines}
+    assert results["tune-queue-lr-1e-3-s100"]["wall_seconds"] is None
+    one = results["main-clip-s1"]
+    assert one["candidate"] == "--lr 2e-3" and one["tau"] == 0.05 and one["seed"] == 1
+    assert one["by_epoch"][0]["clip_val_loss"] is None and one["cpu_seconds"] < 5
+    assert "{data}/train-{000000..000000}.tar" in one["flags"]  # no path of this machine
+    call(run, monkeypatch, "--data . --jobs 2")
+    assert len(begun) == 7
+    assert "0.0 h left" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_is_a_result_and_one_that_fails_is_not(evidence, monkeypatch):
+    _, run, _ = evidence
+    message = "open_clip_ext: error: step 30: the loss is not finite; training cannot go on from here"
+
+    def command(one, flags, args, resumed):
+        text = message if one.candidate == "--lr 1e-3" else "No space left"
+        folder = args.logs / one.name
+        return ["sh", "-c", f"mkdir -p {folder}; touch {folder}/out.log; echo '{text}'; exit 2"]
+
+    monkeypatch.setattr(run, "command", command)
+    with pytest.raises(SystemExit, match="No space left\n\ntune-clip-lr-2e-3-s100 ended with code 2"):
+        call(run, monkeypatch, "--data .")
+    (result,) = map(json.loads, Path("results.jsonl").read_text().splitlines())
+    assert result["diverged"].startswith("step 30") and result["tau"] is None and result["by_epoch"] == []
+
+
+def test_a_run_that_another_command_has_is_left_to_it(evidence, monkeypatch, capsys):
+    import fcntl
+
+    _, run, _ = evidence
+    Path("evidence-logs").mkdir()
+    monkeypatch.setattr(run, "command", lambda *_: pytest.fail("it began"))
+    with open("evidence-logs/tune-queue-lr-1e-3-s100.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        call(run, monkeypatch, "--data . --only queue")
+    assert capsys.readouterr().out.startswith("tune-queue-lr-1e-3-s100 still goes on elsewhere")
+
+
+def test_a_training_that_outlives_its_command_is_not_begun_twice(evidence, monkeypatch):
+    grid, run, _ = evidence
+    args = Namespace(logs=Path("."))
+    monkeypatch.setattr(run, "command", lambda *_: ["sleep", "60"])
+    one = grid.Run("main", "clip", 0)
+    started = run.start(one, "flags", args)
+    started.lock.close()  # as when the command is killed
+    assert run.start(one, "flags", args) is None
+    started.process.kill()
+    started.process.wait()
+    with pytest.raises(SystemExit, match="main-clip-s0 has begun with other flags"):
+        run.start(one, "other flags", args)
+
+
+def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
+    grid, _, report = evidence
+    # Differences 1, 2 and 6 points: mean 3, standard deviation sqrt(7), t 4.303: 4.303 * sqrt(7 / 3) = 6.573.
+    values = {"clip": (0.10, 0.12, 0.11), "queue": (0.11, 0.14, 0.17)}
+    for method, recalls in values.items():
+        for seed, value in enumerate(recalls):
+            one = line(value, epochs=2, run=f"{method}{seed}", cell="main", method=method, seed=seed)
+            grid.append_result(Path("results.jsonl"), one)
+    tried = line(0.1, run="t", cell="tune", method="queue", seed=100, candidate="--lr 7e-3")
+    grid.append_result(Path("results.jsonl"), tried)
+    call(report, monkeypatch, "--out table")
+    text = capsys.readouterr().out
+    assert "| +3.0 ± 6.6, 3 seeds |" in text and "`--lr 7e-3` | **10.0** |" in text
+    assert Path("table.md").read_text() in text and Path("table.png").stat().st_size > 10_000
+    # 17 % after two epochs of 3,200 samples, straight from 0: 10 % after 2 * 3,200 * 10 / 17.
+    assert report.crossing(line(0.17, epochs=2), 10) == pytest.approx(2 * 3200 * 10 / 17)
+    assert report.crossing(line(0.17, epochs=2), 20) is None
+    assert report.paired({0: line(0.2)}, {0: line(0.1), 1: line(0.3)}) == (pytest.approx(10), None, 1)
+    assert report.paired({0: line(0.2)}, {1: line(0.1)}) is None
+
+
+@pytest.mark.slow
+def test_a_real_run(evidence, monkeypatch, tmp_path):
+    _, run, _ = evidence
+    from open_clip_ext.data.make_shards import main as make_shards
+
+    arguments = f"shapes --out {tmp_path}/data --num-samples 16 --val-samples 8 --samples-per-shard 16"
+    assert not make_shards(arguments.split())
+    folder = tmp_path / "data" / "zeroshot-concepts"
+    (folder / "test").mkdir(parents=True)
+    (folder / "classnames.txt").write_text("red\nblue\n")
+    (folder / "zeroshot_classification_templates.txt").write_text("{c} square\na {c} square\n")
+    with tarfile.open(folder / "test" / "0.tar", "w") as tar:
+        for name, cls in (("one", b"0"), ("two", b"1"), ("three", b"1")):
+            picture = io.BytesIO()
+            Image.new("RGB", (8, 8), "red" if cls == b"0" else "blue").save(picture, "png")
+            for kind, content in (("png", picture.getvalue()), ("cls", cls), ("pickle", b"not unpickled")):
+                member = tarfile.TarInfo(f"{name}.{kind}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    call(run, monkeypatch, "--data data --only queue")
+    lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
+    assert [one["run"] for one in lines] == ["tune-queue-lr-1e-3-s100", "main-queue-s0", "main-queue-s1"]
+    assert [metrics["epoch"] for metrics in lines[1]["by_epoch"]] == [1, 2]
+    assert 0.05 < lines[1]["tau"] < 0.08 and lines[1]["cpu_seconds"] > 1
+    assert lines[0]["zero_shot"] == {}
+    assert round(3 * lines[1]["zero_shot"]["zeroshot-concepts"], 6) in (0, 1, 2, 3)
