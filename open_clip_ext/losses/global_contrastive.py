@@ -271,18 +271,24 @@ class GlobalContrastiveLoss(Loss):
         return by_image, by_text, by_tau, list(zip(parameters, by_parameter, strict=True))
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
+        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication.
+
+        `max_weight` and `effective_anchors` describe the weights w_i = exp(L_i - alpha_i) of all 2 B anchors of the
+        global batch: the largest, and (sum w)^2 / sum w^2, the number of anchors that share the gradient, 1 to 2 B.
+        """
         if self._last is None:
             return {}
         taus, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
+        log_weights = (log_batch - alpha).flatten()
         return {
             **self.temperature.diagnostics(taus),
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],
             "alpha_text_mean": mean[1],
             "alpha_text_std": deviation[1],
-            "max_weight": (log_batch - alpha).max().exp(),
+            "max_weight": log_weights.max().exp(),
+            "effective_anchors": (2 * log_weights.logsumexp(dim=0) - (2 * log_weights).logsumexp(dim=0)).exp(),
             **self.probe.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }
