@@ -120,7 +120,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_an_estimators_gradient_is_what_the_loss_gives(name):
+def test_an_estimators_gradient_is_that_of_a_training_step(name):
     preset, settings = SETTINGS[name]
     loss = create_loss(preset, **settings)
     loss.set_epoch(2)
@@ -133,16 +133,15 @@ def test_an_estimators_gradient_is_what_the_loss_gives(name):
     taus = loss.temperature.taus(1 / scale, torch.arange(N))
     places = torch.tensor([9, 0, 7, 3, 10])  # some visited, some not
     step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).batch(places)
-    queued = torch.full((8,), -1) if preset == "queue" else None
+    queued = torch.full((8,), -1) if preset == "queue" else None  # others than these pairs
     state = copy.deepcopy(loss.full_state())
     alpha, through_alpha = of_loss(loss, queued)(Step.of(step_of, places))
     found = step_of.gradients(torch.arange(5), alpha) + through_alpha
     assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)) for key, value in
                loss.full_state().items() if not isinstance(value, str))
 
-    loss.train(loss.normalizer.name == "table")  # which counts the step's own batch; the others would move
     leaves = [side[places].requires_grad_() for side in (image, text)]
-    loss(*leaves, scale, index=places).backward()
+    loss.train()(*leaves, scale, index=places).backward()
     expected = 5 * torch.stack([leaf.grad for leaf in leaves]).double()
     # 5 x 6 numbers in float32; exponents of at most 2 / TAU.
     torch.testing.assert_close(found, expected, rtol=0, atol=64 * 2 / TAU * 1.2e-7 * expected.abs().max().item())

@@ -10,11 +10,13 @@ where F_B is the batch's estimate and alpha the true log-normalizers (`exact.emb
 other alpha the difference of the two sides is the estimator's bias. The batches are those of an epoch: consecutive rows
 of a random order of all, so that the others in a row's batch are a random choice.
 
-As in a training step a table's u_i contains the share gamma of the batch's own estimate (Eq. 3), a queue nothing of the
-batch's own pairs, and `mixing` is applied. A network predicts with the checkpoint's weights: the updates that a step
-makes with its own batch first are left out.
+alpha is what a training step over the batch takes, so a copy of the estimator takes the batch in first: a table's u_i
+contains the share gamma of the batch's own estimate (Eq. 3), and a network is updated T_u times (Algorithm 1), which
+counts for much: it predicts far worse for a batch that it has not been updated with. A restart that would be due is
+left out. `mixing` is applied. A queue shows an anchor nothing of its own batch, though it may hold pairs of it.
 """
 
+import copy
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -28,7 +30,8 @@ from tqdm import tqdm
 
 from open_clip_ext import exact
 from open_clip_ext.losses import GlobalContrastiveLoss
-from open_clip_ext.normalizers import Batch, MovingAverageTable, Queue
+from open_clip_ext.normalizers import Batch, Normalizer, Queue
+from open_clip_ext.normalizers.network import NetworkNormalizer
 from open_clip_ext.pairs import Pairs, SimilarityBlocks, add_eps, log_mean_of_sides
 from open_clip_ext.surrogates import Surrogate
 from training_ext.embeddings import Embedded
@@ -126,21 +129,20 @@ def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
     """
 
     def estimate(step: Step) -> tuple[Tensor, Tensor | float]:
-        pairs, batch, normalizer = step.pairs, step.batch, loss.normalizer
-        assert batch.index is not None
+        pairs, batch = step.pairs, step.batch
         inputs = [tensor.clone() for tensor in (pairs.image, pairs.text, batch.positives, batch.tau)]
-        if queued is not None and isinstance(normalizer, Queue):
-            normalizer = queue_without(normalizer, torch.isin(queued, step.places))
-        if isinstance(normalizer, MovingAverageTable):
-            before = normalizer.log_u.lookup(batch.index)
+        if queued is not None and isinstance(loss.normalizer, Queue):
+            normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, step.places))
+        else:
+            normalizer = copy.deepcopy(loss.normalizer).train()
+            if isinstance(normalizer, NetworkNormalizer):
+                normalizer.restart_every = 0
             normalizer.update(batch)
         through = loss.objective.needs_differentiable_normalizer
         with torch.set_grad_enabled(through):
             image, text, positives, tau = (tensor.requires_grad_(through) for tensor in inputs)
             own = Pairs(image, text, pairs.all_image, pairs.all_text, 0)
             alpha = loss.mixed(normalizer(own, positives, tau, batch), batch.log_batch)
-        if isinstance(normalizer, MovingAverageTable):
-            normalizer.log_u.assign(batch.index, before)
         if not through:
             return alpha, 0.0
         size = len(batch.positives)
