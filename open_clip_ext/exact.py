@@ -1,10 +1,11 @@
-"""The log-normalizers that the estimators estimate, computed over the whole data set (neuclip.txt Eq. 1 and 9).
+"""What the estimators estimate, computed over the whole data set: log-normalizers (neuclip.txt Eq. 1 and 9) and the
+gradient of the global objective (Eq. 2).
 
     alpha_1i = log(eps + g_1i),    g_1i = mean over all j != i of exp(l(s_ij - s_ii) / tau_i)    image i as anchor
     alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
 
-for a sample of anchors, as in neuclip.txt Appendix B.6. Similarities are float32; sums are float64 and relative to each
-anchor's largest exponent, so that no temperature overflows.
+for a sample of anchors, as in neuclip.txt Appendix B.6; `embedding_gradients` has the gradient. Similarities are
+float32; sums are float64 and relative to each anchor's largest exponent, so that no temperature overflows.
 
 Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. What exists per side is stacked in front,
 (2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of blocks of rows
@@ -220,6 +221,89 @@ def exact_log_normalizers(
             if progress is not None:
                 progress(count)
     return add_eps(sums.value() - math.log(picked.negatives), eps)
+
+
+@torch.no_grad()
+def embedding_gradients(
+    image: Embeddings,
+    text: Embeddings,
+    rows: Tensor,
+    alpha: Tensor,
+    tau: Tensor | float,
+    scale: Tensor | float | None = None,
+    surrogate: Surrogate | None = None,
+    both_sides: bool = False,
+    device: torch.device | str | None = None,
+    chunk_mib: float = CHUNK_MIB,
+) -> Tensor:
+    """n times the gradient of the global objective in the embeddings of some pairs, (2, k, d) float64, images first.
+
+    neuclip.txt Eq. 2 with respect to the embeddings in place of the encoders' weights. With
+
+        w_1ij = exp(l(s_ij - s_ii) / tau_1i - alpha_1i) l'(s_ij - s_ii)    image i as anchor, text j as negative
+        w_2ij = exp(l(s_ji - s_ii) / tau_2i - alpha_2i) l'(s_ji - s_ii)    text i as anchor, image j as negative
+
+    the gradient in image a's embedding e_1a is
+
+        n dF/de_1a = 1/(n - 1) sum_(j != a) [ w_1aj (e_2j - e_2a) - w_2aj e_2a + w_2ja e_2j ]
+
+    image a as anchor, as text a's positive, and as a negative of all other texts; with the sides swapped for texts.
+
+    The n pairs may also be a batch: the same sum over B random pairs is B times the gradient of the batch's Eq. 4,
+    alpha the estimates of its B anchors. Given that row a is in the batch, each other row is so with probability
+    (B - 1)/(n - 1), which is what the factor 1/(B - 1) in place of 1/(n - 1) makes up for. So with alpha_i that do not
+    depend on the batch the conditional expectation of a batch's gradient is this function's over all n pairs with the
+    same alpha_i, and with the true ones it is the exact gradient.
+
+    Args:
+        image, text: the embeddings of the n >= 2 pairs.
+        rows: the pairs in whose embeddings the gradient is wanted, (k,) int64.
+        alpha: log-normalizers of all pairs as anchors, (2, n).
+        tau: temperatures > 0 of all pairs, 0-d or (2, n).
+        scale: the factor of each log(eps + g_i) in the objective, 0-d or (2, n); None: tau, as in Eq. 1.
+        surrogate, both_sides, device, chunk_mib: as in `exact_log_normalizers`.
+
+    Raises:
+        ValueError: shapes, rows or temperatures do not fit; the message names the argument.
+    """
+    sides = (Rows(image, device), Rows(text, device))
+    place = sides[0].device
+    if tuple(alpha.shape) != (2, len(sides[0])):
+        raise ValueError(f"alpha must be (2, {len(sides[0])}); got {tuple(alpha.shape)}")
+    tau = torch.as_tensor(tau, dtype=torch.float32).to(place).expand(2, len(sides[0]))
+    picked = Anchors(*sides, rows, tau[:, rows.to(place)], surrogate, both_sides)
+    # All that multiplies a weight goes into its exponent.
+    shift = alpha.to(place, torch.float32) + math.log(picked.negatives)
+    if scale is not None:
+        shift = shift - (torch.as_tensor(scale, dtype=torch.float32).to(place) / tau).log()
+    own_tau, own_shift = (values[:, rows.to(place), None] for values in (tau, shift))
+
+    def weights(gaps: Tensor, tau: Tensor, shift: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
+        slope = picked.surrogate.slope(gaps)
+        found = picked.surrogate.value(gaps).div_(tau).sub_(shift).exp_().mul_(slope)
+        found[own] = 0
+        return found
+
+    gradients = torch.zeros(2, len(picked), sides[0].dimension, dtype=torch.float64, device=place)
+    by_positive = torch.zeros(len(picked), dtype=torch.float64, device=place)
+    first, width = 0, max(1, int(chunk_mib * 2**18) // len(picked))
+    with full_precision():
+        for columns in zip(*(side.chunks(width) for side in sides), strict=True):
+            here = slice(first, first + len(columns[0]))
+            own = _own_places(picked.index, first, len(columns[0]))
+            positives = (columns[0] * columns[1]).sum(dim=1)
+            for side, column_sides in picked.sides:
+                for other in column_sides:
+                    similarities = picked.embeddings[side] @ columns[other].T
+                    gaps = similarities - picked.positives[:, None]
+                    as_anchors = weights(gaps, own_tau[side], own_shift[side], own)
+                    as_negatives = weights(similarities - positives, tau[other, here], shift[other, here], own)
+                    gradients[side] += (as_anchors + as_negatives) @ columns[other]
+                    by_positive += as_anchors.sum(dim=1)
+            first = here.stop
+    for gradient, partner in zip(gradients, reversed(picked.embeddings), strict=True):
+        gradient.sub_(by_positive[:, None] * partner)
+    return gradients
 
 
 def _chunk_shape(chunk_mib: float, anchors: int) -> tuple[int, int]:

@@ -186,7 +186,11 @@ class GlobalContrastiveLoss(Loss):
             inputs: image, text, s_ii and temperatures of this process, of which alone alpha has a graph.
         """
         image, text, positives, taus = inputs
-        alpha = self.normalizer(replace(pairs, image=image, text=text), positives, taus, batch)
+        return self.mixed(self.normalizer(replace(pairs, image=image, text=text), positives, taus, batch), log_batch)
+
+    def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
+        """The log-normalizers in use, (2, b), from the estimator's and the batch's own L: mixing, and the bound on
+        exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
         return alpha.maximum(log_batch - MAX_LOG_WEIGHT)
@@ -231,7 +235,7 @@ class GlobalContrastiveLoss(Loss):
         """This process's part of the gradient of the global value, by input; and of its anchors
         tau_i * exp(-alpha_i) * dg_i/dtau_i, with what alpha's own dependence on tau_i adds."""
         batch = all_alpha.shape[1]
-        image, text, by_tau, learned = self._through_alpha(pairs, inputs, log_batch, alpha, batch)
+        image, text, by_tau, learned = self.through_alpha(pairs, inputs, log_batch, alpha, batch)
         alpha = alpha.detach()
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         scale = self.temperature.scale(taus) / taus  # of what is computed below, which has the factor tau_i
@@ -251,11 +255,18 @@ class GlobalContrastiveLoss(Loss):
             gradients.append((tau, tau_gradient * share + by_tau * factor))
         return gradients, tau_terms
 
-    def _through_alpha(
+    def through_alpha(
         self, pairs: Pairs, inputs: list[Tensor], log_batch: Tensor, alpha: Tensor, batch: int
     ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
         """What comes through alpha of the gradient of the sum over sides of mean_i tau_i * log_value_i: in image and
-        text, (b, d) each, in tau, and pairs (parameter, gradient) of what the normalizer leaves to autograd."""
+        text, (b, d) each, in tau, and pairs (parameter, gradient) of what the normalizer leaves to autograd.
+
+        Args:
+            inputs: image, text, s_ii and temperatures of this process, leaves of alpha's graph.
+            log_batch: L, (2, b).
+            alpha: (2, b), with its graph.
+            batch: B.
+        """
         image, text, positives, taus = inputs
         slopes = self.objective.alpha_gradient(log_batch, alpha.detach())
         if slopes is None or not alpha.requires_grad:
@@ -271,18 +282,24 @@ class GlobalContrastiveLoss(Loss):
         return by_image, by_text, by_tau, list(zip(parameters, by_parameter, strict=True))
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
+        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication.
+
+        `max_weight` and `effective_anchors` describe the weights w_i = exp(L_i - alpha_i) of all 2 B anchors of the
+        global batch: the largest, and (sum w)^2 / sum w^2, the number of anchors that share the gradient, 1 to 2 B.
+        """
         if self._last is None:
             return {}
         taus, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
+        log_weights = (log_batch - alpha).flatten()
         return {
             **self.temperature.diagnostics(taus),
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],
             "alpha_text_mean": mean[1],
             "alpha_text_std": deviation[1],
-            "max_weight": (log_batch - alpha).max().exp(),
+            "max_weight": log_weights.max().exp(),
+            "effective_anchors": (2 * log_weights.logsumexp(dim=0) - (2 * log_weights).logsumexp(dim=0)).exp(),
             **self.probe.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }

@@ -128,3 +128,22 @@ def test_the_largest_weight():
     _, log_batch, alpha = loss._last
     assert loss.diagnostics()["max_weight"] == pytest.approx(float((log_batch - alpha).exp().max()))
     assert 1 < loss.diagnostics()["max_weight"] <= 4  # at most 1 / gamma
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.01])
+def test_the_effective_number_of_anchors(tau):
+    """Against a loop over the 2 B anchors of a batch."""
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("queue", queue_size=40, mixing=0.0, temperature="fixed")
+    scale = torch.tensor(1 / tau).double()
+    loss(unit(generator, 6, 8), unit(generator, 6, 8), scale)
+    assert loss.diagnostics()["effective_anchors"] == pytest.approx(12)  # the batch alone: every weight is 1
+    loss(unit(generator, 6, 8), unit(generator, 6, 8), scale)
+    _, log_batch, alpha = loss._last
+    total = squares = 0.0
+    for side in range(2):
+        for i in range(6):
+            weight = math.exp(float(log_batch[side, i] - alpha[side, i]))
+            total, squares = total + weight, squares + weight**2
+    assert loss.diagnostics()["effective_anchors"] == pytest.approx(total**2 / squares)
+    assert 1 <= total**2 / squares < 11

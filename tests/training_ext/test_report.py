@@ -204,6 +204,25 @@ def test_a_checkpoint_without_estimator_has_the_minibatch_ones(report, trained, 
     assert "batch of 24" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["table", "neuclip", "queue", "isogclr", "clip"])
+def test_gradients_of_a_batch_of_all_pairs_are_exact(report, trained, datasets, capsys, name):
+    """True normalizers and the minibatch's own are the same there; the control is unbiased in smaller batches, too."""
+    shown, _ = report(name, "--batch-sizes 8,48 --gradient-batches 6")
+    gradients = shown["gradients"]
+    own = [] if name == "clip" else [shown["normalizer"]]
+    rows = {(row["name"], row["batch_size"]): row for row in gradients["estimators"]}
+    assert set(rows) == {(estimator, size) for estimator in (*own, "minibatch", "exact") for size in (8, 48)}
+    assert (gradients["pairs"], gradients["batches"]) == (32, 6)
+    assert gradients["encoder_objective"] == ("unified" if name == "neuclip" else "compositional")
+    for estimator in ("minibatch", "exact"):
+        all_pairs = rows[estimator, 48]
+        assert all_pairs["bias"] < 1e-3 and all_pairs["variance"] < 1e-6 and all_pairs["batch_cosine"] > 1 - 1e-6
+        assert rows[estimator, 8]["variance"] > 1e-2
+    if name in ("table", "neuclip", "isogclr"):  # a queue leaves out the batch's own pairs, which are all
+        assert rows[own[0], 48]["bias"] > 1e-3
+    assert "each in 6 batches" in capsys.readouterr().out
+
+
 def test_a_report_is_whole_and_the_picture_is_one(report, tmp_path):
     report("table", "--anchors 10")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -297,9 +316,10 @@ def test_equal_pairs_have_the_normalizer_one(report):
 def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
     experiment, arguments = trained("table")
-    alone, values = report("table", "--batch-sizes 8,20")
+    alone, values = report("table", "--batch-sizes 8,20 --gradient-batches 3")
     path = experiment.path / "checkpoints/epoch_1.pt"
-    command = f"{arguments} --dist-backend gloo --checkpoint {path} --batch-sizes 8,20 --out {tmp_path}/two"
+    command = f"{arguments} --dist-backend gloo --checkpoint {path} --out {tmp_path}/two"
+    command += " --batch-sizes 8,20 --gradient-batches 3"
     blocks = {"training_ext.embeddings.BLOCK_ROWS": 10}
     ended = pair(command, tmp_path, module="open_clip_ext.normalizers_report", **blocks)
     assert [process.code for process in ended] == [0, 0], ended
@@ -311,6 +331,9 @@ def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, 
             first, second = one[side], two[side]
             assert first.pop("quantiles") == pytest.approx(second.pop("quantiles"), abs=1e-4)
             assert first == pytest.approx(second, abs=1e-4)
+    for one, two in zip(*(shown["gradients"].pop("estimators") for shown in (alone, together)), strict=True):
+        assert one == pytest.approx(two, abs=1e-3)
+    assert alone["gradients"].pop("exact_norm") == pytest.approx(together["gradients"].pop("exact_norm"), rel=1e-3)
     for shown in (alone, together):
         shown.pop("exact")
     assert alone == together
@@ -348,6 +371,8 @@ def refused(trained, tmp_path, capsys):
         ("--batch-sizes 1", "--batch-sizes: 1 is out of range; it must be from 2 to the 48 rows"),
         ("--batch-sizes 8,49", "--batch-sizes: 49 is out of range"),
         ("--batch-sizes 8;9", "--batch-sizes: '8;9' is no list of numbers"),
+        ("--gradient-batches 1", "--gradient-batches: 1 is out of range; it must be 0 or at least 2"),
+        ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: none, and --gradient-batches 4 needs at least one"),
         ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
         ("--wrokers 2", "unknown: --wrokers 2; did you mean --workers?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),

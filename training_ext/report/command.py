@@ -14,6 +14,7 @@ from open_clip_ext import exact
 from open_clip_ext.errors import InputError
 from training_ext import params, preflight
 from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
+from training_ext.report.gradients import PAIRS
 from training_ext.report.inputs import Job, Saved, build_model, check, load_loss
 from training_ext.report.numbers import compare
 from training_ext.report.output import PICTURE, REPORT, table, write
@@ -49,6 +50,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         "data allow)",
     )
     parser.add_argument(
+        "--gradient-batches", type=int, default=0, metavar="INT",
+        help=f"compare the gradients of {PAIRS} pairs, too, each in so many random batches of each size, such as 64; "
+        "that takes the true log-normalizers of all rows (default: 0, do not)",
+    )
+    parser.add_argument(
         "--out", metavar="FOLDER",
         help=f"where {REPORT}, {PICTURE} and the embeddings go (default: normalizers/NAME beside the checkpoints)",
     )
@@ -65,6 +71,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
 def check_options(options: argparse.Namespace) -> None:
     if options.anchors < 1:
         raise InputError(f"--anchors: {options.anchors} is out of range; it must be at least 1")
+    if options.gradient_batches < 0 or options.gradient_batches == 1:
+        raise InputError(f"--gradient-batches: {options.gradient_batches} is out of range; it must be 0 or at least 2")
     if not 1e-3 <= options.chunk_mib <= 2**20:
         raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
     if importlib.util.find_spec("matplotlib") is None:

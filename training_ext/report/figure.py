@@ -1,6 +1,7 @@
-"""The picture of a report: estimates against true log-normalizers, and the distribution of each estimator's error."""
+"""The picture of a report: estimates against true log-normalizers, the distribution of each estimator's error, and the
+estimators' gradients against the exact one."""
 
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,21 +15,25 @@ FEW, MANY = "#a9cfe5", "#08243d"  # a single anchor must still be seen
 BINS = 80
 
 
-def draw(file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: str) -> None:
+def draw(
+    file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: str, gradients: dict[str, Any] | None = None
+) -> None:
     """Write a PNG.
 
     Args:
         exact: true log-normalizers, (2, k).
         estimates: by name, (2, k); NaN where there is none. The first is shown against the truth.
         title: one line.
+        gradients: what `gradients.compare_gradients` found, if it was asked to.
     """
     # Here, for a run that is refused: the import takes longer than all else.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    figure = Figure(figsize=(12 if gradients is None else 16, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=[1, 1.15])
+    widths = [1, 1.15] if gradients is None else [1, 1.15, 0.8]
+    left, right, *more = figure.subplots(1, len(widths), width_ratios=widths)
     known = {name: value for name, value in estimates.items() if not value.isnan().all()}
     if known:
         name, value = next(iter(known.items()))
@@ -36,6 +41,9 @@ def draw(file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: st
     else:
         left.text(0.5, 0.5, "no estimates", ha="center", va="center", transform=left.transAxes)
     draw_errors(right, {name: value - exact for name, value in known.items()})
+    for axis in more:
+        assert gradients is not None
+        draw_gradients(axis, gradients)
     figure.suptitle(title, fontsize=11, color=INK)
     figure.savefig(file, dpi=140, format="png")
 
@@ -110,3 +118,28 @@ def shared_range(values: list[Tensor]) -> tuple[float, float]:
     low, high = min(0.0, *(end[0] for end in ends)), max(0.0, *(end[1] for end in ends))
     margin = 0.04 * (high - low) or 0.5
     return low - margin, high + margin
+
+
+def draw_gradients(axis: "Axes", gradients: dict[str, Any]) -> None:
+    """Bias by batch size with its standard error, a line per estimator; dashed what an unbiased one would show."""
+    known = [row for row in gradients["estimators"] if row["bias"] is not None]
+    names = list(dict.fromkeys(row["name"] for row in known))
+    colours = {"minibatch": TEXT, "exact": INK}
+    for name in names:
+        rows = [row for row in known if row["name"] == name]
+        sizes, bias, error, noise = (
+            [row[key] for row in rows] for key in ("batch_size", "bias", "bias_error", "bias_noise")
+        )
+        colour = colours.get(name, IMAGE)
+        label = f"{name} normalizers" if name == "exact" else name
+        axis.errorbar(sizes, bias, error, color=colour, marker="o", markersize=5, linewidth=1.5, label=label)
+        axis.plot(sizes, noise, color=colour, linestyle="--", linewidth=1, alpha=0.7)
+    axis.plot([], [], color=INK, linestyle="--", linewidth=1, alpha=0.7, label="if it were unbiased")
+    axis.set_xscale("log", base=2)
+    sizes = sorted({row["batch_size"] for row in known})
+    axis.set_xticks(sizes, [str(size) for size in sizes])
+    axis.minorticks_off()
+    axis.set(ylim=(0, None), xlabel="batch size", ylabel="bias of the gradient, of the exact one's norm")
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)

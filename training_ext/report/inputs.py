@@ -119,6 +119,8 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     if num_rows < 2:
         raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
     sizes = batch_sizes(options.batch_sizes, num_rows)
+    if options.gradient_batches > 0 and not sizes:
+        raise InputError(f"--batch-sizes: none, and --gradient-batches {options.gradient_batches} needs at least one")
     out = options.out or default_folder(options.checkpoint)
     if os.path.exists(out) and not os.path.isdir(out):
         raise InputError(f"--out: {out!r} is a file; give a folder")
@@ -207,10 +209,13 @@ def load_loss(args: Namespace, saved: Saved, rows: DataRows) -> GlobalContrastiv
     """
     if args.loss is None or not factory.find_preset(args.loss).has_parts:
         return None
+    # Every process asks for all anchors, and a divided network answers each process for its own.
+    args.given_settings.pop("npn_split", None)
     loss = build_loss(args, rows.num_rows, args.device)
     assert isinstance(loss, GlobalContrastiveLoss) and saved.entry is not None
     try:
         loss.load_full_state(saved.entry["state"])
     except ValueError as error:
         raise InputError(f"--checkpoint: its state does not fit: {error}") from None
+    loss.set_epoch(math.ceil(args.osr_epochs) + (saved.epoch or 0))  # gamma is that of the next step
     return loss.eval()

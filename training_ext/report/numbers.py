@@ -3,10 +3,9 @@
 The train data are embedded once in the checkpoint's weights, without augmentation. For a random sample of anchors the
 true log-normalizers are computed over all rows, and compared with what the checkpoint's estimator gives for the same
 embeddings and with minibatch estimates. All at the checkpoint's own temperature, eps and surrogate; `mixing` is part of
-the loss rather than of the estimator, and is not applied.
+the loss rather than of the estimator, and is not applied. `gradients` says what the estimates do to the gradient.
 """
 
-import copy
 import math
 import os
 from argparse import Namespace
@@ -26,12 +25,14 @@ from open_clip_ext.normalizers import Batch, BatchNormalizer, Queue
 from open_clip_ext.pairs import Pairs
 from open_clip_ext.surrogates import Identity
 from training_ext.embeddings import Embedded
+from training_ext.report.gradients import Objective, compare_gradients
 from training_ext.report.inputs import Job, Saved
+from training_ext.report.queues import nearest_places, queue_without
 
 EPS = 1e-14  # of the losses that have none
 QUANTILES = (5, 50, 95)
 SIDES = ("image", "text")
-ESTIMATED_AT_ONCE = 1024  # anchors
+ESTIMATED_AT_ONCE, EXACT_AT_ONCE = 1024, 4096  # anchors
 
 
 @dataclass
@@ -61,9 +62,8 @@ def compare(
     draw_anchors = torch.Generator().manual_seed(options.report_seed)
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     index = embedded.rows[places]
-    tau = torch.tensor(saved.tau, dtype=torch.float32, device=args.device)
-    if loss is not None:
-        tau = loss.temperature.taus(tau, index.to(args.device))
+    saved_tau = torch.tensor(saved.tau, dtype=torch.float32, device=args.device)
+    tau = saved_tau if loss is None else loss.temperature.taus(saved_tau, index.to(args.device))
     common = {
         "surrogate": Identity() if loss is None else loss.surrogate,
         "eps": EPS if loss is None else loss.eps,
@@ -95,6 +95,13 @@ def compare(
         "exact": {side: spread_of(true[i]) for i, side in enumerate(SIDES)},
         "estimators": [{"name": name, **errors(value, true)} for name, value in estimates.items()],
     }
+    if options.gradient_batches > 0:
+        objective = objective_of(loss, embedded, saved_tau, common)
+        all_true = in_parts(
+            all_log_normalizers, embedded, torch.arange(num_read), objective.tau, args, unit=1, what="Exact, all",
+            chunk_mib=options.chunk_mib, **common,
+        )
+        summary["gradients"] = compare_gradients(options, args, job.sizes, loss, objective, all_true, embedded)
     return Result(summary, index, true, estimates)
 
 
@@ -121,6 +128,34 @@ def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor
     return torch.cat(parts, dim=1)
 
 
+def objective_of(
+    loss: GlobalContrastiveLoss | None, embedded: Embedded, saved_tau: Tensor, common: dict[str, Any]
+) -> Objective:
+    """The global objective over all rows: the loss's own, or Eq. 1 for one that has another."""
+    tau = scale = saved_tau
+    if loss is not None:
+        tau = loss.temperature.taus(saved_tau, embedded.rows.to(saved_tau.device))
+        scale = loss.temperature.scale(tau)
+    return Objective(
+        embedded.image, embedded.text, embedded.rows, tau, scale, common["surrogate"], common["eps"],
+        common["both_sides"], loss is not None and loss.one_per_pair,
+    )
+
+
+def all_log_normalizers(
+    image: exact.Embeddings, text: exact.Embeddings, anchors: Tensor, tau: Tensor,
+    progress: Callable[[int], object], **settings: Any,
+) -> Tensor:
+    """`exact.exact_log_normalizers` of so many anchors that their embeddings are not kept all at once."""
+    parts = []
+    for start in range(0, len(anchors), EXACT_AT_ONCE):
+        part = slice(start, start + EXACT_AT_ONCE)
+        own_tau = tau[:, part] if tau.dim() else tau
+        parts.append(exact.exact_log_normalizers(image, text, anchors[part], own_tau, **settings))
+        progress(len(anchors[part]))
+    return torch.cat(parts, dim=1)
+
+
 def checkpoint_estimate(
     loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace
 ) -> Tensor:
@@ -130,17 +165,16 @@ def checkpoint_estimate(
     """
     image, text = (exact.Rows(side, args.device).take(places) for side in (embedded.image, embedded.text))
     index = embedded.rows[places].to(args.device)
-    normalizer, step, queue, queued = loss.normalizer, ESTIMATED_AT_ONCE, loss.normalizer, None
-    if isinstance(queue, Queue) and queue.ring is not None:
+    step, queued = ESTIMATED_AT_ONCE, nearest_places(loss.normalizer, embedded, args.device)
+    if queued is not None:
         step = min(step, args.batch_size * args.accum_freq)
-        texts, images = queue.ring.rows[:, : queue.ring.active]
-        queued = exact.nearest_rows(embedded.image, embedded.text, images, texts, args.device)
     parts = []
     with exact.full_precision():
         for start in range(0, len(places), step):
             part = slice(start, start + step)
-            if queued is not None and isinstance(queue, Queue):
-                normalizer = queue_of(queue, ~torch.isin(queued, places[part]))
+            normalizer = loss.normalizer
+            if queued is not None and isinstance(normalizer, Queue):
+                normalizer = queue_without(normalizer, torch.isin(queued, places[part]))
             positives = (image[part] * text[part]).sum(dim=1)
             part_tau = tau[:, part] if tau.dim() else tau
             # What falls back on its batch's own estimate has none.
@@ -150,17 +184,6 @@ def checkpoint_estimate(
             pairs = Pairs(image[part], text[part], image[part], text[part], 0)
             parts.append(normalizer(pairs, positives, part_tau, batch).double().cpu())
     return torch.cat(parts, dim=1)
-
-
-def queue_of(queue: Queue, kept: Tensor) -> Queue:
-    """A queue of what is `kept` of this one, (k,) bool. As in a training step those of the step's own batch must not
-    count: an anchor's own positive would hide every log-normalizer below -log k."""
-    smaller, ring = copy.copy(queue), copy.copy(queue.ring)
-    assert ring is not None
-    ring.rows = ring.rows[:, : ring.active][:, kept.to(ring.rows.device)]
-    ring.active = ring.rows.shape[1]
-    smaller.ring = ring
-    return smaller.eval()
 
 
 def settings(

@@ -17,7 +17,7 @@ def write(folder: str, result: Result) -> None:
     """The picture, the anchors' values and, last, the report, each complete or absent."""
     values = {"anchors": result.anchors, "exact": result.exact, **result.estimates}
     with whole_file(os.path.join(folder, PICTURE)) as file:
-        draw(file, result.exact, result.estimates, title(result.summary))
+        draw(file, result.exact, result.estimates, title(result.summary), result.summary.get("gradients"))
     with whole_file(os.path.join(folder, VALUES)) as file:
         file.write(safetensors.torch.save({name: value.contiguous() for name, value in values.items()}))
     with whole_file(os.path.join(folder, REPORT), text=True) as file:
@@ -48,9 +48,33 @@ def table(result: Result, folder: str) -> str:
             error = estimator[side]
             numbers = [error[name] for name in ("mse", "bias", "spread")]
             numbers += [(error["quantiles"] or {}).get(str(name)) for name in QUANTILES]
-            cells = "".join(f"{'-' if number is None else f'{number:.3g}':>11}" for number in numbers)
+            cells = "".join(f"{number(value):>11}" for value in numbers)
             lines.append(f"{estimator['name'] if side == 'image' else '':16}{side:8}{cells}")
         if missing := estimator["both"]["without_estimate"]:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
+    if "gradients" in summary:
+        lines += gradient_table(summary["gradients"])
     lines.append(os.path.join(folder, REPORT))
     return "\n".join(lines)
+
+
+def gradient_table(gradients: dict[str, Any]) -> list[str]:
+    """Its lines, with the standard errors in brackets."""
+    lines = [
+        f"Gradients ({gradients['encoder_objective']}) in the embeddings of {gradients['pairs']} pairs, each in "
+        f"{gradients['batches']} batches, against the exact ones (standard errors)",
+        f"{'estimator':16}{'batch':>6}{'bias':>20}{'noise':>10}{'variance':>20}{'cosine':>20}{'of one batch':>20}",
+    ]
+    for row in gradients["estimators"]:
+        cells = [
+            f"{number(row[name])} ({number(row[f'{name}_error'])})"
+            for name in ("bias", "variance", "cosine", "batch_cosine")
+        ]
+        bias, *others = (f"{cell:>20}" for cell in cells)
+        noise = number(row["bias_noise"])
+        lines.append(f"{row['name']:16}{row['batch_size']:6}{bias}{noise:>10}{''.join(others)}")
+    return lines
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

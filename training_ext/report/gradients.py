@@ -1,0 +1,267 @@
+"""What the estimators do to the gradient: each one's against the exact gradient of the global objective.
+
+The exact gradient is that of neuclip.txt Eq. 2 in the embeddings of some pairs, with the true log-normalizers of all n
+rows. An estimator's is what the loss takes over a batch B (Eq. 4; for the unified objective Eq. 12, through alpha too).
+A row is in few batches, so the two are compared given that it is in one:
+
+    E[ B dF_B/de_a | a in B ] = n dF/de_a
+
+where F_B is the batch's estimate and alpha the true log-normalizers (`exact.embedding_gradients` says why). With any
+other alpha the difference of the two sides is the estimator's bias. The batches are those of an epoch: consecutive rows
+of a random order of all, so that the others in a row's batch are a random choice.
+
+alpha is what a training step over the batch takes, so a copy of the estimator takes the batch in first: a table's u_i
+contains the share gamma of the batch's own estimate (Eq. 3), and a network is updated T_u times (Algorithm 1), which
+counts for much: it predicts far worse for a batch that it has not been updated with. A restart that would be due is
+left out. `mixing` is applied. A queue shows an anchor nothing of its own batch, though it may hold pairs of it.
+"""
+
+import copy
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+from tqdm import tqdm
+
+from open_clip_ext import exact
+from open_clip_ext.losses import GlobalContrastiveLoss
+from open_clip_ext.normalizers import Batch, Normalizer, Queue
+from open_clip_ext.normalizers.network import NetworkNormalizer
+from open_clip_ext.pairs import Pairs, SimilarityBlocks, add_eps, log_mean_of_sides
+from open_clip_ext.surrogates import Surrogate
+from training_ext.embeddings import Embedded
+from training_ext.report.queues import nearest_places, queue_without
+
+PAIRS = 32  # in whose embeddings the gradients are compared
+
+
+@dataclass
+class Objective:
+    """The global objective of a data set.
+
+    Args:
+        image, text: embeddings of the n pairs.
+        index: their rows in the data set, (n,).
+        tau, scale: temperatures and the factors of log(eps + g_i), 0-d or (2, n).
+        surrogate, eps, both_sides, one_per_pair: as the loss has them.
+    """
+
+    image: exact.Embeddings
+    text: exact.Embeddings
+    index: Tensor
+    tau: Tensor
+    scale: Tensor
+    surrogate: Surrogate
+    eps: float
+    both_sides: bool = False
+    one_per_pair: bool = False
+
+    def gradients(self, rows: Tensor, alpha: Tensor) -> Tensor:
+        """`exact.embedding_gradients` of some of its pairs, (2, k, d)."""
+        return exact.embedding_gradients(
+            self.image, self.text, rows, alpha, self.tau, self.scale, self.surrogate, self.both_sides,
+            device=self.tau.device,
+        )
+
+    def batch(self, places: Tensor) -> "Objective":
+        """The same over some of its pairs, (B,)."""
+        image, text = (exact.Rows(side, self.tau.device).take(places) for side in (self.image, self.text))
+        tau, scale = (values[:, places] if values.dim() else values for values in (self.tau, self.scale))
+        return Objective(
+            image, text, self.index[places], tau, scale, self.surrogate, self.eps, self.both_sides, self.one_per_pair
+        )
+
+
+@dataclass
+class Step:
+    """A batch as a training step of one process sees it.
+
+    Args:
+        places: which of the n pairs it has, (B,).
+        pairs, batch: as the loss has them.
+    """
+
+    places: Tensor
+    pairs: Pairs
+    batch: Batch
+
+    @classmethod
+    def of(cls, objective: Objective, places: Tensor) -> "Step":
+        """Args:
+        objective: over the batch.
+        """
+        assert isinstance(objective.image, Tensor) and isinstance(objective.text, Tensor)
+        pairs = Pairs.of_process(objective.image, objective.text)
+        blocks = SimilarityBlocks(pairs, objective.surrogate, objective.both_sides)
+        log_batch = add_eps(blocks.log_batch_normalizers(objective.tau), objective.eps)
+        if objective.one_per_pair:
+            log_batch = log_mean_of_sides(log_batch)
+        finite = torch.ones((), dtype=torch.bool, device=log_batch.device)
+        index = objective.index.to(log_batch.device)
+        batch = Batch(pairs.image, pairs.text, blocks.all_positives, log_batch, objective.tau, index, finite)
+        return cls(places, pairs, batch)
+
+
+# alpha of a batch's anchors, (2, B), and what comes through alpha of B times the gradient, (2, B, d) or 0.
+Estimator = Callable[[Step], tuple[Tensor, Tensor | float]]
+
+
+def given(alpha: Tensor) -> Estimator:
+    """Constants, (2, n)."""
+    return lambda step: (alpha[:, step.places], 0.0)
+
+
+def minibatch(step: Step) -> tuple[Tensor, float]:
+    """The batch's own estimates ("Mini-batch Approximation", neuclip.txt Section 3)."""
+    return step.batch.log_batch, 0.0
+
+
+def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
+    """As the checkpoint's loss takes it.
+
+    Args:
+        queued: for a queue, which of the n pairs it holds, (m,).
+    """
+
+    def estimate(step: Step) -> tuple[Tensor, Tensor | float]:
+        pairs, batch = step.pairs, step.batch
+        inputs = [tensor.clone() for tensor in (pairs.image, pairs.text, batch.positives, batch.tau)]
+        if queued is not None and isinstance(loss.normalizer, Queue):
+            normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, step.places))
+        else:
+            normalizer = copy.deepcopy(loss.normalizer).train()
+            if isinstance(normalizer, NetworkNormalizer):
+                normalizer.restart_every = 0
+            normalizer.update(batch)
+        through = loss.objective.needs_differentiable_normalizer
+        with torch.set_grad_enabled(through):
+            image, text, positives, tau = (tensor.requires_grad_(through) for tensor in inputs)
+            own = Pairs(image, text, pairs.all_image, pairs.all_text, 0)
+            alpha = loss.mixed(normalizer(own, positives, tau, batch), batch.log_batch)
+        if not through:
+            return alpha, 0.0
+        size = len(batch.positives)
+        by_image, by_text, *_ = loss.through_alpha(pairs, inputs, batch.log_batch, alpha, size)
+        factor = loss.temperature.scale(batch.tau) / batch.tau if batch.tau.dim() == 0 else 1.0
+        return alpha.detach(), size * factor * torch.stack([by_image, by_text])
+
+    return estimate
+
+
+def batches_with(rows: Tensor, num_rows: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of one random epoch that some rows are in: places of a batch, (B,), and which of `rows` it has, (m,).
+
+    Each of `rows` comes once, and each other row is in its batch with probability (B - 1)/(n - 1); the last batch of
+    the epoch is filled up with rows of the one before.
+    """
+    order = torch.randperm(num_rows, generator=generator)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(num_rows)
+    starts = (position[rows] // size * size).clamp(max=num_rows - size)
+    for start in starts.unique().tolist():
+        yield order[start : start + size], (starts == start).nonzero()[:, 0]
+
+
+@torch.no_grad()
+def draw(
+    objective: Objective, rows: Tensor, size: int, batches: int, seed: int, estimators: dict[str, Estimator],
+    progress: Callable[[], object] = lambda: None,
+) -> dict[str, Tensor]:
+    """B times the gradient of random batches in the embeddings of `rows` (k,), by estimator, (batches, 2, k, d)."""
+    generator = torch.Generator().manual_seed(seed)
+    num_rows = len(objective.index)
+    shape = (batches, 2, len(rows), exact.Rows(objective.image).dimension)
+    found = {name: torch.empty(shape) for name in estimators}
+    with exact.full_precision():
+        for number in range(batches):
+            for places, members in batches_with(rows, num_rows, size, generator):
+                own = (places == rows[members, None]).nonzero()[:, 1]
+                over_batch = objective.batch(places)
+                step = Step.of(over_batch, places)
+                for name, estimate in estimators.items():
+                    alpha, through_alpha = estimate(step)
+                    gradients = over_batch.gradients(own, alpha)
+                    if isinstance(through_alpha, Tensor):
+                        gradients += through_alpha[:, own]
+                    found[name][number][:, members] = gradients.cpu().float()
+            progress()
+    return found
+
+
+def statistics(draws: Tensor, true: Tensor) -> dict[str, float | None]:
+    """Bias, variance and direction of an estimator's gradient, all pairs' embeddings taken as one vector.
+
+    Args:
+        draws: R >= 2 independent estimates, (R, ...).
+        true: the exact gradient, (...).
+
+    Returns:
+        `bias`: |mean - exact| / |exact|; `bias_noise`: what an unbiased estimator of the same variance would show in
+        its place, sqrt(variance / R). `variance`: mean squared distance from the mean, over |exact|^2. `cosine`:
+        between mean and exact; `batch_cosine`: between one draw and exact, mean over draws. With `_error` their
+        standard errors, jackknifed for `bias` and `cosine`. None where it is not a number, as where `true` is 0.
+    """
+    draws, true = draws.double().flatten(1), true.double().flatten()
+    norm, count = true.norm(), len(draws)
+    mean = draws.mean(dim=0)
+    without_one = mean + (mean - draws) / (count - 1)
+    squares = (draws - mean).square().sum(dim=1) / norm**2 * count / (count - 1)
+    cosines = cosine_similarity(draws, true[None], dim=1)
+
+    def jackknife(values: Tensor) -> Tensor:
+        return (values.var(correction=0) * (count - 1)).sqrt()
+
+    root = math.sqrt(count)
+    shown = {
+        "bias": (mean - true).norm() / norm,
+        "bias_error": jackknife((without_one - true).norm(dim=1) / norm),
+        "bias_noise": squares.mean().sqrt() / root,
+        "variance": squares.mean(),
+        "variance_error": squares.std() / root,
+        "cosine": cosine_similarity(mean, true, dim=0),
+        "cosine_error": jackknife(cosine_similarity(without_one, true[None], dim=1)),
+        "batch_cosine": cosines.mean(),
+        "batch_cosine_error": cosines.std() / root,
+    }
+    return {name: value.item() if value.isfinite() and norm > 0 else None for name, value in shown.items()}
+
+
+def compare_gradients(
+    options: Namespace, args: Namespace, sizes: list[int], loss: GlobalContrastiveLoss | None, objective: Objective,
+    true: Tensor, embedded: Embedded,
+) -> dict[str, Any]:
+    """What the JSON file says of the gradients; the same on every process, each of which computes all.
+
+    Args:
+        true: log-normalizers of all n rows, (2, n).
+    """
+    num_rows = len(objective.index)
+    draw_rows = torch.Generator().manual_seed(options.report_seed)
+    rows = torch.randperm(num_rows, generator=draw_rows)[:PAIRS].sort().values
+    true = true.to(objective.tau)
+    if objective.one_per_pair:
+        true = log_mean_of_sides(true)
+    gradient = objective.gradients(rows, true).cpu()
+    estimators: dict[str, Estimator] = {}
+    if loss is not None and loss.normalizer.name != "batch":
+        estimators[loss.normalizer.name] = of_loss(loss, nearest_places(loss.normalizer, embedded, args.device))
+    estimators |= {"minibatch": minibatch, "exact": given(true)}
+    shown = []
+    for size in sizes:
+        with tqdm(total=options.gradient_batches, desc=f"Gradients of {size}", disable=args.rank != 0) as bar:
+            draws = draw(
+                objective, rows, size, options.gradient_batches, options.report_seed, estimators, progress=bar.update
+            )
+        shown += [{"name": name, "batch_size": size, **statistics(draws[name], gradient)} for name in estimators]
+    return {
+        "pairs": len(rows),
+        "batches": options.gradient_batches,
+        "encoder_objective": "compositional" if loss is None else loss.objective.name,
+        "exact_norm": gradient.norm().item(),
+        "estimators": shown,
+    }
