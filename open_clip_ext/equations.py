@@ -250,8 +250,8 @@ def neuclip_w(
     """NeuCLIP, Algorithm 1, lines 3-9: step `t` of the prototypes (m, d), which change in place.
 
     Lines 10-12 are `neuclip_alpha`, and `neuclip` with its gradient in e1, e2 and tau. A reset takes the last m <= B
-    pairs of the batch; where m > B the paper does not say which, and the fast `Prototypes` takes the latest m of several
-    batches. Fast: `NetworkNormalizer`.
+    pairs of the batch; where m > B the paper does not say which, and the fast class takes the latest m of several
+    batches. Fast: `NetworkNormalizer`, `Prototypes`.
 
     Args:
         optimizer: of w1 and w2, such as torch.optim.Adagrad([w1, w2], lr=1.0).
@@ -387,8 +387,8 @@ def tuneclip_u(u: Tensor, phi: Tensor, gamma: float | Tensor) -> Tensor:
 def tuneclip(phi: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
     """TuneCLIP, Algorithm 2's gradient in the embeddings; the value estimates Eq. 9, 0-d.
 
-    The fast `MovingAverageTable` has means over B - 1, and epsilon in u. With B / (B - 1) times this epsilon its gradient
-    is the same, and its value larger by 2 tau log(B / (B - 1)).
+    The fast `MovingAverageTable` has means over B - 1, and epsilon in u. With B / (B - 1) times this epsilon its
+    gradient is the same, and its value larger by 2 tau log(B / (B - 1)).
     """
     g_t = tau * (phi / (eps + u)).mean(dim=1).sum()
     return tau * (eps + u).log().mean(dim=1).sum() + gradient_of(g_t)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from open_clip.loss import ClipLoss
 from ports import free_ports
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import create_loss, streaming
 from open_clip_ext.collectives import CollectiveCounter

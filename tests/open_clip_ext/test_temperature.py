@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference import close, eq3, unit
+from numerics import close, unit
 
 from open_clip_ext import InputError, create_loss
 
