@@ -14,6 +14,19 @@ def mean_over_equal_rows(values, index):
     return values @ equal / equal.sum(dim=0)
 
 
+def visit(table, visited, index, gamma, update):
+    """Move the batch's rows of a moving average, and return them, (2, B).
+
+    Args:
+        table: (2, n); visited: the rows that were there before; both change.
+        update: from the rows and their gamma, which is 1 at a first visit, to the rows after the step.
+    """
+    gammas = torch.tensor([gamma if row in visited else 1.0 for row in index.tolist()], dtype=table.dtype)
+    table[:, index] = mean_over_equal_rows(update(table[:, index], gammas), index)
+    visited |= set(index.tolist())
+    return table[:, index]
+
+
 def close(actual, expected, tau, nothing=False):
     """Assert that two tensors agree as closely as the type of `actual` lets them.
 

@@ -1,11 +1,5 @@
 """The printed equations against loops over the pairs, and against each other where one follows from another."""
 
-import ast
-import importlib
-import inspect
-import math
-import pkgutil
-from pathlib import Path
 
 import pytest
 import reference
@@ -13,8 +7,7 @@ import torch
 from numerics import unit
 from open_clip.loss import ClipLoss
 
-import open_clip_ext
-from open_clip_ext import equations, list_losses
+from open_clip_ext import equations
 from open_clip_ext.equations import batch_g, gaps, gradient_of
 
 EPS, RHO = 1e-10, 3.0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics import close, mean_over_equal_rows, unit
+from numerics import close, unit, visit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
@@ -55,11 +55,7 @@ def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau, dtype, request)
             index[1] = index[0]
         scale = logit_scale.detach().double().requires_grad_()
         g = batch_g(gaps(e1, e2), 1 / scale)
-        gammas = torch.tensor([gamma if row in visited else 1.0 for row in index.tolist()], dtype=torch.float64)
-        u = mean_over_equal_rows(equations.sogclr_u(table[:, index], g, gammas, eps), index)
-        table[:, index] = u
-        visited |= set(index.tolist())
-
+        u = visit(table, visited, index, gamma, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, eps))
         objective = equations.fastclip_v3(g, 1 / scale, u, rho)
         value, *actual = gradients(loss, single, logit_scale, index=index)
         close(value.detach(), objective.detach(), tau)
