@@ -19,7 +19,8 @@ fastclip-v0 | sogclr_u, fastclip_v0                   | MovingAverageTable, Unsc
 fastclip-v1 | sogclr_u, fastclip_v1                   | MovingAverageTable, FixedTemperature      | temperature
 fastclip-v2 | sogclr_u, fastclip_v2, fastclip_v2_tau  | MovingAverageTable, IndividualTemperature | temperature
 fastclip-v3 | sogclr_u, fastclip_v3                   | MovingAverageTable, LearnableTemperature  | global_contrastive
-neuclip     | neuclip_w, neuclip_alpha, neuclip       | Prototypes, Unified                       | global_contrastive
+neuclip     | neuclip_w                               | Prototypes                                | prototypes
+neuclip     | neuclip_alpha, neuclip                  | Prototypes, Unified                       | global_contrastive
 amorlip     | amorlip_z, amorlip_lambda, amorlip      | Amortization, AmorLIPLoss                 | amorlip
 tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | temperature
 queue       | queue_u, queue                          | Queue                                     | queue

@@ -1,13 +1,18 @@
 """The printed equations against loops over the pairs, and against each other where one follows from another."""
 
 
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import open_clip.loss
 import pytest
 import reference
 import torch
 from numerics import unit
-from open_clip.loss import ClipLoss
 
-from open_clip_ext import equations
+from open_clip_ext import equations, list_losses
 from open_clip_ext.equations import batch_g, gaps, gradient_of
 
 EPS, RHO = 1e-10, 3.0
@@ -52,8 +57,8 @@ def test_prototypes(pairs):
 
 def test_clip_and_cyclip(pairs):
     e1, e2, tau = pairs
-    close(equations.clip(e1, e2, tau), ClipLoss()(e1, e2, 1 / tau))
-    same_gradients(equations.clip(e1, e2, tau), ClipLoss()(e1, e2, 1 / tau), [e1, e2, tau])
+    close(equations.clip(e1, e2, tau), open_clip.loss.ClipLoss()(e1, e2, 1 / tau))
+    same_gradients(equations.clip(e1, e2, tau), open_clip.loss.ClipLoss()(e1, e2, 1 / tau), [e1, e2, tau])
     for lambdas in ((0.0, 0.0), (0.25, 0.25), (0.0, 1.5), (2.0, 0.0)):
         close(equations.cyclip(e1, e2, tau, *lambdas), reference.cyclip(e1, e2, tau, *lambdas))
 
@@ -168,3 +173,38 @@ def test_a_gradient_without_a_value():
     value = gradient_of(x**2)
     assert value == 0
     assert torch.autograd.grad(value, x) == (6,)
+
+
+def table():
+    """Rows of the module's table: method, functions, fast classes, test."""
+    lines = equations.__doc__.split("test_*.py\n")[1].split("\n\n")[0].splitlines()[1:]
+    return [[[name.strip() for name in cell.split(",")] for cell in line.split("|")] for line in lines]
+
+
+def find_class(name):
+    if name.startswith("open_clip."):
+        return getattr(open_clip.loss, name.split(".")[-1])
+    modules = [module for key, module in sys.modules.items() if key.startswith("open_clip_ext.")]
+    (found,) = {getattr(module, name) for module in modules if hasattr(module, name)}
+    return found
+
+
+@pytest.mark.parametrize("method, functions, classes, test", table(), ids=lambda cell: cell[0])
+def test_the_table_leads_to_the_fast_class_and_the_test_and_back(method, functions, classes, test):
+    source = Path(__file__).with_name(f"test_{test[0]}.py").read_text()
+    fast = "".join(Path(inspect.getfile(find_class(name))).read_text() for name in classes)
+    for function in functions:
+        assert callable(getattr(equations, function))
+        assert re.search(rf"\b{function}\b", source), f"{function} is not in the test"
+        assert method == ["clip"] or f"`equations.{function}`" in fast, f"{classes} do not name {function}"
+
+
+def test_eight_pairs(capsys):
+    """The module's example has every method, and every method here is one of `--loss`."""
+    equations.main()
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert all(abs(float(value)) < 100 for value in shown.values())
+    methods = {method for (method,), *_ in table()}
+    assert set(shown) == methods
+    variants = {"siglip", "amorlip-released", "amorlip-paper"}
+    assert methods == {preset.name for preset in list_losses()} - variants
