@@ -26,13 +26,13 @@ tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, Powe
 queue       | queue_u, queue                          | Queue                                     | queue
 
 The last column names the file of tests/open_clip_ext that holds the two together. `test_equations.py` holds the
-functions here to double loops over the pairs.
+functions here to double loops over the pairs. "Fast" in a docstring is what computes the same in training.
 
 in the papers                                              | here
 ---------------------------------------------------------- | ---------------------------------------------------
 e_1i, e_2i; psi_I, psi_T: embeddings of image i and text i | e1, e2: (B, d), unit vectors
 s_ij = <e_1i, e_2j>                                        | e1 @ e2.T
-h_i: what a negative's similarity exceeds the positive's by | h: (2, B, B - 1); [0] images as anchors, [1] texts
+h_i: similarity of a negative less that of the positive    | h: (2, B, B - 1); [0] images as anchors, [1] texts
 g_1i, g_2i; Phi_1, Phi_2                                   | g, phi: (2, B)
 u_1i, u_2i; s_v,i, s_t,i: moving averages                  | u, s: (2, B), the batch's rows of the table
 alpha_1i, alpha_2i; lambda_I, lambda_T                     | alpha, lam: (2, B)
@@ -83,9 +83,9 @@ def batch_g(h: Tensor, tau: Tensor) -> Tensor:
 
 
 def global_contrastive(g: Tensor, tau: Tensor, rho: float, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 1, 0-d: what all methods below but CLIP, CyCLIP and AmorLIP minimise, for g over the whole data set.
+    """NeuCLIP, Eq. 1, 0-d: the objective of SogCLR and FastCLIP-v1 (with rho 0), FastCLIP-v3 and NeuCLIP.
 
-    For g over the batch it is the minibatch objective, the fast `BatchNormalizer`.
+    There g is over the whole data set. With the batch's g it is the minibatch objective. Fast: `BatchNormalizer`.
     """
     return tau * (eps + g).log().mean(dim=1).sum() + 2 * tau * rho
 
@@ -148,10 +148,15 @@ def isogclr_s(s: Tensor, g: Tensor, beta0: float | Tensor) -> Tensor:
     return (1 - beta0) * s + beta0 * g.detach()
 
 
+def isogclr_objective(g: Tensor, tau: Tensor, rho: float) -> Tensor:
+    """iSogCLR, Appendix B, 0-d, for g over the whole data set and temperatures (2, B); also FastCLIP-v2's."""
+    return (tau * rho + tau * g.log()).mean(dim=1).sum()
+
+
 def isogclr(g: Tensor, tau: Tensor, s: Tensor, rho: float) -> Tensor:
     """iSogCLR, Eq. 21 as a gradient in the embeddings and Eq. 19-20 in tau, with 1/B in place of 1/n, 0-d.
 
-    The value estimates the objective of Appendix B. Fast: `IndividualTemperature`.
+    The value estimates `isogclr_objective`. Fast: `IndividualTemperature`.
 
     Args:
         tau: of the batch's rows before the step, (2, B).
@@ -187,7 +192,7 @@ def fastclip_gamma(epoch: int, gamma_min: float, decay_epochs: int) -> float:
 
 
 def fastclip_v0(g: Tensor, u: Tensor) -> Tensor:
-    """FastCLIP-v0, 0-d: the objective without its factor tau, tau learned. Fast: `UnscaledTemperature`."""
+    """FastCLIP-v0, 0-d: as for Eq. 1 without its factor tau and rho, tau learned. Fast: `UnscaledTemperature`."""
     return u.log().mean(dim=1).sum() + gradient_of((g / u).mean(dim=1).sum())
 
 
@@ -338,8 +343,8 @@ def amorlip_lambda(
 ) -> None:
     """AmorLIP, Algorithm 1, lines 7-8: step `k` of the networks, which change in place. Fast: `Amortization`.
 
-    Line 9 is `amorlip` with lambda of the target networks. The paper counts k from 1; here from 0, so that new networks
-    are trained before they are used.
+    Line 4 makes new networks at the start of an epoch; line 6 is `amorlip_z_comb`, and line 9 `amorlip` with lambda of
+    the target networks. The paper counts k from 1; here from 0, so that new networks are trained before they are used.
 
     Args:
         optimizer: of the online networks.
@@ -356,19 +361,23 @@ def amorlip_lambda(
             slow.data = alpha * slow.data + (1 - alpha) * fast.data  # Eq. 11
 
 
+def amorlip_mle(e1: Tensor, e2: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    """AmorLIP, Eq. 5's first line, 0-d: the objective, for Z over the whole data set."""
+    return -2 * s * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()
+
+
 def amorlip(e1: Tensor, e2: Tensor, s: Tensor, lam: Tensor, rho: float, positive: float = 1.0) -> Tensor:
     """AmorLIP, Eq. 6 over the constant s, plus rho / s (Appendix C), as a gradient in e1, e2 and s, 0-d.
 
-    The value has Eq. 5's first line in place of Eq. 6. Fast: `AmorLIPLoss`.
+    The value has Eq. 5 in place of Eq. 6. Fast: `AmorLIPLoss`.
 
     Args:
         lam: lambda of the target networks, (2, B), a constant.
     """
     kernel, lam = amorlip_kernel(e1, e2, s, positive), lam.detach()
-    aligned = -2 * s * (e1 * e2).sum(dim=1).mean()
-    eq5 = aligned + lam.log().mean(dim=1).sum()
-    eq6 = aligned + (kernel / lam[0][:, None]).mean() + (kernel / lam[1][None, :]).mean()
-    return (eq5 / s + rho / s).detach() + gradient_of(eq6 / s.detach() + rho / s)
+    eq6 = -2 * s * (e1 * e2).sum(dim=1).mean() + (kernel / lam[0][:, None]).mean() + (kernel / lam[1]).mean()
+    value = (amorlip_mle(e1, e2, s, lam) + rho) / s
+    return value.detach() + gradient_of(eq6 / s.detach() + rho / s)
 
 
 # TuneCLIP: hinged gaps, fixed temperature
@@ -378,6 +387,11 @@ def tuneclip_phi(h: Tensor, tau: Tensor, m: float) -> Tensor:
     """TuneCLIP, Eq. 8 over the batch, (2, B): the mean has |B| in its denominator. Fast: `PowerHinge`."""
     hinged = (h + m).clamp(min=0).square()
     return (hinged / tau).exp().sum(dim=2) / h.shape[1]
+
+
+def tuneclip_objective(phi: Tensor, tau: Tensor, eps: float) -> Tensor:
+    """TuneCLIP, Eq. 9, 0-d, for phi over the whole data set."""
+    return tau * (eps + phi).log().mean(dim=1).sum()
 
 
 def tuneclip_u(u: Tensor, phi: Tensor, gamma: float | Tensor) -> Tensor:
@@ -392,7 +406,7 @@ def tuneclip(phi: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
     gradient is the same, and its value larger by 2 tau log(B / (B - 1)).
     """
     g_t = tau * (phi / (eps + u)).mean(dim=1).sum()
-    return tau * (eps + u).log().mean(dim=1).sum() + gradient_of(g_t)
+    return tuneclip_objective(u, tau, eps) + gradient_of(g_t)
 
 
 # A queue of the latest embeddings; not from a paper

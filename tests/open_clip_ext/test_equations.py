@@ -93,12 +93,12 @@ def test_at_the_exact_normalizers_each_estimator_is_its_objective(pairs):
     eq1 = equations.global_contrastive(g, tau, RHO, EPS)
     taus = individual(tau)
     g_i = batch_g(gaps(e1, e2), taus)
-    appendix_b = (taus * g_i.log() + taus * RHO).mean(dim=1).sum()
+    appendix_b = equations.isogclr_objective(g_i, taus, RHO)
     phi = equations.tuneclip_phi(gaps(e1, e2), tau, 0.4)
-    eq9 = tau * (EPS + phi).log().mean(dim=1).sum()
+    eq9 = equations.tuneclip_objective(phi, tau, EPS)
     s = 1 / tau
     z = equations.amorlip_z(e1, e2, s)
-    eq5 = (-2 * s * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()) / s.detach() + RHO / s
+    eq5 = equations.amorlip_mle(e1, e2, s, z) / s.detach() + RHO / s
     cases = [
         (equations.sogclr(g, tau, exact), eq1 - 2 * tau * RHO, [e1, e2]),
         (equations.fastclip_v3(g, tau, exact, RHO), eq1, pairs),
