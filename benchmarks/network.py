@@ -2,13 +2,11 @@
 
     python benchmarks/network.py --json network.json
 
-`autograd` minimises neuclip.txt Eq. 12's network part as one would write it with torch: the graph of the cosines with
-2 x m prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
+`autograd` is Algorithm 1, lines 6 to 8, as `open_clip_ext.equations` prints it: the graph of the cosines with 2 x m
+prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
 anchors with prototypes, and weights with anchors. Ours is a step's whole `update`, which also takes the batch into the
 ring. Ratios of the medians of rounds in which all three alternate.
 """
-
-import math
 
 import torch
 from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
@@ -16,29 +14,28 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
+from open_clip_ext import equations
 from open_clip_ext.normalizers import Batch, Prototypes
 
 
 class PlainAutograd:
-    """Eq. 12's network part by autograd."""
+    """NeuCLIP's network updates by autograd."""
+
+    EPS = 1e-14
 
     def __init__(self, start: Tensor, batch: Batch, updates: int):
-        self.weight = start.clone().requires_grad_()
-        self.optimizer = torch.optim.Adagrad([self.weight], lr=0.01)
+        self.w1, self.w2 = (side.clone().requires_grad_() for side in start)
+        self.optimizer = torch.optim.Adagrad([self.w1, self.w2], lr=0.01)
         self.batch = batch
         self.updates = updates
-        self.log_eps = torch.tensor(math.log(1e-14), device=start.device)
+        self.g = batch.log_batch.exp()
 
     def __call__(self) -> None:
         batch = self.batch
         for _ in range(self.updates):
-            prototypes = normalize(self.weight, dim=2)
-            cosines = torch.stack([batch.image @ prototypes[0].T, batch.text @ prototypes[1].T])
-            exponents = (cosines - batch.positives[:, None]) / batch.tau
-            log_mean = exponents.logsumexp(dim=2) - math.log(len(self.weight[0]))
-            alpha = torch.logaddexp(log_mean, self.log_eps)
+            alpha = equations.neuclip_alpha(self.w1, self.w2, batch.image, batch.text, batch.tau, self.EPS)
             self.optimizer.zero_grad()
-            ((batch.log_batch - alpha).exp() + alpha).mean(dim=1).sum().backward()
+            equations.neuclip(self.g, batch.tau, alpha, rho=0.0, eps=self.EPS).backward()
             self.optimizer.step()
 
 

@@ -129,7 +129,7 @@ class SimilarityBlocks:
 
     def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
         """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1; with negatives of both
-        sides, isogclr.txt Eq. 11."""
+        sides, isogclr.txt Eq. 11. As printed: `equations.batch_g`."""
         tau = local_part(all_tau, self.pairs)
         log_sums = self.positives.new_full((2, len(self.positives)), -math.inf)
         memory = self._part_memory()

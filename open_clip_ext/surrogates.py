@@ -47,7 +47,8 @@ class Identity(Surrogate):
 
 class PowerHinge(Surrogate):
     """l(x) = max(x + margin, 0)^power: a negative that is `margin` below the positive has no gradient any more
-    (tuneclip.txt Section 4.2, Eq. 8-9, the hinged global contrastive loss).
+    (tuneclip.txt Section 4.2, Eq. 8-9, the hinged global contrastive loss). As printed: `equations.tuneclip_phi`,
+    `equations.tuneclip`.
 
     Args:
         margin: m, in units of similarity.

@@ -137,13 +137,18 @@ LOGIT_SCALE_OPTIONS = (
 
 
 class FixedTemperature(Temperature):
-    """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it."""
+    """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it.
+
+    As printed: `equations.sogclr`, `equations.fastclip_v1`, `equations.tuneclip`.
+    """
 
     name = "fixed"
 
 
 class LearnableTemperature(Temperature):
     """One tau for both sides, learned with the encoders (neuclip.txt Eq. 1 and 13; FastCLIP-v3's RGCL-g).
+
+    As printed: `equations.fastclip_v3`.
 
     Args:
         rho: a larger one pulls tau down; larger data, larger rho (neuclip.txt Table 3).
@@ -171,7 +176,10 @@ class LearnableTemperature(Temperature):
 
 
 class UnscaledTemperature(LearnableTemperature):
-    """FastCLIP-v0's: the objective without the factor tau and without rho, log(eps + g_i) alone, tau learned."""
+    """FastCLIP-v0's: the objective without the factor tau and without rho, log(eps + g_i) alone, tau learned.
+
+    As a plain equation: `equations.fastclip_v0`.
+    """
 
     name = "unscaled"
     options = ()
@@ -202,6 +210,8 @@ class IndividualTemperature(Temperature):
 
     `tau_optimizer` adam is FastCLIP-v2's: Adam per row, whose bias is corrected by the epoch and whose betas are 0 in
     epoch 0, so that a row's first step is one of size eta.
+
+    As printed: `equations.isogclr`, `equations.isogclr_tau`; `equations.fastclip_v2`, `equations.fastclip_v2_tau`.
 
     Args:
         num_samples: n.

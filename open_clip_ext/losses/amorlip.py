@@ -8,8 +8,8 @@ below, and B pairs include the anchor's own:
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
-with lambda of stage II the target network, a constant. Stage I sees the global batch; stage II only this process's
-pairs, so that nothing is gathered on steps without stage I.
+with lambda of stage II the target network, a constant. As printed: `equations.amorlip_z`, `equations.amorlip`. Stage I
+sees the global batch; stage II only this process's pairs, so that nothing is gathered on steps without stage I.
 
 Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; what exists per side is (2, b), images first.
 

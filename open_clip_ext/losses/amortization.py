@@ -7,6 +7,8 @@ epoch before ended with:
     the online network lambda fits log Z_comb by an f-divergence or the squared logarithm           Eq. 8, 10
     target network <- ema * target + (1 - ema) * online                                            Eq. 11
 
+As printed: `equations.amorlip_z_comb`, `equations.amorlip_objective`, `equations.amorlip_lambda`.
+
 Readings fixed here, where the paper is silent:
 
 - Steps of an epoch count from 0, so that there is an update on an epoch's first step: a network that was just drawn

@@ -4,7 +4,8 @@ neuclip.txt Eq. 4 and 13 (SogCLR, FastCLIP). Per anchor the global objective is
 
     tau * (log(eps + g_i) + rho),    estimated by    tau * (alpha_i + rho),
 
-and its gradient with exp(-alpha_i) in place of 1 / (eps + g_i).
+and its gradient with exp(-alpha_i) in place of 1 / (eps + g_i). As printed: `equations.sogclr`,
+`equations.fastclip_v3`.
 """
 
 from torch import Tensor

@@ -6,7 +6,7 @@ Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline of isogclr.txt:
                + lambda_2 / B * sum_jk (<image_j, text_k> - <text_j, image_k>)^2       cross-modal
 
 over all pairs j, k of the global batch, B pairs, both lambdas 0.25. The similarities of the two terms are cosines,
-without the temperature.
+without the temperature. As printed: `equations.cyclip`.
 
 With D = image - text, S = image + text, (B, d), and P = D S^T the two differences are (P + P^T) / 2 and (P - P^T) / 2,
 so that the sums are, without any B x B numbers,

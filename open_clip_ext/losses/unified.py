@@ -8,7 +8,7 @@ with W constant here. It is an upper bound of tau * (log(eps + g_i) + rho), met 
 linear in g_i, so that a batch's g_i gives an unbiased estimate for an alpha that does not depend on the batch. Of the
 two parts of its gradient the one at fixed alpha equals that of the compositional objective.
 
-exp(L_i - alpha_i) is bounded as `pairs.MAX_LOG_WEIGHT` says.
+exp(L_i - alpha_i) is bounded as `pairs.MAX_LOG_WEIGHT` says. As printed: `equations.neuclip`.
 """
 
 from torch import Tensor

@@ -2,7 +2,7 @@
 
 Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`fits`) with embeddings, L and tau
 held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are taken at the
-same point, and both move by one step.
+same point, and both move by one step. As printed: `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 

@@ -5,7 +5,7 @@ neuclip.txt Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
 `network` says when they are reset and trained, `prototype_gradient` has the gradient (Eq. 12); a reset takes W_1 from
-text and W_2 from image embeddings of the same pairs.
+text and W_2 from image embeddings of the same pairs. As printed: `equations.neuclip_alpha`, `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 

@@ -4,7 +4,8 @@
 
 over the k queued texts q_j (for texts as anchors, images) that are not of the step's own batch: among those is the
 anchor's own positive, whose gap of 0 would hide every log-normalizer below -log k. While the queue holds nothing but
-the batch, alpha is the batch's own estimate.
+the batch, alpha is the batch's own estimate. As plain equations, with the mixing: `equations.queue_u`,
+`equations.queue`.
 
 Shapes: m = length of the queue, d = embedding dimension, B = global batch.
 """

@@ -4,6 +4,8 @@ neuclip.txt Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
 
     log u_i <- logaddexp(log(1 - gamma) + log u_i, log gamma + L_i),    alpha_i = log u_i (the new value).
 
+As printed: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tuneclip_u`; gamma: `equations.fastclip_gamma`.
+
 Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
 that occurs several times in a global batch moves once, with the mean of its eps + g_i, whatever the order of the
 batch and the number of processes. Its other occurrences count among its negatives, as in OpenCLIP's loss.

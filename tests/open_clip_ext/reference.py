@@ -1,71 +1,80 @@
-"""The papers' equations as they stand, in float64 Python loops: slow, plain exponentials, no tricks.
+"""The sums of `open_clip_ext.equations` once more, as loops over the pairs: a second opinion on its matrices.
 
-e1, e2: (B, d) image and text embeddings; tau: 0-d. Gradients come from autograd on these loops.
+e1, e2: (B, d) image and text embeddings; tau: 0-d, or (2, B). Gradients come from autograd on these loops.
 """
 
 import torch
 
 
-def close(actual, expected, tau, nothing=False):
-    """Assert that two tensors agree as closely as the type of `actual` lets them.
-
-    An exponent (s_ij - s_ii) / tau is at most 2 / tau, and the rounding of its similarities by eps becomes a relative
-    error of 2 eps / tau in its exponential. Sums over the dimension, the batch and a few visits add some such errors:
-    64 of them are allowed, relative to the largest of `expected`.
-
-    Args:
-        tau: the lowest temperature.
-        nothing: whether `expected` may be 0 throughout, where there is nothing to compare.
-    """
-    largest = expected.abs().max().item()
-    assert nothing or largest > 1e-5, "nothing to compare"
-    bound = 64 * torch.finfo(actual.dtype).eps * max(2 / float(tau), 1.0) * max(largest, 1e-6)
-    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=bound)
+def temperature(tau, side, i):
+    return tau if tau.dim() == 0 else tau[side, i]
 
 
-def similarity(e1, e2, i, j):
-    return torch.dot(e1[i], e2[j])
+def normalizers(e1, e2, tau):
+    """NeuCLIP, Eq. 1's underbraces without epsilon, (2, B); iSogCLR, Eq. 15-16."""
+    sides = []
+    for side in range(2):
+        values = []
+        for i in range(len(e1)):
+            total = 0.0
+            for j in range(len(e1)):
+                if j != i:
+                    s_ij = torch.dot(e1[i], e2[j]) if side == 0 else torch.dot(e1[j], e2[i])
+                    total = total + torch.exp((s_ij - torch.dot(e1[i], e2[i])) / temperature(tau, side, i))
+            values.append(total / (len(e1) - 1))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
 
 
-def g1(e1, e2, tau, i):
-    """neuclip.txt Eq. 1, first underbrace: image i as anchor."""
-    total = 0.0
-    for j in range(len(e1)):
-        if j != i:
-            total = total + torch.exp((similarity(e1, e2, i, j) - similarity(e1, e2, i, i)) / tau)
-    return total / (len(e1) - 1)
+def two_view_normalizers(e1, e2, tau):
+    """iSogCLR, Eq. 11 for every anchor of both views, (2, B): its negatives are both views of the other images."""
+    sides = []
+    for side, (anchors, partners) in enumerate([(e1, e2), (e2, e1)]):
+        values = []
+        for i in range(len(e1)):
+            positive = torch.dot(anchors[i], partners[i])
+            negatives = [view[j] for view in (e1, e2) for j in range(len(e1)) if j != i]
+            terms = [torch.exp((torch.dot(anchors[i], z) - positive) / temperature(tau, side, i)) for z in negatives]
+            values.append(sum(terms) / len(negatives))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
 
 
-def g2(e1, e2, tau, i):
-    """neuclip.txt Eq. 1, second underbrace: text i as anchor."""
-    total = 0.0
-    for j in range(len(e1)):
-        if j != i:
-            total = total + torch.exp((similarity(e1, e2, j, i) - similarity(e1, e2, i, i)) / tau)
-    return total / (len(e1) - 1)
+def hinged(e1, e2, tau, m):
+    """TuneCLIP, Eq. 8, (2, B)."""
+    sides = []
+    for side in range(2):
+        values = []
+        for i in range(len(e1)):
+            total = 0.0
+            for j in range(len(e1)):
+                if j != i:
+                    s_ij = torch.dot(e1[i], e2[j]) if side == 0 else torch.dot(e1[j], e2[i])
+                    total = total + torch.exp(max(s_ij - torch.dot(e1[i], e2[i]) + m, torch.zeros(())) ** 2 / tau)
+            values.append(total / len(e1))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
 
 
-def batch_normalizers(e1, e2, tau):
-    """g of every anchor, (2, B)."""
-    size = range(len(e1))
-    sides = [[g(e1, e2, tau, i) for i in size] for g in (g1, g2)]
-    return torch.stack([torch.stack(side) for side in sides])
-
-
-def eq3(u, g, gamma, eps, first_visit):
-    """Moving average of one row; a first visit takes the new estimate whole."""
-    return eps + g if first_visit else (1 - gamma) * u + gamma * (eps + g)
-
-
-def eq4_surrogate(e1, e2, tau, u):
-    """A scalar whose gradient in the embeddings is neuclip.txt Eq. 4; u (2, B) is constant."""
-    return tau.detach() * (batch_normalizers(e1, e2, tau.detach()) / u).mean(dim=1).sum()
+def predicted(w1, w2, e1, e2, tau, eps):
+    """NeuCLIP, Eq. 10-11, (2, B)."""
+    sides = []
+    for anchors, w in ((e1, w1), (e2, w2)):
+        values = []
+        for i in range(len(e1)):
+            total = 0.0
+            for column in w:
+                cosine = torch.dot(anchors[i], column) / (anchors[i].norm() * column.norm())
+                total = total + torch.exp((cosine - torch.dot(e1[i], e2[i])) / tau)
+            values.append(torch.log(eps + total / len(w)))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
 
 
 def eq13(e1, e2, tau, u, rho):
-    """Gradient in tau of FastCLIP, neuclip.txt Eq. 13."""
+    """Gradient in tau of FastCLIP, NeuCLIP, Eq. 13."""
     tau = tau.detach().requires_grad_()
-    g = batch_normalizers(e1.detach(), e2.detach(), tau)
+    g = normalizers(e1.detach(), e2.detach(), tau)
     total = torch.log(u[0]).mean() + torch.log(u[1]).mean() + 2 * rho
     for side in range(2):
         for i in range(len(e1)):
@@ -74,61 +83,8 @@ def eq13(e1, e2, tau, u, rho):
     return total
 
 
-def eq10(w1, e1, e2, tau, eps, i):
-    """alpha_1 of image i; w1 (m, d)."""
-    total = 0.0
-    for column in w1:
-        cosine = torch.dot(e1[i], column) / (e1[i].norm() * column.norm())
-        total = total + torch.exp((cosine - similarity(e1, e2, i, i)) / tau)
-    return torch.log(eps + total / len(w1))
-
-
-def eq11(w2, e1, e2, tau, eps, i):
-    """alpha_2 of text i; w2 (m, d)."""
-    total = 0.0
-    for column in w2:
-        cosine = torch.dot(e2[i], column) / (e2[i].norm() * column.norm())
-        total = total + torch.exp((cosine - similarity(e1, e2, i, i)) / tau)
-    return torch.log(eps + total / len(w2))
-
-
-def predicted(w1, w2, e1, e2, tau, eps):
-    """alpha of every anchor, (2, B)."""
-    size = range(len(e1))
-    return torch.stack(
-        [
-            torch.stack([eq10(w1, e1, e2, tau, eps, i) for i in size]),
-            torch.stack([eq11(w2, e1, e2, tau, eps, i) for i in size]),
-        ]
-    )
-
-
-def eq12(w1, w2, e1, e2, tau, eps, rho):
-    """The unified objective on one batch."""
-    alpha = predicted(w1, w2, e1, e2, tau, eps)
-    g = batch_normalizers(e1, e2, tau)
-    return tau * (torch.exp(-alpha) * (eps + g) + alpha).mean(dim=1).sum() + 2 * tau * (rho - 1)
-
-
-def both_views(e1, e2, taus):
-    """isogclr.txt Eq. 11 for every anchor of both views, (2, B): its negatives are both views of the other images.
-
-    taus: (2, B).
-    """
-    sides = []
-    for side, (anchors, partners) in enumerate([(e1, e2), (e2, e1)]):
-        values = []
-        for i in range(len(e1)):
-            positive = torch.dot(anchors[i], partners[i])
-            negatives = [view[j] for view in (e1, e2) for j in range(len(e1)) if j != i]
-            total = sum(torch.exp((torch.dot(anchors[i], z) - positive) / taus[side, i]) for z in negatives)
-            values.append(total / len(negatives))
-        sides.append(torch.stack(values))
-    return torch.stack(sides)
-
-
 def cyclip(e1, e2, tau, inmodal, crossmodal):
-    """CLIP's loss by its definition, and Goel et al.'s two sums over all pairs of the batch divided by its size."""
+    """CLIP's loss by its definition, and CyCLIP's two sums over all pairs of the batch divided by its size."""
     size = len(e1)
     total = 0.0
     for i in range(size):
@@ -143,6 +99,37 @@ def cyclip(e1, e2, tau, inmodal, crossmodal):
     return total
 
 
-def unit(generator, rows, dimension):
-    vectors = torch.randn(rows, dimension, generator=generator, dtype=torch.float64)
-    return vectors / vectors.norm(dim=1, keepdim=True)
+def partition_functions(e1, e2, s, positive):
+    """AmorLIP, Eq. 2, (2, B); the anchor's own pair counts `positive`."""
+    sides = []
+    for a, b in ((e1, e2), (e2, e1)):
+        values = []
+        for i in range(len(e1)):
+            terms = [torch.exp(s * torch.dot(a[i], b[j])) * (1 if j != i else positive) for j in range(len(e1))]
+            values.append(sum(terms) / len(e1))
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
+
+
+def amorlip_eq6(e1, e2, s, lam, positive):
+    """AmorLIP, Eq. 6, 0-d."""
+    size = range(len(e1))
+    total = 0.0
+    for i in size:
+        total = total - 2 * s * torch.dot(e1[i], e2[i]) / len(e1)
+        for j in size:
+            term = torch.exp(s * torch.dot(e1[i], e2[j])) * (positive if i == j else 1)
+            total = total + term * (1 / lam[0, i] + 1 / lam[1, j]) / len(e1) ** 2
+    return total
+
+
+def amorlip_eq9(e1, e2, s, lam):
+    """AmorLIP, Eq. 9 for both sides, 0-d; Z is the batch's."""
+    z = partition_functions(e1, e2, s, 1)
+    total = 0.0
+    for side, (a, b) in enumerate([(e1, e2), (e2, e1)]):
+        for i in range(len(e1)):
+            for j in range(len(e1)):
+                weight = torch.exp(s * torch.dot(a[i], b[j]) - torch.log(lam[side, i])) / len(e1) ** 2
+                total = total + weight * torch.log(z[side, i] / lam[side, i])
+    return total

@@ -1,10 +1,11 @@
-"""CyCLIP against its definition in a float64 loop."""
+"""CyCLIP against `equations.cyclip` in float64."""
 
 import pytest
 import torch
-from reference import cyclip, unit
+from numerics import unit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss
+from open_clip_ext.equations import cyclip
 
 
 @pytest.mark.parametrize("inmodal, crossmodal", [(0.25, 0.25), (0.0, 1.5), (2.0, 0.0), (0.0, 0.0)])

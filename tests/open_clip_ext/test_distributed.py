@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from numerics import unit
 from open_clip.loss import ClipLoss
 from ports import free_ports
-from reference import unit
 
 from open_clip_ext import create_loss, streaming
 from open_clip_ext.collectives import CollectiveCounter

@@ -1,12 +1,13 @@
-"""Values and gradients of the losses against the papers' equations in float64 loops."""
+"""Values and gradients of the losses against `open_clip_ext.equations` in float64."""
 
 import math
 
 import pytest
 import torch
-from reference import batch_normalizers, close, eq3, eq4_surrogate, eq12, eq13, predicted, unit
+from numerics import close, unit, visit
 
-from open_clip_ext import InputError, NonFiniteError, create_loss
+from open_clip_ext import InputError, NonFiniteError, create_loss, equations
+from open_clip_ext.equations import batch_g, gaps
 
 SHAPES = [(2, 3, 1.0), (5, 8, 0.07), (17, 64, 0.05), (9, 16, 0.03), (6, 64, 0.01)]
 
@@ -45,33 +46,23 @@ def test_fastclip_is_equations_3_4_and_13(batch, dimension, tau, dtype, request)
         request.getfixturevalue("float64_rows")
     eps, rho, gamma, rows = 1e-14, 6.5, 0.3, batch + 3
     loss = make("fastclip-v3", rows, gamma=gamma, rho=rho)
-    u = torch.zeros(2, rows, dtype=torch.float64)
+    table = torch.zeros(2, rows, dtype=torch.float64)
     visited = set()
     for step in range(4):
         single, (e1, e2), logit_scale = inputs(batch, dimension, tau, seed=step, dtype=dtype)
         index = torch.randperm(rows, generator=torch.Generator().manual_seed(step))[:batch]
         if step == 2:
             index[1] = index[0]
-        exact_tau = 1 / logit_scale.detach().double()
-        g = batch_normalizers(e1.detach(), e2.detach(), exact_tau)
-        for side in range(2):
-            new = {}
-            for row in set(index.tolist()):
-                occurrences = [g[side, i] for i in range(batch) if index[i] == row]
-                new[row] = eq3(u[side, row], sum(occurrences) / len(occurrences), gamma, eps, row not in visited)
-            for row, value in new.items():
-                u[side, row] = value
-        visited |= set(index.tolist())
-
-        value, d_image, d_text, d_scale = gradients(loss, single, logit_scale, index=index)
-        current = u[:, index]
-        expected = torch.autograd.grad(eq4_surrogate(e1, e2, exact_tau, current), [e1, e2])
-        close(d_image, expected[0], tau)
-        close(d_text, expected[1], tau)
-        close(d_scale, -(exact_tau**2) * eq13(e1, e2, exact_tau, current, rho), tau)
-        close(value.detach(), exact_tau * (current.log().mean(dim=1).sum() + 2 * rho), tau)
-        table = loss.full_state()["state.log_u"].T[:, sorted(visited)]
-        close(table, u[:, sorted(visited)].log(), tau)
+        scale = logit_scale.detach().double().requires_grad_()
+        g = batch_g(gaps(e1, e2), 1 / scale)
+        u = visit(table, visited, index, gamma, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, eps))
+        objective = equations.fastclip_v3(g, 1 / scale, u, rho)
+        value, *actual = gradients(loss, single, logit_scale, index=index)
+        close(value.detach(), objective.detach(), tau)
+        for gradient, expected in zip(actual, torch.autograd.grad(objective, [e1, e2, scale]), strict=True):
+            close(gradient, expected, tau)
+        known = sorted(visited)
+        close(loss.full_state()["state.log_u"].T[:, known], table[:, known].log(), tau)
 
 
 @DTYPES
@@ -87,9 +78,10 @@ def test_neuclip_is_equation_12(batch, dimension, tau, eps, dtype):
         state = loss.full_state()
         w1, w2 = state["state.weight"][:, : int(state["state.active"])].double()
         scale = logit_scale.detach().double().requires_grad_()
-        objective = eq12(w1, w2, *double, 1 / scale, eps, rho)
+        alpha = equations.neuclip_alpha(w1, w2, *double, 1 / scale, eps)
+        objective = equations.neuclip(batch_g(gaps(*double), 1 / scale), 1 / scale, alpha, rho, eps)
         expected = torch.autograd.grad(objective, [*double, scale])
-        # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
+        # The loss takes unit vectors at their word; the equation normalises, which adds a projection.
         for actual, wanted, embedding in zip((d_image, d_text), expected[:2], double, strict=True):
             close(tangent(actual.double(), embedding).to(dtype), tangent(wanted, embedding), tau)
         close(d_scale, expected[2], tau)
@@ -107,7 +99,7 @@ def test_batch_normalizer_has_the_gradient_of_the_minibatch_objective():
     single, double, logit_scale = inputs(8, 16, 0.1)
     value, *actual = gradients(loss, single, logit_scale)
     scale = logit_scale.detach().double().requires_grad_()
-    objective = ((eps + batch_normalizers(*double, 1 / scale)).log().mean(dim=1).sum() + 2 * rho) / scale
+    objective = equations.global_contrastive(batch_g(gaps(*double), 1 / scale), 1 / scale, rho, eps)
     for gradient, expected in zip(actual, torch.autograd.grad(objective, [*double, scale]), strict=True):
         close(gradient, expected, 0.1)
     close(value.detach(), objective.detach(), 0.1)
@@ -134,7 +126,7 @@ def test_extreme_batches_stay_finite_at_the_lowest_temperature(name, dtype, case
     loss.raise_if_not_finite()
     if name == "fastclip-v3":
         double = [tensor.detach().double() for tensor in single]
-        exact = (1e-14 + batch_normalizers(*double, torch.tensor(0.01).double())).log().T
+        exact = (1e-14 + batch_g(gaps(*double), torch.tensor(0.01).double())).log().T
         torch.testing.assert_close(
             loss.full_state()["state.log_u"].double(), exact, rtol=1e-3, atol=1e-3
         )
@@ -332,7 +324,8 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
     """L - alpha far beyond any exact normalizer's: bounded, and the same for every gradient."""
     single, double, logit_scale = inputs(4, 8, 0.01)
     tau = 1 / logit_scale.detach().double()
-    exact = (1e-14 + batch_normalizers(*double, tau).detach()).log()
+    g = batch_g(gaps(*double), tau)
+    exact = (1e-14 + g.detach()).log()
     off = exact.clone()
     off[0, 1] -= 50
     bounded = exact.clone()
@@ -340,7 +333,7 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
     loss = make("fastclip-v3", 4).eval()
     loss.load_full_state({**loss.full_state(), "state.log_u": off.T.float()})
     _, d_image, d_text, _ = gradients(loss, single, logit_scale, index=torch.arange(4))
-    expected = torch.autograd.grad(eq4_surrogate(*double, tau, bounded.exp()), double)
+    expected = torch.autograd.grad(equations.sogclr(g, tau, bounded.exp()), double)
     close(d_image, expected[0], tau)
     close(d_text, expected[1], tau)
 
@@ -351,14 +344,14 @@ def test_unified_needs_a_normalizer_of_embeddings():
 
 
 def test_at_the_exact_normalizers_the_batches_average_to_the_global_gradient():
-    """neuclip.txt Eq. 2: with u exact, Eq. 4 is unbiased over all batches of two of a set of four."""
+    """NeuCLIP, Eq. 2: with u exact, Eq. 4 is unbiased over all batches of two of a set of four."""
     from itertools import combinations
 
     single, double, logit_scale = inputs(4, 8, 0.2)
     tau, eps = 1 / logit_scale.detach().double(), 1e-14
-    exact = (eps + batch_normalizers(*double, tau).detach()).log()
-    objective = tau * (eps + batch_normalizers(*double, tau)).log().mean(dim=1).sum()
-    expected = torch.autograd.grad(objective, double)
+    g = batch_g(gaps(*double), tau)
+    exact = (eps + g.detach()).log()
+    expected = torch.autograd.grad(equations.global_contrastive(g, tau, 0.0, eps), double)
     total = [torch.zeros_like(tensor) for tensor in single]
     batches = list(combinations(range(4), 2))
     for batch in batches:
@@ -379,7 +372,7 @@ def test_the_prototypes_own_predictions_are_equations_10_and_11():
     loss = create_loss("neuclip", npn_prototypes=5, loss_eps=1e-3)
     gradients(loss, single, logit_scale)
     w1, w2 = loss.full_state()["state.weight"].double()
-    alpha = predicted(w1, w2, *double, 1 / logit_scale.detach().double(), 1e-3)
+    alpha = equations.neuclip_alpha(w1, w2, *double, 1 / logit_scale.detach().double(), 1e-3)
     shown = loss.diagnostics()
     close(shown["alpha_image_mean"], alpha[0].mean().detach(), 0.05)
     close(shown["alpha_text_std"], alpha[1].std().detach(), 0.05)

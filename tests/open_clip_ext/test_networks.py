@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from reference import batch_normalizers, eq12, predicted, unit
+from numerics import unit
 
-from open_clip_ext import InputError, create_loss
+from open_clip_ext import InputError, create_loss, equations
+from open_clip_ext.equations import batch_g, gaps
 from open_clip_ext.networks import PartitionMLP
 from open_clip_ext.normalizers.fits import UnifiedFit
 
@@ -16,11 +17,10 @@ def batches(number, batch=6, dimension=8):
     return [(unit(generator, batch, dimension), unit(generator, batch, dimension)) for _ in range(number)]
 
 
-def fit(objective, log_batch, alpha):
-    """neuclip.txt Eq. 12's part that depends on the network; the objective of Section 5.2's "Separate"."""
+def fit(objective, g, alpha):
     if objective == "unified":
-        return TAU * ((log_batch - alpha).exp() + alpha).mean(dim=1).sum()
-    return ((alpha - log_batch) ** 2).mean(dim=1).sum() / 2
+        return equations.neuclip(g, TAU, alpha, 0.0, EPS)
+    return equations.neuclip_separate(g, alpha, EPS)
 
 
 @pytest.mark.parametrize("objective", ["unified", "l2-log"])
@@ -36,10 +36,10 @@ def test_prototypes_minimise_the_chosen_objective(objective, opt):
         if w is None:
             w = torch.stack([e2, e1]).requires_grad_()
             optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[opt]([w], lr=0.05)
-        log_batch = (EPS + batch_normalizers(e1, e2, TAU)).log()
+        g = batch_g(gaps(e1, e2), TAU)
         for _ in range(3):
             optimizer.zero_grad()
-            fit(objective, log_batch, predicted(w[0], w[1], e1, e2, TAU, EPS)).backward()
+            fit(objective, g, equations.neuclip_alpha(*w, e1, e2, TAU, EPS)).backward()
             optimizer.step()
         torch.testing.assert_close(loss.full_state()["state.weight"], w.detach(), rtol=1e-6, atol=1e-8)
 
@@ -93,12 +93,13 @@ def test_joint_is_algorithm_3():
             optimizer = torch.optim.AdamW([w], lr=0.01, weight_decay=0.1)
         value = loss(e1, e2, 1 / TAU)
         torch.testing.assert_close(loss.full_state()["state.weight"], w.detach(), rtol=1e-5, atol=1e-7)
-        objective = eq12(w[0], w[1], e1, e2, TAU, EPS, rho)
+        alpha = equations.neuclip_alpha(*w, e1, e2, TAU, EPS)
+        objective = equations.neuclip(batch_g(gaps(e1, e2), TAU), TAU, alpha, rho, EPS)
         torch.testing.assert_close(value.detach(), objective.detach())
         optimizer.zero_grad()
         expected = torch.autograd.grad(objective, [e1, e2], retain_graph=True)
         for one, other, e in zip(torch.autograd.grad(value, [e1, e2]), expected, (e1, e2), strict=True):
-            # The loss takes unit vectors at their word; the reference normalises, which adds a projection.
+            # The loss takes unit vectors at their word; the equation normalises, which adds a projection.
             along = ((one - other) * e.detach()).sum(dim=1, keepdim=True) * e.detach()
             torch.testing.assert_close(one - along, other, rtol=1e-5, atol=1e-8)
         (w.grad,) = torch.autograd.grad(objective, [w])
@@ -134,8 +135,7 @@ def test_an_mlp_for_a_network(objective, encoder_objective):
     sides = optimizer = None
     for e1, e2 in batches(3):
         e1.requires_grad_(), e2.requires_grad_()
-        g = batch_normalizers(e1, e2, TAU)
-        log_batch = (EPS + g).log().detach()
+        g = batch_g(gaps(e1, e2), TAU)
         value = loss(e1, e2, 1 / TAU)
         if sides is None:  # started as ours did, which the next test looks at
             fresh = create_loss("neuclip", normalizer="mlp", npn_updates=0, mlp_width=0.75, loss_eps=EPS)
@@ -146,7 +146,7 @@ def test_an_mlp_for_a_network(objective, encoder_objective):
             optimizer = torch.optim.Adam(sides.parameters(), lr=0.01)
         for _ in range(2):
             optimizer.zero_grad()
-            fit(objective, log_batch, mlp_alpha(sides, e1.detach(), e2.detach())).backward()
+            fit(objective, g.detach(), mlp_alpha(sides, e1.detach(), e2.detach())).backward()
             optimizer.step()
         state = loss.full_state()
         for key, expected in sides.state_dict().items():
@@ -154,9 +154,9 @@ def test_an_mlp_for_a_network(objective, encoder_objective):
         e1.grad = e2.grad = None
         alpha = mlp_alpha(sides, e1, e2)
         if encoder_objective == "unified":
-            objective_value = TAU * ((EPS + g) / alpha.exp() + alpha - 1).mean(dim=1).sum() + 2 * TAU * rho
+            objective_value = equations.neuclip(g, TAU, alpha, rho, EPS)
         else:
-            objective_value = TAU * (g / alpha.exp().detach()).mean(dim=1).sum()
+            objective_value = equations.sogclr(g, TAU, alpha.exp().detach())
         expected = torch.autograd.grad(objective_value, [e1, e2])
         for one, other in zip(torch.autograd.grad(value, [e1, e2]), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-8)
@@ -223,7 +223,7 @@ def test_another_networks_state_is_refused(other):
 
 
 def test_the_optimum_over_alpha_is_the_log_normalizer():
-    """neuclip.txt Eq. 5: min over alpha of exp(-alpha) (eps + g) + alpha is log(eps + g) + 1, at alpha = log(eps + g);
+    """NeuCLIP, Eq. 5: min over alpha of exp(-alpha) (eps + g) + alpha is log(eps + g) + 1, at alpha = log(eps + g);
     for a batch's random g, at the logarithm of its mean."""
     generator = torch.Generator().manual_seed(0)
     g = torch.rand(2, 400, generator=generator, dtype=torch.float64) ** 4

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import unit
+from numerics import unit
 
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.losses.compositional import Compositional

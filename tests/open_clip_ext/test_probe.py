@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import create_loss
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import create_loss, list_losses
 

@@ -1,10 +1,11 @@
-"""Algorithm 1's network against AdaGrad on Eq. 12 in float64, with restarts, ring buffer and growth."""
+"""NeuCLIP's prototypes against `open_clip_ext.equations` in float64, with restarts, ring buffer and growth."""
 
 import pytest
 import torch
-from reference import batch_normalizers, predicted, unit
+from numerics import unit
 
 from open_clip_ext import InputError, create_loss
+from open_clip_ext.equations import batch_g, gaps, neuclip, neuclip_alpha, neuclip_w
 
 
 class Reference:
@@ -25,16 +26,35 @@ class Reference:
             self.w = latest.clone()
         elif latest.shape[1] > self.w.shape[1]:
             self.w = torch.cat([self.w, latest[:, self.w.shape[1] :]], dim=1)
-        log_batch = (self.eps + batch_normalizers(e1, e2, self.tau)).log()
+        g = batch_g(gaps(e1, e2), self.tau)
         for _ in range(self.updates):
             w = self.w.clone().requires_grad_()
-            alpha = predicted(w[0], w[1], e1, e2, self.tau, self.eps)
-            (gradient,) = torch.autograd.grad(self.tau * ((log_batch - alpha).exp() + alpha).mean(dim=1).sum(), w)
+            alpha = neuclip_alpha(*w, e1, e2, self.tau, self.eps)
+            (gradient,) = torch.autograd.grad(neuclip(g, self.tau, alpha, 0.0, self.eps), w)
             gradient = gradient + self.wd * self.w
             accumulator = self.accumulator[:, : w.shape[1]]
             accumulator += gradient**2
             self.w = self.w - self.lr * gradient / (accumulator.sqrt() + 1e-10)
         self.t += 1
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+@pytest.mark.parametrize("opt", ["sgd", "adagrad"])
+def test_algorithm_1_as_the_paper_has_it(opt, updates):
+    """Batches that hold m pairs and more."""
+    tau, eps, m = torch.tensor(0.2).double(), 1e-6, 6
+    loss = create_loss(
+        "neuclip", npn_prototypes=m, npn_restart_every=2, npn_updates=updates, npn_opt=opt, npn_lr=0.1, loss_eps=eps
+    )
+    w1, w2 = (torch.zeros(m, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[opt]([w1, w2], lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    for t in range(5):
+        e1, e2 = unit(generator, m + 2, 8), unit(generator, m + 2, 8)
+        loss(e1, e2, 1 / tau)
+        neuclip_w(w1, w2, optimizer, e1, e2, tau, t=t, T_r=2, T_u=updates, eps=eps)
+        expected = torch.stack([w1, w2]).detach()
+        torch.testing.assert_close(loss.full_state()["state.weight"], expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("batches", [[6] * 7, [9, 4, 3, 9, 2, 8, 5], [2] * 7, [4] * 7])

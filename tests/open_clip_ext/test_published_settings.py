@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import create_loss
 from open_clip_ext.factory import find_preset, resolve_options

@@ -1,16 +1,12 @@
-"""The queue and the mixing against their formulas in float64 loops."""
+"""The queue and the mixing against `equations.queue` in float64."""
 
 import math
 
 import pytest
 import torch
-from reference import batch_normalizers, eq4_surrogate, eq13, unit
+from numerics import unit
 
-from open_clip_ext import InputError, create_loss
-
-
-def estimate(anchor, others, positive, tau, eps):
-    return torch.log(eps + sum(torch.exp((torch.dot(anchor, q) - positive) / tau) for q in others) / len(others))
+from open_clip_ext import InputError, create_loss, equations
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.4])
@@ -24,25 +20,19 @@ def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batc
         e1, e2 = (unit(generator, batch, 8).requires_grad_() for _ in range(2))
         queue = (queue + list(zip(e1.detach(), e2.detach(), strict=True)))[-size:]
         others = queue[: max(0, len(queue) - batch)]
-        log_batch = (eps + batch_normalizers(e1, e2, tau)).log().detach()
-        alpha = log_batch
+        scale = (1 / tau).requires_grad_()
+        g = equations.batch_g(equations.gaps(e1, e2), 1 / scale)
         if others:
-            sides = (e1, [q for _, q in others]), (e2, [q for q, _ in others])
-            alpha = torch.stack(
-                [
-                    torch.stack([estimate(a[i], q, torch.dot(e1[i], e2[i]), tau, eps) for i in range(batch)])
-                    for a, q in sides
-                ]
-            ).detach()
-        u = mixing * log_batch.exp() + (1 - mixing) * alpha.exp()
-        logit_scale = (1 / tau).requires_grad_()
-        value = loss(e1, e2, logit_scale)
-        d_image, d_text, d_scale = torch.autograd.grad(value, [e1, e2, logit_scale])
-        expected = torch.autograd.grad(eq4_surrogate(e1, e2, tau, u), [e1, e2])
-        torch.testing.assert_close(d_image, expected[0], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(d_text, expected[1], rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(d_scale, -(tau**2) * eq13(e1, e2, tau, u, rho), rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(value.detach(), tau * (u.log().mean(dim=1).sum() + 2 * rho), rtol=1e-6, atol=1e-9)
+            images, texts = (torch.stack(side) for side in zip(*others, strict=True))
+            u = equations.queue_u(texts, images, g, e1, e2, tau, mixing, eps)
+        else:
+            u = (eps + g).detach()
+        value, expected = loss(e1, e2, scale), equations.queue(g, 1 / scale, u, rho)
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
+        inputs = [e1, e2, scale]
+        gradients = zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True)
+        for actual, gradient in gradients:
+            torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["neuclip", "queue"])

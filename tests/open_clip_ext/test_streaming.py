@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import create_loss, streaming
 from open_clip_ext.normalizers import Batch, prototype_gradient

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from reference import unit
+from numerics import unit
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.equations import fastclip_gamma
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,8 @@ from open_clip_ext.distributed import ShardedRows
     ],
 )
 def test_gamma_schedule(schedule, epoch, expected):
+    if schedule == "cosine":
+        assert fastclip_gamma(epoch, 0.2, 10) == pytest.approx(expected)
     length = {"gamma_decay_epochs": 10} if schedule == "cosine" else {}
     loss = create_loss("fastclip-v3", num_samples=4, gamma=0.2, gamma_schedule=schedule, **length)
     loss.set_epoch(epoch)

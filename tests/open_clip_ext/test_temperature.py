@@ -1,12 +1,13 @@
-"""The temperature schemes and the hinge against the papers' equations in float64 loops."""
+"""The temperature schemes and the hinge against `open_clip_ext.equations` in float64."""
 
 import math
 
 import pytest
 import torch
-from reference import close, eq3, unit
+from numerics import close, mean_over_equal_rows, unit, visit
 
-from open_clip_ext import InputError, create_loss
+from open_clip_ext import InputError, create_loss, equations
+from open_clip_ext.equations import batch_g, gaps
 
 BATCH, DIMENSION, ROWS, EPS = 6, 16, 9, 1e-14
 
@@ -37,45 +38,32 @@ def embeddings(seed, dtype=torch.float32):
     return single, [tensor.detach().double().clone().requires_grad_() for tensor in single], index
 
 
+def identity(h):
+    return h
+
+
 def hinge(margin, power):
-    """tuneclip.txt Section 4.2: l(x) = max(x + m, 0)^2."""
-    return lambda x: torch.clamp(x + margin, min=0) ** power
+    """TuneCLIP's, with any power."""
+    return lambda h: (h + margin).clamp(min=0) ** power
 
 
-def g(e1, e2, tau, surrogate):
-    """isogclr.txt Eq. 15-16 with one temperature per anchor and side, tau (2, B), and a surrogate."""
-    rows = []
-    for side in range(2):
-        values = []
-        for i in range(BATCH):
-            positive = torch.dot(e1[i], e2[i])
-            gaps = [
-                (torch.dot(e1[i], e2[j]) if side == 0 else torch.dot(e1[j], e2[i])) - positive
-                for j in range(BATCH)
-                if j != i
-            ]
-            values.append(sum(torch.exp(surrogate(gap) / tau[side, i]) for gap in gaps) / (BATCH - 1))
-        rows.append(torch.stack(values))
-    return torch.stack(rows)
-
-
-def moving_average(u, visited, values, index, gamma):
-    """neuclip.txt Eq. 3 for every distinct row of the batch, by the mean over its occurrences."""
-    for side in range(2):
-        for row in set(index.tolist()):
-            estimate = sum(values[side, i] for i in range(BATCH) if index[i] == row) / index.tolist().count(row)
-            u[side, row] = eq3(u[side, row], estimate, gamma, EPS, row not in visited)
+METHODS = {
+    "sogclr": lambda g, tau, u, rho: equations.sogclr(g, tau.detach(), u),
+    "fastclip-v0": lambda g, tau, u, rho: equations.fastclip_v0(g, u),
+    "fastclip-v1": lambda g, tau, u, rho: equations.fastclip_v1(g, tau.detach(), u),
+    "fastclip-v3": equations.fastclip_v3,
+}
 
 
 @pytest.mark.parametrize(
     "name, options, surrogate",
     [
-        ("sogclr", {}, lambda x: x),
-        ("fastclip-v0", {}, lambda x: x),
-        ("fastclip-v1", {}, lambda x: x),
+        ("sogclr", {}, identity),
+        ("fastclip-v0", {}, identity),
+        ("fastclip-v1", {}, identity),
         ("sogclr", dict(surrogate="hinge", margin=0.9), hinge(0.9, 2)),
         ("fastclip-v3", dict(surrogate="hinge", margin=0.7, margin_power=3.0, rho=4.0), hinge(0.7, 3)),
-        ("fastclip-v3", dict(rho=4.0, fastclip_code=True), lambda x: x),
+        ("fastclip-v3", dict(rho=4.0, fastclip_code=True), identity),
     ],
 )
 @pytest.mark.parametrize("tau", [1.0, 0.07, 0.02])
@@ -83,22 +71,17 @@ def moving_average(u, visited, values, index, gamma):
 def test_one_temperature_and_any_surrogate(name, options, surrogate, tau, dtype):
     loss = create_loss(name, num_samples=ROWS, **{"gamma": 0.3, "gamma_schedule": "constant", **options})
     rho = options.get("rho", 0.0)
-    u, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    table, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
     for seed in range(3):
         single, (e1, e2), index = embeddings(seed, dtype)
         logit_scale = torch.tensor(1 / tau, dtype=dtype, requires_grad=True)
         exact = (1 / logit_scale.detach().double()).requires_grad_()
-        values = g(e1, e2, exact.expand(2, BATCH), surrogate)
-        moving_average(u, visited, values.detach(), index, 0.3)
-        visited |= set(index.tolist())
-        current = u[:, index]
-        factor = torch.ones(()) if name == "fastclip-v0" else exact.detach()
-        objective = factor * (values / current).mean(dim=1).sum()
-        d_image, d_text, d_tau = torch.autograd.grad(objective, [e1, e2, exact])
+        g = batch_g(surrogate(gaps(e1, e2)), exact)
+        u = visit(table, visited, index, 0.3, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, EPS))
+        objective = METHODS[name](g, exact, u, rho)
+        d_image, d_text, d_tau = torch.autograd.grad(objective, [e1, e2, exact], retain_graph=True)
         if options.get("fastclip_code"):  # the released code counts dg/dtau twice
-            d_tau = 2 * d_tau
-        if name != "fastclip-v0":
-            d_tau = d_tau + current.log().mean(dim=1).sum() + 2 * rho
+            d_tau = d_tau + torch.autograd.grad(equations.sogclr(g, exact.detach(), u), exact)[0]
 
         value = loss(*single, logit_scale, index=index)
         actual = torch.autograd.grad(value, [*single, logit_scale], allow_unused=True)
@@ -110,7 +93,31 @@ def test_one_temperature_and_any_surrogate(name, options, surrogate, tau, dtype)
             assert actual[2] is None
         else:
             close(actual[2], -(exact.detach() ** 2) * d_tau, tau, nothing)
-        close(value.detach(), factor * (current.log().mean(dim=1).sum() + 2 * rho), tau, nothing)
+        close(value.detach(), objective.detach(), tau, nothing)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.07, 0.02])
+@pytest.mark.usefixtures("shape")
+def test_tuneclip(tau, dtype):
+    """As the paper prints it, with means over B and epsilon beside u: the library's epsilon is B / (B - 1) times it."""
+    margin, eps, share = 0.9, 1e-3, BATCH / (BATCH - 1)
+    loss = create_loss(
+        "tuneclip", num_samples=ROWS, gamma=0.3, gamma_schedule="constant", margin=margin, loss_eps=eps * share
+    )
+    table, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    for seed in range(3):
+        single, (e1, e2), index = embeddings(seed, dtype)
+        logit_scale = torch.tensor(1 / tau, dtype=dtype)
+        exact = 1 / logit_scale.double()
+        phi = equations.tuneclip_phi(gaps(e1, e2), exact, margin)
+        u = visit(table, visited, index, 0.3, lambda u, gamma, phi=phi: equations.tuneclip_u(u, phi, gamma))
+        objective = equations.tuneclip(phi, exact, u, eps)
+        value = loss(*single, logit_scale, index=index)
+        for actual, expected in zip(
+            torch.autograd.grad(value, single), torch.autograd.grad(objective, [e1, e2]), strict=True
+        ):
+            close(actual, expected, tau, nothing=BATCH == 2)
+        close(value.detach(), objective.detach() + 2 * exact * math.log(share), tau)
 
 
 ETA, LAST_ETA, EPOCHS = 0.02, 1e-4, 4
@@ -133,12 +140,12 @@ STEP_SIZES = {
 )
 @pytest.mark.usefixtures("shape")
 def test_individual_temperatures_follow_their_algorithms(name, schedule, code, dtype):
-    """isogclr.txt Algorithm 2; FastCLIP-v2: Adam per row, bias by the epoch, betas 0 in epoch 0; its released loss
-    leaves tau_i out of the encoders' objective."""
+    """iSogCLR, Algorithm 2; FastCLIP-v2: Adam per row. FastCLIP-v2's released loss leaves tau_i out of the encoders'
+    objective."""
     options = dict(gamma=0.3, gamma_schedule="constant", rho=5.0, tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=ETA)
     options |= dict(tau_lr_schedule=schedule, fastclip_code=code)
     loss = create_loss(name, num_samples=ROWS, epochs=EPOCHS, **options)
-    u, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    table, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
     tau = torch.full((2, ROWS), 0.3, dtype=torch.float64)
     first, second = torch.zeros_like(tau), torch.zeros_like(tau)
     for seed in range(6):
@@ -146,36 +153,33 @@ def test_individual_temperatures_follow_their_algorithms(name, schedule, code, d
         loss.set_epoch(epoch)
         single, (e1, e2), index = embeddings(seed, dtype)
         old = tau[:, index].clone().requires_grad_()
-        values = g(e1, e2, old, lambda x: x)
-        moving_average(u, visited, values.detach(), index, 0.3)
-        visited |= set(index.tolist())
-        current = u[:, index]
-        factor = torch.ones_like(old) if code else old.detach()
-        objective = (factor / current * values).mean(dim=1).sum()
-        d_image, d_text = torch.autograd.grad(objective, [e1, e2], retain_graph=True)
-        (dg,) = torch.autograd.grad(values.sum(), old)
-        gradient = (old.detach() / current * dg + current.log() + 5.0).detach()
+        g = batch_g(gaps(e1, e2), old)
+        if name == "isogclr":
+            s = visit(table, visited, index, 0.3, lambda s, beta0, g=g: equations.isogclr_s(s, EPS + g, beta0))
+            objective = equations.isogclr(g, old, s, 5.0)
+        else:
+            s = visit(table, visited, index, 0.3, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, EPS))
+            objective = equations.fastclip_v2(g, old, s, 5.0)
+        encoders = equations.fastclip_v0(g, s) + 2 * 5.0 if code else objective
+        d_image, d_text = torch.autograd.grad(encoders, [e1, e2], retain_graph=True)
+        (gradient,) = torch.autograd.grad(BATCH * objective, old)
 
         value = loss(*single, torch.tensor(10.0, dtype=dtype), index=index)
         actual = torch.autograd.grad(value, single)
         close(actual[0], d_image, options["tau_min"], nothing=BATCH == 2)
         close(actual[1], d_text, options["tau_min"], nothing=BATCH == 2)
-        close(value.detach(), (factor * (current.log() + 5.0)).mean(dim=1).sum(), options["tau_min"])
+        close(value.detach(), encoders.detach(), options["tau_min"])
 
-        for side in range(2):
-            for row in set(index.tolist()):
-                mean = sum(gradient[side, i] for i in range(BATCH) if index[i] == row) / index.tolist().count(row)
-                mean = mean.clamp(-5, 5)
-                if name == "isogclr":
-                    first[side, row] = 0.1 * first[side, row] + 0.9 * mean
-                    step = first[side, row]
-                else:
-                    b1, b2 = (0.9, 0.999) if epoch > 0 else (0.0, 0.0)
-                    first[side, row] = b1 * first[side, row] + (1 - b1) * mean
-                    second[side, row] = b2 * second[side, row] + (1 - b2) * mean**2
-                    m, v = first[side, row] / (1 - b1 ** (epoch + 1)), second[side, row] / (1 - b2 ** (epoch + 1))
-                    step = m / (v.sqrt() + 1e-8)
-                tau[side, row] = (tau[side, row] - STEP_SIZES[schedule](epoch) * step).clamp(0.02, 0.5)
+        gradient, eta = mean_over_equal_rows(gradient, index), STEP_SIZES[schedule](epoch)
+        if name == "isogclr":
+            moved, first[:, index] = equations.isogclr_tau(
+                old.detach(), first[:, index], gradient, beta1=0.9, eta=eta, tau_0=0.02, tau_max=0.5
+            )
+        else:
+            moved, first[:, index], second[:, index] = equations.fastclip_v2_tau(
+                old.detach(), first[:, index], second[:, index], gradient, epoch, eta, tau_0=0.02, tau_max=0.5
+            )
+        tau[:, index] = moved
         close(loss.full_state()["temperature.tau"].T, tau, options["tau_min"])
     assert tau.unique().numel() > ROWS, "the temperatures did not become individual"
 
@@ -250,11 +254,8 @@ def test_individual_temperatures_also_move_through_a_unified_normalizer():
     w = loss.full_state()["state.weight"].double()
     taus = torch.full((2, BATCH), start, dtype=torch.float64, requires_grad=True)
     e1, e2 = (e.detach() for e in double)
-    positives = (e1 * e2).sum(dim=1)
-    directions = w / w.norm(dim=2, keepdim=True)
-    gaps = torch.stack([e1 @ directions[0].T, e2 @ directions[1].T]) - positives[:, None]
-    alpha = (EPS + (gaps / taus[:, :, None]).exp().mean(dim=2)).log()
-    ratio = (EPS + g(e1, e2, taus, lambda x: x)) / alpha.exp()
+    alpha = equations.neuclip_alpha(*w, e1, e2, taus, EPS)
+    ratio = (EPS + batch_g(gaps(e1, e2), taus)) / alpha.exp()
     (gradient,) = torch.autograd.grad((taus * (ratio + alpha - 1 + rho)).sum(), taus)
     assert gradient.abs().max() < 5 and gradient.abs().min() > 1e-3
     moved = loss.full_state()["temperature.tau"][index].T.double()
