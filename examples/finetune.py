@@ -24,7 +24,7 @@ MODEL = "--model ViT-shapes-tiny --device cpu --precision fp32 --dataset-type sh
 BATCH = 64
 MODEL += f" --batch-size {BATCH} --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
 PRETRAINING = "--loss clip --train-num-samples 20000 --epochs 10 --lr 1e-3 --wd 0.1 --warmup 200"
-# The optimizer of tuneclip.txt Table 6 for all; the rate suits this model, which was pretrained at 1e-3.
+# The optimizer of TuneCLIP's Table 6 for all; the rate suits this model, which was pretrained at 1e-3.
 OPTIMIZER = "--lr {lr} --beta1 0.9 --beta2 0.98 --wd 0.02 --warmup 0"
 # OSR + HGCL saves the statistics that its ablations load.
 SAVE, LOAD = "--osr-epochs {osr_epochs} --osr-save {state}", "--osr-load {state}"

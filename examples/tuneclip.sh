@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# TuneCLIP on DFN-12M as in tuneclip.txt: Section 5 (512 pairs on each of 8 GPUs for ViT-B/32, 256 for ViT-B/16, 5 epochs of
+# TuneCLIP on DFN-12M as in its paper's Section 5 (512 pairs on each of 8 GPUs for ViT-B/32, 256 for ViT-B/16, 5 epochs of
 # recovery and 5 of fine-tuning) and Table 6 (lr 1e-5, betas 0.9 and 0.98, wd 0.02, margin 0.1, AMP), which are the
 # defaults of --loss tuneclip. The paper gives no batch size for ViT-H/14; 256 is ours.
 set -euo pipefail

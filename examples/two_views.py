@@ -2,7 +2,7 @@
 
     python examples/two_views.py --loss isogclr
 
-The negatives are both views of all other images (isogclr.txt Eq. 2-4, 11). No label is used until the end, when a
+The negatives are both views of all other images (iSogCLR, Eq. 2-4, 11). No label is used until the end, when a
 linear classifier on 3 labelled scans of each digit shows what the encoder has learned, against the same encoder
 untrained. The scans are scikit-learn's.
 """
@@ -22,7 +22,7 @@ TRAIN, BATCH, LABELS, DRAWS, TAU = 1200, 32, 3, 10, 0.2
 
 SETTINGS = {
     "sogclr": {},
-    # Temperatures of images are larger than those of image-text pairs (isogclr.txt Figure 8), and so is their step.
+    # Temperatures of images are larger than those of image-text pairs (iSogCLR, Figure 8), and so is their step.
     "isogclr": {"tau_start": TAU, "tau_min": 0.05, "tau_lr": 2e-3, "rho": 1.0},
 }
 

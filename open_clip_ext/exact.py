@@ -1,10 +1,10 @@
-"""What the estimators estimate, computed over the whole data set: log-normalizers (neuclip.txt Eq. 1 and 9) and the
+"""What the estimators estimate, computed over the whole data set: log-normalizers (NeuCLIP, Eq. 1 and 9) and the
 gradient of the global objective (Eq. 2).
 
     alpha_1i = log(eps + g_1i),    g_1i = mean over all j != i of exp(l(s_ij - s_ii) / tau_i)    image i as anchor
     alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
 
-for a sample of anchors, as in neuclip.txt Appendix B.6; `embedding_gradients` has the gradient. Similarities are
+for a sample of anchors, as in NeuCLIP, Appendix B.6; `embedding_gradients` has the gradient. Similarities are
 float32; sums are float64 and relative to each anchor's largest exponent, so that no temperature overflows.
 
 Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. What exists per side is stacked in front,
@@ -89,7 +89,7 @@ class Anchors:
         index: rows of the anchors, (k,) int64.
         tau: temperatures > 0, 0-d or (2, k).
         surrogate: l; None: the identity.
-        both_sides: whether samples of the anchor's own side are negatives, too (isogclr.txt Eq. 11).
+        both_sides: whether samples of the anchor's own side are negatives, too (iSogCLR, Eq. 11).
 
     Raises:
         ValueError: shapes, rows or temperatures do not fit; the message names the argument.
@@ -182,7 +182,7 @@ def exact_log_normalizers(
     chunk_mib: float = CHUNK_MIB,
     progress: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """log(eps + g_i) of each anchor over all other pairs, (2, k) float64: neuclip.txt Eq. 9, without bias or variance.
+    """log(eps + g_i) of each anchor over all other pairs, (2, k) float64: NeuCLIP, Eq. 9, without bias or variance.
 
     Args:
         image, text: the embeddings of the n >= 2 pairs.
@@ -238,7 +238,7 @@ def embedding_gradients(
 ) -> Tensor:
     """n times the gradient of the global objective in the embeddings of some pairs, (2, k, d) float64, images first.
 
-    neuclip.txt Eq. 2 with respect to the embeddings in place of the encoders' weights. With
+    NeuCLIP's Eq. 2 with respect to the embeddings in place of the encoders' weights. With
 
         w_1ij = exp(l(s_ij - s_ii) / tau_1i - alpha_1i) l'(s_ij - s_ii)    image i as anchor, text j as negative
         w_2ij = exp(l(s_ji - s_ii) / tau_2i - alpha_2i) l'(s_ji - s_ii)    text i as anchor, image j as negative
@@ -337,7 +337,7 @@ def minibatch_log_normalizers(
     progress: Callable[[int], object] | None = None,
 ) -> Tensor:
     """The minibatch estimate log(eps + g_i) of each anchor, (2, k) float64: Eq. 9 over a random batch of B pairs, the
-    anchor and B - 1 others ("Mini-batch Approximation", neuclip.txt Section 3).
+    anchor and B - 1 others ("Mini-batch Approximation", NeuCLIP, Section 3).
 
     `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do: their estimates are not
     independent, but each anchor's others are B - 1 of the n - 1, all choices equally likely. The batch depends on

@@ -54,7 +54,7 @@ class LossPreset:
     surrogate: str = "identity"
     encoder_objective: str = "compositional"
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    lr_tau_ratio: float = 1 / 8  # neuclip.txt Table 3: on all five data sets
+    lr_tau_ratio: float = 1 / 8  # NeuCLIP, Table 3: on all five data sets
     training_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -182,7 +182,7 @@ PRESETS = {
             temperature="fixed",
             surrogate="hinge",
             defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
-            # tuneclip.txt Section 5 and Table 6, but for what is the machine's. They say nothing of a warm-up of the
+            # TuneCLIP, Section 5 and Table 6, but for what is the machine's. They say nothing of a warm-up of the
             # learning rate: the recovery takes its place.
             training_defaults={
                 "lr": 1e-5, "beta1": 0.9, "beta2": 0.98, "wd": 0.02, "lr_scheduler": "cosine", "warmup": 0,

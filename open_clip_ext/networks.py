@@ -1,4 +1,4 @@
-"""The network of amorlip.txt Section 3.2 that predicts log Z of an embedding.
+"""The network of AmorLIP's Section 3.2 that predicts log Z of an embedding.
 
 "Three-layer MLP" and "intermediate dimension f_d * d" leave its form open. Here, with h = f_d * d:
 

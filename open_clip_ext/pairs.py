@@ -128,8 +128,8 @@ class SimilarityBlocks:
         return memory
 
     def log_batch_normalizers(self, all_tau: Tensor) -> Tensor:
-        """log g_i over the batch's negatives, (2, b): the minibatch form of neuclip.txt Eq. 1; with negatives of both
-        sides, isogclr.txt Eq. 11. As printed: `equations.batch_g`."""
+        """log g_i over the batch's negatives, (2, b): the minibatch form of NeuCLIP's Eq. 1; with negatives of both
+        sides, iSogCLR, Eq. 11. As printed: `equations.batch_g`."""
         tau = local_part(all_tau, self.pairs)
         log_sums = self.positives.new_full((2, len(self.positives)), -math.inf)
         memory = self._part_memory()
@@ -159,7 +159,7 @@ class SimilarityBlocks:
         self, features: tuple[Tensor, Tensor], all_tau: Tensor, alpha: Tensor, all_alpha: Tensor
     ) -> Tensor:
         """Gradient of the global batch's sum over sides of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha constant
-        (neuclip.txt Eq. 4; isogclr.txt Eq. 14 and 21).
+        (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
 
         Args:
             features: that with respect to `image` and to `text` of this process, (b, d) each, is added to these.

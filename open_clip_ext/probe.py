@@ -2,7 +2,7 @@
 
 Some anchors of a batch are kept with what the estimator said of them, log u_i or a network's alpha_i, and meet the
 samples of the following steps. After k steps the mean over what they met is log g_i over about k times as many
-negatives as the batch has: next to exact, but for the way the encoders went in those k steps. neuclip.txt Appendix B.6
+negatives as the batch has: next to exact, but for the way the encoders went in those k steps. NeuCLIP, Appendix B.6
 measures the same against the whole data set, which `normalizers_report` does.
 """
 

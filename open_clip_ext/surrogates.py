@@ -34,7 +34,7 @@ class Surrogate:
 
 
 class Identity(Surrogate):
-    """l(x) = x: the global contrastive loss itself (neuclip.txt Eq. 1)."""
+    """l(x) = x: the global contrastive loss itself (NeuCLIP, Eq. 1)."""
 
     name = "identity"
 
@@ -47,7 +47,7 @@ class Identity(Surrogate):
 
 class PowerHinge(Surrogate):
     """l(x) = max(x + margin, 0)^power: a negative that is `margin` below the positive has no gradient any more
-    (tuneclip.txt Section 4.2, Eq. 8-9, the hinged global contrastive loss). As printed: `equations.tuneclip_phi`,
+    (TuneCLIP, Section 4.2, Eq. 8-9, the hinged global contrastive loss). As printed: `equations.tuneclip_phi`,
     `equations.tuneclip`.
 
     Args:

@@ -146,12 +146,12 @@ class FixedTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """One tau for both sides, learned with the encoders (neuclip.txt Eq. 1 and 13; FastCLIP-v3's RGCL-g).
+    """One tau for both sides, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
     As printed: `equations.fastclip_v3`.
 
     Args:
-        rho: a larger one pulls tau down; larger data, larger rho (neuclip.txt Table 3).
+        rho: a larger one pulls tau down; larger data, larger rho (NeuCLIP, Table 3).
         fastclip_code: count dg/dtau twice, as FastCLIP's released code does: tau then settles elsewhere, and the rho
             published with that code were tuned so.
     """
@@ -171,7 +171,7 @@ class LearnableTemperature(Temperature):
         refuse_fastclip_code(settings)
 
     def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
-        """neuclip.txt Eq. 13."""
+        """NeuCLIP, Eq. 13."""
         return (log_values + self.rho + self.slope_weight * tau_terms).sum() / batch
 
 
@@ -199,7 +199,7 @@ class UnscaledTemperature(LearnableTemperature):
 
 
 class IndividualTemperature(Temperature):
-    """One tau per sample and side, moved by the loss itself (iSogCLR, isogclr.txt Eq. 19-20 and Algorithm 2).
+    """One tau per sample and side, moved by the loss itself (iSogCLR, Eq. 19-20 and Algorithm 2).
 
         G_i = tau_i / s_i * dg_i/dtau_i + log(s_i) + rho,    u_i <- (1 - beta_1) u_i + beta_1 G_i,
         tau_i <- clip(tau_i - eta * u_i, tau_0, tau_max)
@@ -215,17 +215,17 @@ class IndividualTemperature(Temperature):
 
     Args:
         num_samples: n.
-        rho: pulls every tau_i up against its own loss (isogclr.txt: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
+        rho: pulls every tau_i up against its own loss (iSogCLR: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
         tau_start: tau_i before its first visit (0.01; FastCLIP-v2: 0.03).
         tau_min, tau_max: tau_0 and the upper bound (0.005 and 1; FastCLIP-v2: 0.01 and 1).
-        tau_lr: eta; the authors' scripts have 0.03 (isogclr.txt does not say), FastCLIP-v2's 0.0133.
+        tau_lr: eta; the authors' scripts have 0.03 (iSogCLR does not say), FastCLIP-v2's 0.0133.
         tau_lr_schedule: eta by epoch e of E, as the authors' code offers it: constant; cosine, a quarter of a period,
             1e-4 + (eta - 1e-4) cos(pi e / 2 E); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
         tau_lr_epochs: E of the cosine.
         tau_optimizer: momentum or adam.
         tau_beta: beta_1 as the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs,
             0.5 in that for images.
-        fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. isogclr.txt
+        fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. iSogCLR,
             Eq. 21 and its authors' code have it: an anchor with a lower tau_i weighs no more for it.
         rows_on, device: where the rows are kept.
     """
@@ -258,7 +258,7 @@ class IndividualTemperature(Temperature):
         FASTCLIP_CODE,
         ShardedRows.OPTION,
     )
-    LEAST = 0.005  # isogclr.txt Section 6.2
+    LEAST = 0.005  # iSogCLR, Section 6.2
     CLIP = 5.0
     BETAS = (0.9, 0.999)
     ADAM_EPS = 1e-8

@@ -1,4 +1,4 @@
-"""Optimizer statistics recovery (OSR), TuneCLIP's first stage: tuneclip.txt Section 4.1, Algorithm 1.
+"""Optimizer statistics recovery (OSR), TuneCLIP's first stage: TuneCLIP, Section 4.1, Algorithm 1.
 
 A pretrained model comes without the state of its optimizer. Started from zero, Adam's moments and the moving averages
 of the normalizers are wrong at first, and the first epoch of fine-tuning makes the model worse. So E epochs go over the

@@ -1,6 +1,6 @@
 """The samples with the largest and the smallest temperatures, as a page of thumbnails with captions.
 
-isogclr.txt Section 6.3 looks at these: a large temperature goes to samples whose meaning is common, which have many
+iSogCLR's Section 6.3 looks at these: a large temperature goes to samples whose meaning is common, which have many
 near neighbours among the negatives, a small one to rare ones.
 """
 

@@ -1,6 +1,6 @@
 """AmorLIP: networks learn log Z of every embedding, and the encoders divide by a slow copy of them.
 
-amorlip.txt Eq. 1-12 and Algorithm 1; there and here tau is OpenCLIP's logit_scale, an *inverse* temperature, written s
+AmorLIP, Eq. 1-12 and Algorithm 1; there and here tau is OpenCLIP's logit_scale, an *inverse* temperature, written s
 below, and B pairs include the anchor's own:
 
     Z_1i = mean_j exp(s <image_i, text_j>),    Z_2i with the sides swapped                                    Eq. 2

@@ -1,6 +1,6 @@
 """Stage I of AmorLIP: networks that learn log Z of every embedding.
 
-amorlip.txt Algorithm 1, with an online network, the target network that follows it, and the target network that the
+AmorLIP, Algorithm 1, with an online network, the target network that follows it, and the target network that the
 epoch before ended with:
 
     log Z_comb = log(beta_t * lambda_previous + (1 - beta_t) * Z)                                   Eq. 12

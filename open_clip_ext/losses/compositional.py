@@ -1,6 +1,6 @@
 """The compositional encoder objective: the normalizers are constants.
 
-neuclip.txt Eq. 4 and 13 (SogCLR, FastCLIP). Per anchor the global objective is
+NeuCLIP, Eq. 4 and 13 (SogCLR, FastCLIP). Per anchor the global objective is
 
     tau * (log(eps + g_i) + rho),    estimated by    tau * (alpha_i + rho),
 

@@ -1,6 +1,6 @@
 """CyCLIP: OpenCLIP's softmax loss and two terms that make the similarities consistent.
 
-Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline of isogclr.txt:
+Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline of iSogCLR:
 
     L = L_CLIP + lambda_1 / B * sum_jk (<image_j, image_k> - <text_j, text_k>)^2       in-modal
                + lambda_2 / B * sum_jk (<image_j, text_k> - <text_j, image_k>)^2       cross-modal

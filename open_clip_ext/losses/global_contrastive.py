@@ -1,6 +1,6 @@
 """The global contrastive objective with its four replaceable parts.
 
-neuclip.txt Eq. 1, estimated from one global batch:
+NeuCLIP, Eq. 1, estimated from one global batch:
 
     F = (1/n) sum_i [ tau * log(eps + g_1i) + tau * log(eps + g_2i) ] + 2 * tau * rho
     g_1i = mean over j != i of exp(l(s_ij - s_ii) / tau)      image i as anchor, all texts j
@@ -53,7 +53,7 @@ class GlobalContrastiveLoss(Loss):
             alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Of no paper, ours.
         eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
         negatives: `cross`: an anchor's negatives are of the other side. `both`: also of its own side, 2 (B - 1) in
-            all; for two views of images in place of image and text (isogclr.txt Eq. 2-4 and 11), where each view of an
+            all; for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an
             image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
             one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
             gradient.

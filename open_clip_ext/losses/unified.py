@@ -1,6 +1,6 @@
 """The unified encoder objective: the encoders also minimise through the normalizers' embedding inputs.
 
-neuclip.txt Eq. 12 (NeuCLIP). Per anchor
+NeuCLIP, Eq. 12. Per anchor
 
     tau * (exp(-alpha_i) * (eps + g_i) + alpha_i - 1 + rho),    alpha_i = alpha(W; e_1i, e_2i),
 

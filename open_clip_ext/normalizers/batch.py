@@ -1,6 +1,6 @@
 """The minibatch estimate: alpha_i = log(eps + g_i) over the batch itself.
 
-The "Mini-batch Approximation" of neuclip.txt Section 3, biased for small batches; the baseline that has the global
+The "Mini-batch Approximation" of NeuCLIP, Section 3, biased for small batches; the baseline that has the global
 objective's form and no memory. As printed: `equations.global_contrastive`.
 """
 

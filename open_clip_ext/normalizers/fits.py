@@ -2,8 +2,8 @@
 
 | name | objective | source |
 |---|---|---|
-| `unified` | tau * (exp(L - alpha) + alpha - 1) | neuclip.txt Eq. 12, its network part; optimum log E exp(L) |
-| `l2-log` | (alpha - L)^2 / 2 | AmorLIP's, neuclip.txt Section 5.2; amorlip.txt Eq. 10; optimum E L |
+| `unified` | tau * (exp(L - alpha) + alpha - 1) | NeuCLIP, Eq. 12, its network part; optimum log E exp(L) |
+| `l2-log` | (alpha - L)^2 / 2 | NeuCLIP, Section 5.2; AmorLIP, Eq. 10; optimum E L |
 
 As printed: `equations.neuclip`, `equations.neuclip_separate`.
 """

@@ -1,6 +1,6 @@
 """log sum_j exp(l(cos(e_i, q_j) - s_ii) / tau) over vectors q_j that are not of the batch, and its gradient.
 
-What prototypes and queues predict with (neuclip.txt Eq. 10-11). With x_ij = l(cos(e_i, q_j) - s_ii) / tau and the
+What prototypes and queues predict with (NeuCLIP, Eq. 10-11). With x_ij = l(cos(e_i, q_j) - s_ii) / tau and the
 shares p_ij = exp(x_ij) / sum_j exp(x_ij), the derivatives of the value of anchor i are
 
     in e_i:     sum_j p_ij l'_ij / tau * q_j / |q_j|      (d,)

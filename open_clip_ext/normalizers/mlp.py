@@ -1,4 +1,4 @@
-"""A multi-layer perceptron in place of the prototypes (neuclip.txt Section 5.2, "MLP").
+"""A multi-layer perceptron in place of the prototypes (NeuCLIP, Section 5.2, "MLP").
 
     alpha_1i = logaddexp(log eps, MLP_1(e_1i) - s_ii / tau),    MLP_1(e_1i) ~ log mean_j exp(s_ij / tau)
 

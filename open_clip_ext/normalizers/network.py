@@ -1,4 +1,4 @@
-"""A normalizer-prediction network (NPN): what Algorithm 1 of neuclip.txt does with any network.
+"""A normalizer-prediction network (NPN): what NeuCLIP's Algorithm 1 does with any network.
 
 Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`fits`) with embeddings, L and tau
 held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are taken at the

@@ -1,6 +1,6 @@
 """The gradient of the network's objective in its prototypes.
 
-Of the sum over sides of the anchors' mean objective (neuclip.txt Eq. 12 or another of `fits`). With
+Of the sum over sides of the anchors' mean objective (NeuCLIP, Eq. 12 or another of `fits`). With
 x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's factor c_i and the slope f'_i of the rest in alpha_i,
 
     G_j = (1/B) sum_i c_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i      in W_j at length 1, (d,)

@@ -1,6 +1,6 @@
 """NeuCLIP's normalizer-prediction network (NPN): m prototypes a side that stand for the whole data set.
 
-neuclip.txt Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), in the log domain:
+NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), in the log domain:
 
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 

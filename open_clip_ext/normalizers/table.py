@@ -1,6 +1,6 @@
 """A moving average per sample and side (SogCLR, Yuan et al. 2022; FastCLIP, Wei et al. 2024).
 
-neuclip.txt Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
+NeuCLIP, Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
 
     log u_i <- logaddexp(log(1 - gamma) + log u_i, log gamma + L_i),    alpha_i = log u_i (the new value).
 

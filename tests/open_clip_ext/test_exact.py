@@ -30,7 +30,7 @@ def embeddings(n, d=16, seed=0, noise=0.3):
 
 
 def naive(image, text, i, tau, surrogate, eps=EPS, both=False):
-    """neuclip.txt Eq. 1 and 9 of one anchor, (2,), float64: each exponential as it stands."""
+    """NeuCLIP, Eq. 1 and 9 of one anchor, (2,), float64: each exponential as it stands."""
     image, text = image.double(), text.double()
     own = torch.dot(image[i], text[i])
     sums, count = [0.0, 0.0], 0
@@ -168,7 +168,7 @@ def test_nearest_rows_finds_pairs_that_have_moved_a_little():
 
 
 def objective(image, text, tau, scale, surrogate, both=False):
-    """n times neuclip.txt Eq. 1 without rho, 0-d float64; tau and scale (2, n)."""
+    """n times NeuCLIP's Eq. 1 without rho, 0-d float64; tau and scale (2, n)."""
     total = 0.0
     for i in range(len(image)):
         for side, (own, others) in enumerate([(image, text), (text, image)]):

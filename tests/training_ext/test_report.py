@@ -106,7 +106,7 @@ def log_mean(similarities, positives, tau, without=None, surrogate=lambda gap: g
 
 
 def true_normalizers(image, text, tau, surrogate=lambda gap: gap):
-    """neuclip.txt Eq. 9 for all pairs, (2, n)."""
+    """NeuCLIP, Eq. 9 for all pairs, (2, n)."""
     positives, own = (image * text).sum(dim=1), torch.eye(len(image), dtype=torch.bool)
     taus = torch.as_tensor(tau, dtype=torch.float64).expand(2, len(image))[:, :, None]
     sides = enumerate((image @ text.T, text @ image.T))

@@ -1,4 +1,4 @@
-"""The recovery of optimizer statistics moves what Algorithm 1 of tuneclip.txt moves, and nothing else."""
+"""The recovery of optimizer statistics moves what TuneCLIP's Algorithm 1 moves, and nothing else."""
 
 import json
 import math
@@ -447,7 +447,7 @@ def test_where_weights_come_from(run, datasets, pretrained, epochs, tmp_path, ki
 
 
 def test_defaults_are_the_papers():
-    """tuneclip.txt Table 6, where nothing is given; what is given counts."""
+    """TuneCLIP, Table 6, where nothing is given; what is given counts."""
     args = parse_args("--loss tuneclip --pretrained openai --model ViT-B-32 --train-data x.tar".split())
     settings = "lr beta1 beta2 wd lr_scheduler warmup epochs osr_epochs margin margin_power gamma gamma_decay_epochs"
     assert [getattr(args, name) for name in settings.split()] == [

@@ -1,6 +1,6 @@
 """What the estimators do to the gradient: each one's against the exact gradient of the global objective.
 
-The exact gradient is that of neuclip.txt Eq. 2 in the embeddings of some pairs, with the true log-normalizers of all n
+The exact gradient is that of NeuCLIP's Eq. 2 in the embeddings of some pairs, with the true log-normalizers of all n
 rows. An estimator's is what the loss takes over a batch B (Eq. 4; for the unified objective Eq. 12, through alpha too).
 A row is in few batches, so the two are compared given that it is in one:
 
@@ -117,7 +117,7 @@ def given(alpha: Tensor) -> Estimator:
 
 
 def minibatch(step: Step) -> tuple[Tensor, float]:
-    """The batch's own estimates ("Mini-batch Approximation", neuclip.txt Section 3)."""
+    """The batch's own estimates ("Mini-batch Approximation", NeuCLIP, Section 3)."""
     return step.batch.log_batch, 0.0
 
 

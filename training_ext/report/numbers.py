@@ -1,4 +1,4 @@
-"""How far the estimated normalizers of a checkpoint are from the true ones (neuclip.txt Eq. 9, Appendix B.6).
+"""How far the estimated normalizers of a checkpoint are from the true ones (NeuCLIP, Eq. 9, Appendix B.6).
 
 The train data are embedded once in the checkpoint's weights, without augmentation. For a random sample of anchors the
 true log-normalizers are computed over all rows, and compared with what the checkpoint's estimator gives for the same
