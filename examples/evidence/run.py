@@ -164,7 +164,7 @@ def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
 def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool) -> list[str]:
     words = [word.replace("{data}", str(args.data)) for word in shlex.split(flags)]
     words += ["--logs", str(args.logs), "--name", run.name, *(["--resume", "latest"] if resumed else [])]
-    return ["nice", "-n", "19", sys.executable, "-m", "open_clip_ext.main", *words]
+    return ["nice", "-n", "19", sys.executable, str(HERE / "train.py"), *words]
 
 
 def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespace, cpu_seconds: float) -> dict:
