@@ -16,7 +16,7 @@ WAYS = ("image_to_text", "text_to_image")
 
 @dataclass(frozen=True)
 class Run:
-    """One training. A tuning run has its candidate's flags, every other run takes the best of its method's."""
+    """One training. A run with a candidate has its flags, every other run takes the best of its method's tuning."""
 
     cell: str
     method: str
@@ -40,8 +40,14 @@ class Grid:
             for group in declared["order"]
             for seed in group["seeds"]
             for method in group["methods"]
-            for candidate in (self.methods[method]["candidates"] if group["cell"] == "tune" else [None])
+            for candidate in self._candidates(group["cell"], method)
         ]
+
+    def _candidates(self, cell: str, method: str) -> list[str | None]:
+        candidates = self.methods[method]["candidates"]
+        if cell == "tune":
+            return candidates
+        return [candidates[self.cells[cell]["candidate"]] if "candidate" in self.cells[cell] else None]
 
     def hours(self, run: Run) -> float:
         """The estimate of a run's time on one core."""
@@ -60,7 +66,7 @@ class Grid:
         )
 
     def chosen(self, run: Run, results: dict[str, dict]) -> str:
-        """The flags of a tuning run's candidate, or of the best one of the method."""
+        """The flags of the run's candidate, or of the best one of the method."""
         gamma = min(1.0, 4.177 * self.cells[run.cell]["epochs"] ** -0.7265)
         return (run.candidate or self.best(run.method, results)).replace("{gamma}", f"{gamma:.3f}")
 
@@ -77,7 +83,7 @@ class Grid:
     def next_run(self, results: dict[str, dict], begun: set[Run], only: str | None, hours: float) -> Run | None:
         """The first run without a result that has not begun, whose method is tuned, and that fits in the hours."""
         for run in self.runs:
-            waits = run.cell != "tune" and any(tuning.name not in results for tuning in self.tuning(run.method))
+            waits = run.candidate is None and any(tuning.name not in results for tuning in self.tuning(run.method))
             if run.name in results or run in begun or waits or (only and run.method != only):
                 continue
             if self.hours(run) <= hours:
