@@ -93,13 +93,16 @@ def test_the_declared_grid(evidence):
     grid, _, _ = evidence
     declared = grid.Grid(EVIDENCE / "grid.yaml")
     assert len({run.name for run in declared.runs}) == len(declared.runs)
-    assert {run.seed for run in declared.runs if run.candidate} == {100}
-    assert not any(run.seed >= 100 for run in declared.runs if not run.candidate)
+    for run in declared.runs:
+        assert (run.seed >= 100) == (run.cell == "tune")
+        assert (run.candidate is None) == (run.cell not in ("tune", "short"))
+    short = {run.candidate for run in declared.runs if run.cell == "short"}
+    assert all("--lr 1e-3" in candidate for candidate in short)
     for method in declared.methods:
         assert len(declared.tuning(method)) == 4
     for cell in declared.cells.values():
         assert cell["rows"] == 10_000 * cell["shards"]
-    tune = next(run for run in declared.runs if run.method == "fastclip-v3")
+    tune = declared.tuning("fastclip-v3")[0]
     assert "--gamma 1.000" in declared.flags(tune, {})
     results = {run.name: line() for run in declared.tuning("fastclip-v3")}
     assert "--gamma 0.922" in declared.flags(grid.Run("main", "fastclip-v3", 0), results)  # 4.177 * 8 ** -0.7265
