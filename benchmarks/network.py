@@ -15,7 +15,8 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from open_clip_ext import equations
-from open_clip_ext.normalizers import Batch, Prototypes
+from open_clip_ext.batch import Batch
+from open_clip_ext.normalizers import Prototypes
 
 
 class PlainAutograd:
@@ -45,13 +46,11 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
     text = normalize(image + torch.randn(len(image), dim, generator=generator).to(device) / dim**0.5, dim=1)
 
     def batch_of(rows: slice) -> Batch:
-        size = len(image[rows])
-        log_batch = torch.full((2, size), -9.0, device=device)
-        positives = (image[rows] * text[rows]).sum(dim=1)
-        tau, finite = torch.tensor(0.03, device=device), torch.ones((), dtype=torch.bool, device=device)
-        return Batch(image[rows], text[rows], positives, log_batch, tau, None, finite)
+        log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
+        return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
     normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
+    normalizer.materialize(dim, device, image.dtype)
     for start in range(0, m, batch_size):
         normalizer.update(batch_of(slice(start, start + batch_size)))
     batch = batch_of(slice(0, batch_size))
