@@ -1,5 +1,6 @@
 """What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
 
+import logging
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.options import Option
 
 STATE_FORMAT = 1  # of `full_state`
+LEAST_USUAL_SCALE = 4.7  # log(100) = 4.6 is the largest logarithm that OpenCLIP lets its parameter have
 
 
 class NonFiniteError(ArithmeticError):
@@ -19,6 +21,9 @@ class NonFiniteError(ArithmeticError):
 
 class Loss(nn.Module):
     """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+
+    State moves in training mode alone, and only where gradients are enabled: a validation under `torch.no_grad()`
+    leaves it as it is.
 
     A loss of one's own overrides `compute`, and whatever else of this class it needs.
 
@@ -107,7 +112,7 @@ class Loss(nn.Module):
             image, text: (b, d) unit vectors of this process, float32 or float64, outside autocast.
             logit_scale: 1 / tau, 0-d, of the same type.
             index: rows of the samples, (b,) int64, or None.
-            update_state: whether state moves: in training, on the first of `accum_freq` calls.
+            update_state: whether state moves: in training with gradients, on the first of `accum_freq` calls.
         """
         raise NotImplementedError
 
@@ -145,8 +150,9 @@ class Loss(nn.Module):
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls sees the whole batch, so each adds the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
-            update_state = self.training and self._calls % self.accum_freq == 0
-            self._calls += self.training
+            trains = self.training and torch.is_grad_enabled()
+            update_state = trains and self._calls % self.accum_freq == 0
+            self._calls += trains
             self.steps += update_state
             value = self.compute(image_features.to(dtype), text_features.to(dtype), scale, index, update_state)
         return {"contrastive_loss": value} if output_dict else value
@@ -198,6 +204,11 @@ class Loss(nn.Module):
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
         may_wait = self.validate or self.steps == 0
+        if self.steps == 0 and self.trains_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
+            logging.warning(
+                f"logit_scale is {logit_scale.item():.3g}, a temperature of {1 / logit_scale.item():.2g}; if it is the "
+                "logarithm, as a parameter usually is, pass logit_scale.exp()"
+            )
         if (may_wait or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
             raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
         if index is not None:

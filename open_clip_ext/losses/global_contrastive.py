@@ -143,10 +143,11 @@ class GlobalContrastiveLoss(Loss):
     ) -> Tensor:
         """The value is equal on every process."""
         tau = logit_scale.reciprocal()
+        trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             index, index_problem = self._global_index(index, image.device)
-            rows, updated = self._of_step if self.training else (None, None)
-            if update_state or not self.training:
+            rows, updated = self._of_step if trains else (None, None)
+            if update_state or not trains:
                 rows = self.temperature.lookup(index)
             batch = Batch.gather(image, text, self.temperature.taus(tau, rows), index)
             blocks = SimilarityBlocks(batch, self.surrogate, self.intra_modal)
