@@ -32,11 +32,11 @@ class PlainAutograd:
         self.g = batch.log_batch.exp()
 
     def __call__(self) -> None:
-        batch = self.batch
+        batch, tau = self.batch, self.batch.tau[0, 0]
         for _ in range(self.updates):
-            alpha = equations.neuclip_alpha(self.w1, self.w2, batch.image, batch.text, batch.tau, self.EPS)
+            alpha = equations.neuclip_alpha(self.w1, self.w2, batch.image, batch.text, tau, self.EPS)
             self.optimizer.zero_grad()
-            equations.neuclip(self.g, batch.tau, alpha, rho=0.0, eps=self.EPS).backward()
+            equations.neuclip(self.g, tau, alpha, rho=0.0, eps=self.EPS).backward()
             self.optimizer.step()
 
 

@@ -130,7 +130,7 @@ def test_an_estimators_gradient_is_that_of_a_training_step(name):
         loss(*pairs(4, seed=seed), scale, index=index)
     loss.eval()
     image, text = pairs()
-    taus = loss.temperature.taus(1 / scale, torch.arange(N))
+    taus = loss.temperature.taus(1 / scale, loss.temperature.lookup(torch.arange(N)))
     places = torch.tensor([9, 0, 7, 3, 10])  # some visited, some not
     step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).batch(places)
     queued = torch.full((8,), -1) if preset == "queue" else None  # others than these pairs
