@@ -15,11 +15,11 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from collectives import CollectiveCounter
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
-from open_clip_ext.collectives import CollectiveCounter
 from open_clip_ext.distributed import ShardedRows
 
 

@@ -83,7 +83,7 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
         fill(ours, m, batch)
     functions = {"ours": ours, "clip": clip}
     if settings:
-        back = "anchors" if loss.objective.needs_differentiable_normalizer else None
+        back = "anchors" if loss.objective.through_alpha else None
         functions["products"] = BareProducts(batch, dim, m, back, device)
     if name == "amorlip":  # all steps from one training of its networks to the next, beyond the first epoch
         ours()

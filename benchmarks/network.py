@@ -15,7 +15,8 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from open_clip_ext import equations
-from open_clip_ext.normalizers import Batch, Prototypes
+from open_clip_ext.batch import Batch
+from open_clip_ext.normalizers import Prototypes
 
 
 class PlainAutograd:
@@ -31,11 +32,11 @@ class PlainAutograd:
         self.g = batch.log_batch.exp()
 
     def __call__(self) -> None:
-        batch = self.batch
+        batch, tau = self.batch, self.batch.tau[0, 0]
         for _ in range(self.updates):
-            alpha = equations.neuclip_alpha(self.w1, self.w2, batch.image, batch.text, batch.tau, self.EPS)
+            alpha = equations.neuclip_alpha(self.w1, self.w2, batch.image, batch.text, tau, self.EPS)
             self.optimizer.zero_grad()
-            equations.neuclip(self.g, batch.tau, alpha, rho=0.0, eps=self.EPS).backward()
+            equations.neuclip(self.g, tau, alpha, rho=0.0, eps=self.EPS).backward()
             self.optimizer.step()
 
 
@@ -45,13 +46,11 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
     text = normalize(image + torch.randn(len(image), dim, generator=generator).to(device) / dim**0.5, dim=1)
 
     def batch_of(rows: slice) -> Batch:
-        size = len(image[rows])
-        log_batch = torch.full((2, size), -9.0, device=device)
-        positives = (image[rows] * text[rows]).sum(dim=1)
-        tau, finite = torch.tensor(0.03, device=device), torch.ones((), dtype=torch.bool, device=device)
-        return Batch(image[rows], text[rows], positives, log_batch, tau, None, finite)
+        log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
+        return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
     normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
+    normalizer.materialize(dim, device, image.dtype)
     for start in range(0, m, batch_size):
         normalizer.update(batch_of(slice(start, start + batch_size)))
     batch = batch_of(slice(0, batch_size))

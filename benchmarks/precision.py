@@ -15,7 +15,7 @@ from measuring import begin, finish, parser, table
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from open_clip_ext.normalizers.log_sum import log_sums
+from open_clip_ext.kernels.log_sum import log_sums
 from open_clip_ext.surrogates import Identity
 
 
@@ -40,7 +40,8 @@ def compare(batch: int, m: int, dim: int, tau: float, device: torch.device) -> d
     positives = (image * text).sum(dim=1)
     truth = log_means(image.double() @ others.double().T, positives.double(), tau)
     both = others.expand(2, m, dim)
-    values = log_sums(image, image, positives, torch.tensor(tau, device=device), both, Identity(), slopes=False)[0][0]
+    taus = torch.full((2, batch), tau, device=device)
+    values = log_sums(image, image, positives, taus, both, Identity(), slopes=False)[0][0]
     summed = image.bfloat16().float() @ others.bfloat16().float().T
     estimates = {
         "float32": values.double() - math.log(m),

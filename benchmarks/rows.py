@@ -11,9 +11,10 @@ from measuring import alternate, begin, finish, now, parser, table
 from torch import Tensor
 from tqdm import tqdm
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.memory import total_memory
-from open_clip_ext.normalizers import Batch, MovingAverageTable
+from open_clip_ext.normalizers import MovingAverageTable
 
 
 def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
@@ -22,7 +23,7 @@ def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
     seconds = {"start": now(device) - start}
     generator = torch.Generator().manual_seed(0)
     rows: ShardedRows = normalizer.log_u
-    empty, finite = torch.zeros(batch, 1, device=device), torch.ones((), dtype=torch.bool, device=device)
+    empty, tau = torch.zeros(batch, 1, device=device), torch.tensor(0.1, device=device)
     log_batch = torch.randn(2, batch, device=device)
     indices: list[Tensor] = [torch.randint(num_rows, (batch,), generator=generator).to(device) for _ in range(64)]
     turn = {"lookup": 0, "update": 0}
@@ -33,7 +34,7 @@ def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
 
     def update() -> None:
         index = next_index("update")
-        normalizer.update(Batch(empty, empty, empty[:, 0], log_batch, torch.tensor(0.1), index, finite))
+        normalizer.update(Batch.of_process(empty, empty, tau, index, log_batch))
 
     times = alternate({"lookup": lambda: rows.lookup(next_index("lookup")), "update": update}, device, 30, args.seconds)
     seconds |= {name: torch.tensor(values).median().item() for name, values in times.items()}

@@ -32,6 +32,11 @@ def all_gather(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def log_sum_over_processes(own: Tensor) -> Tensor:
+    """log-sum-exp over processes of (2, B), in the order of ranks: the same to the last bit everywhere."""
+    return all_gather(own[None]).logsumexp(dim=0)
+
+
 class ShardedRows(nn.Module):
     """A table of n rows of c float32 values of which process r keeps the rows r, r + W, r + 2W, ...
 

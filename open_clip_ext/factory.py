@@ -12,18 +12,19 @@ import torch
 
 from open_clip_ext import plugins
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import OBJECTIVES, AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
+from open_clip_ext.losses import AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
+from open_clip_ext.objectives import ENCODER_OBJECTIVES
 from open_clip_ext.options import Option, flag_of
 from open_clip_ext.surrogates import SURROGATES, Surrogate
-from open_clip_ext.temperature import TEMPERATURES, Temperature
+from open_clip_ext.temperatures import TEMPERATURES, Temperature
 
 # The replaceable parts of GlobalContrastiveLoss: the option's name, and the valid names.
 PARTS: dict[str, dict[str, Any]] = {
     "normalizer": NORMALIZERS,
     "temperature": TEMPERATURES,
     "surrogate": SURROGATES,
-    "encoder_objective": OBJECTIVES,
+    "encoder_objective": ENCODER_OBJECTIVES,
 }
 PART_CLASSES: dict[str, type] = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
 
@@ -358,7 +359,7 @@ def create_loss(
         loss = build(preset.loss, **calls)
     if steps_per_epoch is not None:
         loss.set_steps_per_epoch(steps_per_epoch)
-    return loss
+    return loss.to(device)
 
 
 def _from_parts(
@@ -370,7 +371,7 @@ def _from_parts(
     return GlobalContrastiveLoss(
         normalizer=build(normalizer, **more),
         temperature=build(temperature),
-        objective=OBJECTIVES[settings["encoder_objective"]],
+        objective=ENCODER_OBJECTIVES[settings["encoder_objective"]],
         surrogate=surrogate,
         mixing=settings["mixing"],
         eps=settings["loss_eps"],

@@ -23,13 +23,11 @@ class Surrogate:
         """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), of the shape of `gap`; may be written over `gap`, which the caller does not read again, and is itself
-        overwritten."""
+        """l(x), of the shape of `gap`; the caller may overwrite both."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:
-        """dl/dx, of the shape of `gap` or a number. It is asked for before `value`; not `gap` itself if `value` writes
-        there."""
+        """dl/dx, of the shape of `gap` or a number; asked for before `value`, and not `gap` itself."""
         raise NotImplementedError
 
 
@@ -74,7 +72,7 @@ class PowerHinge(Surrogate):
         self.power = margin_power
 
     def value(self, gap: Tensor) -> Tensor:
-        return gap.add_(self.margin).clamp_(min=0).pow_(self.power)
+        return (gap + self.margin).clamp_(min=0).pow_(self.power)
 
     def slope(self, gap: Tensor) -> Tensor:
         if self.power == 1:

@@ -35,22 +35,24 @@ Readings fixed here, where the paper is silent or its released code differs:
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
+from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Option, not_negative, positive, refuse_unused
-from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
-from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity
-from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS, RHO
+from open_clip_ext.temperatures import LOGIT_SCALE_OPTIONS, RHO
 
 MAX_LOG_RATIO = 10.0
 at_least_1: dict[str, Any] = dict(valid=lambda value: value >= 1, wanted="at least 1")
@@ -174,51 +176,52 @@ class AmorLIPLoss(Loss):
     def current_rho(self) -> float:
         return self.rho if self.networks.epoch < self.rho_annealed_from else self.rho_annealed
 
-    def compute(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool) -> Tensor:
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+    ) -> Tensor:
         """The value, an estimate of Eq. 5 with Appendix C's scale, is that of this process's pairs."""
         with torch.no_grad():
-            self.networks.follow(image)
             scale = logit_scale.detach()
-            pairs = Pairs.of_process(image, text)
-            blocks = SimilarityBlocks(pairs, Identity())
-            log_negatives = blocks.log_batch_normalizers(scale.reciprocal())
-            stage_1 = moves and self.networks.due
+            batch = Batch.of_process(image, text, scale.reciprocal())
+            blocks = SimilarityBlocks(batch, Identity())
+            log_negatives = blocks.log_batch_normalizers()
+            stage_1 = update_state and self.networks.due
             log_z = None
             if stage_1 or self.divides_by_combined or self.networks.online is None:
-                everyone = Pairs.gather(image, text)
-                log_z = self._log_partitions(everyone, scale, blocks.positives, log_negatives)
-            if moves:
+                everyone = Batch.gather(image, text, scale.reciprocal())
+                log_z = self._log_partitions(everyone, scale, log_negatives)
+            if update_state:
                 if stage_1 and log_z is not None:
                     self.networks.update(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
                 self.networks.step()
-            log_lambda = self._log_denominators(pairs.all_image, pairs.all_text, scale, log_z)
+            log_lambda = self._log_denominators(batch, scale, log_z)
             value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
-            self._watch(pairs, scale, log_negatives, log_lambda)
+            self._watch(batch, scale, log_negatives, log_lambda)
         inputs = (image, text, logit_scale)
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 
-    def _log_partitions(self, pairs: Pairs, scale: Tensor, positives: Tensor, log_negatives: Tensor) -> Tensor:
+    def _log_partitions(self, batch: Batch, scale: Tensor, log_negatives: Tensor) -> Tensor:
         """log Z of this process's anchors over all pairs, (2, b): Eq. 2, or its part that the networks fit.
 
         Args:
-            pairs: of all processes.
-            positives: s_ii, (b,); log_negatives: log g over this process's pairs, (2, b).
+            batch: of all processes.
+            log_negatives: log g over this process's pairs, (2, b).
         """
-        batch = len(pairs.all_image)
-        if batch > len(positives):
-            log_negatives = SimilarityBlocks(pairs, Identity()).log_batch_normalizers(scale.reciprocal())
+        if batch.size > len(batch.image):
+            log_negatives = SimilarityBlocks(batch, Identity()).log_batch_normalizers()
         # Relative to the positive, whose own term is 1.
-        log_sums = log_negatives + math.log(batch - 1)
+        log_sums = log_negatives + math.log(batch.size - 1)
         if not self.fits_negatives:
             log_sums = torch.logaddexp(log_sums, torch.full_like(log_sums, self.log_positive_weight))
-        return log_sums + scale * positives - math.log(batch)
+        return log_sums + scale * batch.positives - math.log(batch.size)
 
-    def _log_denominators(self, image: Tensor, text: Tensor, scale: Tensor, log_z: Tensor | None) -> Tensor:
+    def _log_denominators(self, batch: Batch, scale: Tensor, log_z: Tensor | None) -> Tensor:
         """log lambda of this process's anchors, (2, b).
 
         Args:
             log_z: (2, b), or None where the target network suffices.
         """
+        image, text = batch.all_image, batch.all_text
         # No network before any training.
         if log_z is not None and (self.divides_by_combined or self.networks.online is None):
             log_lambda = self.networks.log_combined(image, text, log_z)
@@ -226,8 +229,8 @@ class AmorLIPLoss(Loss):
             assert self.networks.target is not None
             log_lambda = self.networks.target(image, text)
         if self.fits_negatives:
-            positives = scale * (image * text).sum(dim=1)
-            log_lambda = torch.logaddexp(log_lambda, (positives + self._log_positive_share(len(image))).expand(2, -1))
+            positives = scale * batch.positives + self._log_positive_share(batch.size)
+            log_lambda = torch.logaddexp(log_lambda, positives.expand(2, -1))
         return log_lambda
 
     def _log_positive_share(self, size: int) -> float:
@@ -252,7 +255,7 @@ class AmorLIPLoss(Loss):
             log_negatives: log g over this process's pairs, (2, b).
             log_lambda: (2, b).
         """
-        image, text, positives = blocks.pairs.all_image, blocks.pairs.all_text, blocks.positives
+        image, text, positives = blocks.batch.all_image, blocks.batch.all_text, blocks.batch.positives
         size = len(positives)
         # The b - 1 negatives of this process stand for B - 1.
         log_share = math.log1p(-1 / (size * world_size()))
@@ -261,18 +264,18 @@ class AmorLIPLoss(Loss):
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
         alpha = relative - log_share
-        by_image, by_text = torch.zeros_like(image), torch.zeros_like(text)
-        tau_terms = blocks.add_gradients((by_image, by_text), scale.reciprocal(), alpha, alpha)
+        grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
+        tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2
-        by_image.addcmul_(excess[:, None], text, value=1 / size)
-        by_text.addcmul_(excess[:, None], image, value=1 / size)
-        by_similarity = (excess * positives).mean() - tau_terms.mean(dim=1).sum() / scale
-        by_scale = by_similarity / scale - self.current_rho / scale.square()
+        grad_image.addcmul_(excess[:, None], text, value=1 / size)
+        grad_text.addcmul_(excess[:, None], image, value=1 / size)
+        grad_similarity = (excess * positives).mean() - tau_terms.mean(dim=1).sum() / scale
+        grad_scale = grad_similarity / scale - self.current_rho / scale.square()
         value = (log_lambda.mean(dim=1).sum() + self.current_rho) / scale - 2 * positives.mean()
-        return value, (by_image, by_text, by_scale), log_lambda
+        return value, (grad_image, grad_text, grad_scale), log_lambda
 
-    def _watch(self, pairs: Pairs, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
-        checked = (pairs.all_image, pairs.all_text, scale, log_negatives, log_lambda)
+    def _watch(self, batch: Batch, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor) -> None:
+        checked = (batch.all_image, batch.all_text, scale, log_negatives, log_lambda)
         self.note(~are_finite(*checked))
         deviation, mean = torch.std_mean(log_lambda, dim=1)
         self._last = {
@@ -288,6 +291,10 @@ class AmorLIPLoss(Loss):
     def diagnostics(self) -> dict[str, Tensor]:
         before = self.networks.objective_before
         return self._last if before is None else {**self._last, "amor_objective": before}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AmorLIPLoss":
+        self.networks.convert(fn)
+        return super()._apply(fn, recurse)
 
     def full_state(self) -> dict[str, Tensor | int | str]:
         return {**super().full_state(), **self.networks.full_state()}

@@ -18,8 +18,8 @@ Readings fixed here, where the paper is silent:
   epoch there is no network of an earlier one, and Z stands alone.
 - KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
   log Z; those of `l2-log` and `js` lie at log Z.
-- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`pairs.MAX_LOG_WEIGHT`). The paper bounds nothing;
-  but a network that is far off for an anchor would overflow float32. Below that bound nothing changes.
+- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`objectives.MAX_LOG_WEIGHT`). The paper bounds
+  nothing; but a network that is far off for an anchor would overflow float32. Below that bound nothing changes.
 
 Shapes: B pairs of all processes, d = embedding dimension; log Z of both sides is (2, B), images first.
 """
@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.networks import PartitionNetwork, below
-from open_clip_ext.pairs import MAX_LOG_WEIGHT
-from open_clip_ext.streaming import are_finite
+from open_clip_ext.objectives import MAX_LOG_WEIGHT
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,12 +112,11 @@ class Amortization:
         """Whether the next step updates the online network."""
         return self.step_of_epoch % self.online_every == 0
 
-    def follow(self, image: Tensor) -> None:
-        """Go where the embeddings are."""
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Of `Module.to`: networks and optimiser go where the loss goes."""
         if self.online is not None:
-            parameter = next(iter(self.online.named().values()))
-            if parameter.device != image.device or parameter.dtype != image.dtype:
-                self._restore(self._tensors(), image)
+            tensors = {key: fn(value) if value.dim() else value for key, value in self._tensors().items()}
+            self._restore(tensors, tensors["online:0.up.weight"])
 
     def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
         """Eq. 12 for anchors (b, d) with log Z (2, b)."""

@@ -1,5 +1,6 @@
 """What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
 
+import logging
 from collections.abc import Collection
 from typing import ClassVar
 
@@ -7,8 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.distributed import world_size
+from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.options import Option
-from open_clip_ext.pairs import scale_gradient
+
+STATE_FORMAT = 1  # of `full_state`
+LEAST_USUAL_SCALE = 4.7  # log(100) = 4.6 is the largest logarithm that OpenCLIP lets its parameter have
 
 
 class NonFiniteError(ArithmeticError):
@@ -17,6 +21,9 @@ class NonFiniteError(ArithmeticError):
 
 class Loss(nn.Module):
     """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+
+    State moves in training mode alone, and only where gradients are enabled: a validation under `torch.no_grad()`
+    leaves it as it is.
 
     A loss of one's own overrides `compute`, and whatever else of this class it needs.
 
@@ -43,6 +50,7 @@ class Loss(nn.Module):
     least_pairs = 1
     trains_logit_scale = True
     num_samples: int  # where `needs_index`
+    _like: Tensor
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
 
     def __init__(self, accum_freq: int = 1, validate: bool = False):
@@ -50,6 +58,9 @@ class Loss(nn.Module):
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
+        self.dimension = 0  # of the embeddings, once known
+        # Empty; where the state is, and the type of the embeddings that it is for.
+        self.register_buffer("_like", torch.empty(0), persistent=False)
         self._calls = 0
         self._first_problem: Tensor | None = None
         self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
@@ -80,10 +91,20 @@ class Loss(nn.Module):
         return ""
 
     def hold_temperatures(self, hold: bool) -> None:
-        """While the model stands still (at learning rate 0), so do temperatures that the loss itself moves."""
+        """Freeze the temperatures that the loss itself moves; their momentum still updates, as an optimizer's does at
+        learning rate 0."""
+
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make the state that depends on the embeddings' dimension, type or device.
+
+        Called once, at the first batch or when a state is loaded. From then on state is moved by `Module.to`; a batch
+        on another device or of another type takes it along.
+        """
+        self.dimension = dimension
+        self._like = torch.empty(0, device=device, dtype=dtype)
 
     def compute(
-        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
         """The loss, 0-d, with its gradient.
 
@@ -91,7 +112,7 @@ class Loss(nn.Module):
             image, text: (b, d) unit vectors of this process, float32 or float64, outside autocast.
             logit_scale: 1 / tau, 0-d, of the same type.
             index: rows of the samples, (b,) int64, or None.
-            moves: whether state moves: in training, on the first of `accum_freq` calls.
+            update_state: whether state moves: in training with gradients, on the first of `accum_freq` calls.
         """
         raise NotImplementedError
 
@@ -122,13 +143,18 @@ class Loss(nn.Module):
         if self.validate or self.steps == 0:
             self._check_norms()
         dtype = torch.promote_types(image_features.dtype, torch.float32)
+        if not self.dimension:
+            self.materialize(image_features.shape[1], image_features.device, dtype)
+        elif (self._like.device, self._like.dtype) != (image_features.device, dtype):
+            self.to(image_features.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls sees the whole batch, so each adds the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
-            moves = self.training and self._calls % self.accum_freq == 0
-            self._calls += self.training
-            self.steps += moves
-            value = self.compute(image_features.to(dtype), text_features.to(dtype), scale, index, moves)
+            trains = self.training and torch.is_grad_enabled()
+            update_state = trains and self._calls % self.accum_freq == 0
+            self._calls += trains
+            self.steps += update_state
+            value = self.compute(image_features.to(dtype), text_features.to(dtype), scale, index, update_state)
         return {"contrastive_loss": value} if output_dict else value
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -178,6 +204,11 @@ class Loss(nn.Module):
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
         may_wait = self.validate or self.steps == 0
+        if self.steps == 0 and self.trains_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
+            logging.warning(
+                f"logit_scale is {logit_scale.item():.3g}, a temperature of {1 / logit_scale.item():.2g}; if it is the "
+                "logarithm, as a parameter usually is, pass logit_scale.exp()"
+            )
         if (may_wait or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
             raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
         if index is not None:
@@ -209,17 +240,26 @@ class Loss(nn.Module):
         It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
         call it. `state_dict()` contains it too, and then must be called by every process.
         """
-        return {"loss": self.name, "steps": self.steps}
+        return {
+            "format": STATE_FORMAT, "loss": self.name, "steps": self.steps,
+            "dimension": self.dimension, "dtype": str(self._like.dtype).removeprefix("torch."),
+        }
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         """Take over what `full_state` gave on process 0; every process loads the whole.
 
         Raises:
-            ValueError: it is the state of another loss or of other sizes.
+            ValueError: it is the state of another loss, of other sizes or of another format.
         """
-        if state.get("loss") != self.name:
-            raise ValueError(f"loss: {self.name!r} where the state is of {state.get('loss')!r}")
+        if state.get("format") != STATE_FORMAT:
+            found = f"format {state['format']}" if "format" in state else "an older format"
+            raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")
+        if state["loss"] != self.name:
+            raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
         self.steps = int(state["steps"])
+        if state["dimension"]:
+            dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
+            self.materialize(int(state["dimension"]), self._like.device, dtype)
 
     def get_extra_state(self) -> dict[str, Tensor | int | str]:
         return self.full_state()

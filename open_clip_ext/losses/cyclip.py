@@ -20,13 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import Option, not_negative
-from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
-from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity
-from open_clip_ext.temperature import LOGIT_SCALE_OPTIONS
+from open_clip_ext.temperatures import LOGIT_SCALE_OPTIONS
 
 
 class CyCLIPLoss(Loss):
@@ -66,55 +68,58 @@ class CyCLIPLoss(Loss):
         self.crossmodal = cyclip_crossmodal
         self._last: tuple[Tensor, ...] | None = None
 
-    def compute(self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool) -> Tensor:
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+    ) -> Tensor:
         """The value is equal on every process."""
         with torch.no_grad():
-            pairs = Pairs.gather(image, text)
-            contrastive, by_image, by_text, by_scale = clip_loss(pairs, logit_scale)
-            inmodal, crossmodal = self._add_consistency(pairs, by_image, by_text)
-            self.note(~are_finite(pairs.all_image, pairs.all_text, logit_scale))
+            batch = Batch.gather(image, text, logit_scale.reciprocal())
+            contrastive, grad_image, grad_text, grad_scale = clip_loss(batch, logit_scale)
+            inmodal, crossmodal = self._add_consistency(batch, grad_image, grad_text)
+            self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
-        share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
-        inputs = (image, by_image), (text, by_text), (logit_scale, by_scale)
-        return attach_gradients(value, [(tensor, gradient.mul_(share)) for tensor, gradient in inputs])
+        ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        inputs = (image, grad_image), (text, grad_text), (logit_scale, grad_scale)
+        return attach_gradients(value, [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs])
 
-    def _add_consistency(self, pairs: Pairs, by_image: Tensor, by_text: Tensor) -> tuple[Tensor, Tensor]:
+    def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> tuple[Tensor, Tensor]:
         """The two sums over B, 0-d each; adds the gradient of their weighted sum to that in image and text, (b, d)."""
-        batch = len(pairs.all_image)
-        difference, total = pairs.all_image - pairs.all_text, pairs.all_image + pairs.all_text
+        difference, total = batch.all_image - batch.all_text, batch.all_image + batch.all_text
         differences, totals, mixed = difference.T @ difference, total.T @ total, total.T @ difference
         both, apart = (differences * totals).sum(), (mixed * mixed.T).sum()
         # Of ((lambda_1 + lambda_2) both + (lambda_1 - lambda_2) apart) / (2 B) in this process's rows of D and S.
-        own_difference, own_total = difference[pairs.local], total[pairs.local]
-        by_both, by_apart = (self.inmodal + self.crossmodal) / batch, (self.inmodal - self.crossmodal) / batch
-        by_difference, by_total = own_difference @ totals.mul_(by_both), own_total @ differences.mul_(by_both)
-        if by_apart:
-            by_difference.addmm_(own_total, mixed.T, alpha=by_apart)
-            by_total.addmm_(own_difference, mixed, alpha=by_apart)
-        by_image.add_(by_total).add_(by_difference)
-        by_text.add_(by_total).sub_(by_difference)
-        return (both + apart) / (2 * batch), (both - apart) / (2 * batch)
+        own_difference, own_total = difference[batch.local], total[batch.local]
+        both_weight = (self.inmodal + self.crossmodal) / batch.size
+        apart_weight = (self.inmodal - self.crossmodal) / batch.size
+        grad_difference = own_difference @ totals.mul_(both_weight)
+        grad_total = own_total @ differences.mul_(both_weight)
+        if apart_weight:
+            grad_difference.addmm_(own_total, mixed.T, alpha=apart_weight)
+            grad_total.addmm_(own_difference, mixed, alpha=apart_weight)
+        grad_image.add_(grad_total).add_(grad_difference)
+        grad_text.add_(grad_total).sub_(grad_difference)
+        return (both + apart) / (2 * batch.size), (both - apart) / (2 * batch.size)
 
     def diagnostics(self) -> dict[str, Tensor]:
         names = ("clip", "inmodal_consistency", "crossmodal_consistency", "tau")
         return dict(zip(names, self._last, strict=True)) if self._last is not None else {}
 
 
-def clip_loss(pairs: Pairs, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def clip_loss(batch: Batch, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """L_CLIP of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in the
     logit scale, 0-d.
 
-    For each anchor it is log(1 + sum_j exp((s_ij - s_ii) / tau)) over the negatives j, half of the mean of both sides.
+    For each anchor it is log(1 + sum_j exp((s_ij - s_ii) / tau)) over the negatives j, half of the mean of both
+    directions.
     """
-    tau = logit_scale.reciprocal()
-    blocks = SimilarityBlocks(pairs, Identity())
+    blocks = SimilarityBlocks(batch, Identity())
     log_count = math.log(blocks.negatives)
-    log_values = softplus(blocks.log_batch_normalizers(tau) + log_count)
-    all_log_values = all_gather(log_values.T).T
-    by_image, by_text = torch.zeros_like(pairs.image), torch.zeros_like(pairs.text)
-    tau_terms = blocks.add_gradients((by_image, by_text), tau, log_values - log_count, all_log_values - log_count)
-    for gradient in (by_image, by_text):
+    values = softplus(blocks.log_batch_normalizers() + log_count)
+    all_values = all_gather(values.T).T
+    grad_image, grad_text = torch.zeros_like(batch.image), torch.zeros_like(batch.text)
+    tau_terms = blocks.add_gradients((grad_image, grad_text), values - log_count, all_values - log_count)
+    for gradient in (grad_image, grad_text):
         gradient.mul_(logit_scale / 2)
-    by_scale = tau_terms.sum() / (-2 * logit_scale * all_log_values.shape[1])
-    return all_log_values.mean(dim=1).sum() / 2, by_image, by_text, by_scale
+    grad_scale = tau_terms.sum() / (-2 * logit_scale * batch.size)
+    return all_values.mean(dim=1).sum() / 2, grad_image, grad_text, grad_scale

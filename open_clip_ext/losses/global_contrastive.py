@@ -6,35 +6,28 @@ NeuCLIP, Eq. 1, estimated from one global batch:
     g_1i = mean over j != i of exp(l(s_ij - s_ii) / tau)      image i as anchor, all texts j
     g_2i = mean over j != i of exp(l(s_ji - s_ii) / tau)      text i as anchor, all images j
 
-Both sides are summed and rho is on that scale, as in the papers; FastCLIP's released code halves the sum.
+Both directions are summed and rho is on that scale, as in the papers; FastCLIP's released code halves the sum.
 """
 
 import math
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
+from open_clip_ext.diagnostics.online_error import OnlineError
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
+from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
-from open_clip_ext.losses.compositional import Compositional
-from open_clip_ext.losses.unified import Unified
-from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.base import Normalizer
+from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
 from open_clip_ext.options import Option, positive
-from open_clip_ext.pairs import (
-    MAX_LOG_WEIGHT,
-    Pairs,
-    SimilarityBlocks,
-    add_eps,
-    attach_gradients,
-    local_part,
-    log_mean_of_sides,
-)
-from open_clip_ext.probe import NormalizerProbe
-from open_clip_ext.streaming import are_finite
 from open_clip_ext.surrogates import Identity, Surrogate
-from open_clip_ext.temperature import Temperature
+from open_clip_ext.temperatures import Temperature
 
 
 class GlobalContrastiveLoss(Loss):
@@ -84,7 +77,7 @@ class GlobalContrastiveLoss(Loss):
         self,
         normalizer: Normalizer,
         temperature: Temperature,
-        objective: type[Compositional] | type[Unified],
+        objective: type[Objective],
         surrogate: Surrogate | None = None,
         mixing: float = 0.0,
         eps: float = 1e-14,
@@ -95,12 +88,12 @@ class GlobalContrastiveLoss(Loss):
         super().__init__(accum_freq, validate)
         for option, value in zip(self.options, (eps, mixing, negatives), strict=True):
             option.check(value)
-        if negatives != "cross" and not normalizer.knows_both_sides:
+        if negatives != "cross" and not normalizer.intra_modal:
             raise InputError(
                 f"--negatives: {negatives!r} with --normalizer {normalizer.name}, which estimates over the other side "
                 "alone; use 'cross'"
             )
-        if objective.needs_differentiable_normalizer and not normalizer.differentiable:
+        if objective.through_alpha and not normalizer.differentiable:
             raise InputError(
                 f"--encoder-objective: {objective.name!r} needs a normalizer that is a function of the embeddings; "
                 f"with --normalizer {normalizer.name} use 'compositional'"
@@ -111,19 +104,20 @@ class GlobalContrastiveLoss(Loss):
         self.surrogate = surrogate or Identity()
         self.mixing = mixing
         self.eps = eps
-        self.both_sides = negatives != "cross"
+        self.intra_modal = negatives != "cross"
         self.one_per_pair = negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
         if self.needs_index:
             self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
-        self.probe = NormalizerProbe(self.surrogate, eps, self.both_sides, self.one_per_pair)
+        self.online_error = OnlineError(self.surrogate, eps, self.intra_modal, self.one_per_pair)
+        # Of the step's first call, for its others: the temperature's rows, and what the normalizer's update returned.
+        self._of_step: tuple[Tensor | None, Any] = (None, None)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
-        self._step_taus: Tensor
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
-        self.probe.restart()
+        self.online_error.restart()
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
@@ -137,56 +131,50 @@ class GlobalContrastiveLoss(Loss):
         }
         return ", ".join(f"{part} {name}" for part, name in parts.items())
 
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().materialize(dimension, device, dtype)
+        self.normalizer.materialize(dimension, device, dtype)
+
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
 
     def compute(
-        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, moves: bool
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
         """The value is equal on every process."""
-        pairs = Pairs.gather(image, text)
         tau = logit_scale.reciprocal()
+        trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
             index, index_problem = self._global_index(index, image.device)
-            taus = self._taus(tau, index, moves)
-            blocks = SimilarityBlocks(pairs, self.surrogate, self.both_sides)
-            log_batch = add_eps(blocks.log_batch_normalizers(taus), self.eps)
-            if self.one_per_pair:
-                log_batch = log_mean_of_sides(log_batch)
-            batch, problems = self._global_batch(pairs, blocks, log_batch, taus, index, index_problem)
-            if moves:
-                self.normalizer.update(batch)
+            rows, updated = self._of_step if trains else (None, None)
+            if update_state or not trains:
+                rows = self.temperature.lookup(index)
+            batch = Batch.gather(image, text, self.temperature.taus(tau, rows), index)
+            blocks = SimilarityBlocks(batch, self.surrogate, self.intra_modal)
+            problems = self._complete(batch, blocks, index_problem)
+            if update_state:
+                updated = self.normalizer.update(batch)
+                self._of_step = (rows, updated)
 
-        wants_slopes = torch.is_grad_enabled() and self.objective.needs_differentiable_normalizer
-        leaves = pairs.image, pairs.text, blocks.positives, local_part(taus, pairs)
-        inputs = [tensor.detach().requires_grad_(wants_slopes) for tensor in leaves]
-        with torch.set_grad_enabled(wants_slopes):
-            alpha = self._alpha(pairs, inputs, batch, log_batch)
+        through_alpha = torch.is_grad_enabled() and self.objective.through_alpha
+        inputs = batch.leaves(requires_grad=through_alpha)
+        with torch.set_grad_enabled(through_alpha):
+            alpha = self.mixed(self.normalizer(inputs, updated), batch.log_batch)
         with torch.no_grad():
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~are_finite(all_alpha)]))
-            self._last = (taus, batch.log_batch, all_alpha)
-            if moves:
-                self.probe.observe(batch, all_alpha)
-            log_values = self.objective.log_values(batch.log_batch, all_alpha)
-            value = self.temperature.value(taus, log_values)
-            gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha)
-            if moves and self.temperature.needs_index and index is not None:
-                all_tau_terms = all_gather(tau_terms.T).T
-                per_anchor = log_values + self.temperature.rho + all_tau_terms
+            self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
+            if update_state:
+                self.online_error.observe(batch, all_alpha)
+            values = self.objective.value(batch.all_log_batch, all_alpha)
+            value = self.temperature.value(batch.all_tau, values)
+            gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
+            if update_state and index is not None and rows is not None:
+                per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
-                self.temperature.update(index, taus, per_anchor, batch.finite)
+                self.temperature.update(index, rows, per_anchor, batch.finite)
         return attach_gradients(value, gradients)
-
-    def _alpha(self, pairs: Pairs, inputs: list[Tensor], batch: Batch, log_batch: Tensor) -> Tensor:
-        """Log-normalizers of this process's anchors, (2, b).
-
-        Args:
-            inputs: image, text, s_ii and temperatures of this process, of which alone alpha has a graph.
-        """
-        image, text, positives, taus = inputs
-        return self.mixed(self.normalizer(replace(pairs, image=image, text=text), positives, taus, batch), log_batch)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
         """The log-normalizers in use, (2, b), from the estimator's and the batch's own L: mixing, and the bound on
@@ -194,12 +182,6 @@ class GlobalContrastiveLoss(Loss):
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
         return alpha.maximum(log_batch - MAX_LOG_WEIGHT)
-
-    def _taus(self, tau: Tensor, index: Tensor | None, moves: bool) -> Tensor:
-        """The step's temperatures; those per sample are moved by its first call, and its other calls want the old."""
-        if moves or not self.training or not self.temperature.needs_index:
-            self._step_taus = self.temperature.taus(tau, index)
-        return self._step_taus
 
     def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """Rows of the global batch, and whether one of them is out of range, on the device."""
@@ -209,77 +191,70 @@ class GlobalContrastiveLoss(Loss):
         outside = ((index < 0) | (index >= self.num_samples)).any()
         return index.clamp(0, self.num_samples - 1), outside
 
-    def _global_batch(
-        self, pairs: Pairs, blocks: SimilarityBlocks, log_batch: Tensor, taus: Tensor, index: Tensor | None,
-        index_problem: Tensor,
-    ) -> tuple[Batch, Tensor]:
-        """The batch, and what is wrong with it: a bool on the device for each of `CHECKED` but the last."""
-        all_log_batch = all_gather(log_batch.T).T
-        checked = (pairs.all_image, pairs.all_text, taus, all_log_batch)
+    def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor) -> Tensor:
+        """Set the batch's own estimates L and whether it is finite; what is wrong with it, a bool on the device for
+        each of `CHECKED` but the last."""
+        log_batch = add_eps(blocks.log_batch_normalizers(), self.eps)
+        if self.one_per_pair:
+            log_batch = log_mean_of_directions(log_batch)
+        batch.all_log_batch = all_gather(log_batch.T).T
+        checked = (batch.all_image, batch.all_text, batch.all_tau, batch.all_log_batch)
         problems = torch.cat([~are_finite(*checked), index_problem[None]])
-        batch = Batch(
-            image=pairs.all_image,
-            text=pairs.all_text,
-            positives=blocks.all_positives,
-            log_batch=all_log_batch,
-            tau=taus,
-            index=index,
-            finite=~problems.any(),
-        )
-        return batch, problems
+        batch.finite = ~problems.any()
+        return problems
 
     def _gradients(
-        self, pairs: Pairs, blocks: SimilarityBlocks, tau: Tensor, taus: Tensor, log_batch: Tensor,
-        inputs: list[Tensor], alpha: Tensor, all_alpha: Tensor,
+        self, batch: Batch, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """This process's part of the gradient of the global value, by input; and of its anchors
-        tau_i * exp(-alpha_i) * dg_i/dtau_i, with what alpha's own dependence on tau_i adds."""
-        batch = all_alpha.shape[1]
-        image, text, by_tau, learned = self.through_alpha(pairs, inputs, log_batch, alpha, batch)
+        """This process's part of the gradient of the global value, by input; and the derivative in tau_i of each of its
+        anchors' value, times tau_i, (2, b).
+
+        Args:
+            inputs: leaves of alpha's graph.
+            alpha: (2, b), with its graph.
+            all_alpha: (2, B).
+        """
+        image, text, grad_tau, learned = self.through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
-        share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
-        scale = self.temperature.scale(taus) / taus  # of what is computed below, which has the factor tau_i
-        if taus.dim():
-            factor: Tensor | int = share
-            own = local_part(scale, pairs)
-            tau_terms = blocks.add_gradients((image, text), taus, alpha - own.log(), all_alpha - scale.log())
-            tau_terms = tau_terms / own + by_tau * batch
-        else:
-            factor = scale * share
-            tau_terms = blocks.add_gradients((image, text), taus, alpha, all_alpha)
-        gradients = [(pairs.image, image.mul_(factor)), (pairs.text, text.mul_(factor))]
-        gradients += [(parameter, gradient * factor) for parameter, gradient in learned]
-        log_values = self.objective.log_values(log_batch, alpha)
-        tau_gradient = self.temperature.gradient(taus, log_values, tau_terms, batch)
+        # The kernel's gradient has the factor tau_i, the objective the factor scale(tau_i).
+        ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
+        own = ratio[:, batch.local]
+        tau_terms = blocks.add_gradients((image, text), alpha - own.log(), all_alpha - ratio.log())
+        tau_terms = (tau_terms + batch.size * grad_tau) / own
+        ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
+        gradients += [(parameter, gradient * ddp_scale) for parameter, gradient in learned]
+        values = self.objective.value(batch.log_batch, alpha)
+        tau_gradient = self.temperature.gradient(batch.tau, values, tau_terms, batch.size)
         if tau_gradient is not None:
-            gradients.append((tau, tau_gradient * share + by_tau * factor))
+            gradients.append((tau, tau_gradient * ddp_scale))
         return gradients, tau_terms
 
     def through_alpha(
-        self, pairs: Pairs, inputs: list[Tensor], log_batch: Tensor, alpha: Tensor, batch: int
+        self, batch: Batch, inputs: Batch, alpha: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
-        """What comes through alpha of the gradient of the sum over sides of mean_i tau_i * log_value_i: in image and
-        text, (b, d) each, in tau, and pairs (parameter, gradient) of what the normalizer leaves to autograd.
+        """What comes through alpha of the gradient of the sum over both directions of mean_i scale(tau_i) * value_i: in
+        image and text, (b, d) each, in tau, (2, b), and pairs (parameter, gradient) of what the normalizer leaves to
+        autograd.
 
         Args:
-            inputs: image, text, s_ii and temperatures of this process, leaves of alpha's graph.
-            log_batch: L, (2, b).
+            inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
-            batch: B.
         """
-        image, text, positives, taus = inputs
-        slopes = self.objective.alpha_gradient(log_batch, alpha.detach())
-        if slopes is None or not alpha.requires_grad:
-            return torch.zeros_like(image), torch.zeros_like(text), torch.zeros_like(taus), []
+        leaves = [inputs.image, inputs.text, inputs.positives, inputs.tau]
+        if not (self.objective.through_alpha and alpha.requires_grad):
+            return torch.zeros_like(batch.image), torch.zeros_like(batch.text), torch.zeros_like(batch.tau), []
+        slopes = self.objective.slope(batch.log_batch, alpha.detach())
+        slopes = slopes * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
         found = torch.autograd.grad(
-            alpha, [*inputs, *parameters], slopes * taus.detach() / batch, allow_unused=True, materialize_grads=True
+            alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True
         )
-        by_image, by_text, by_positive, by_tau, *by_parameter = found
+        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = found
         # Not in place: autograd may have given one tensor for several inputs.
-        by_image = torch.addcmul(by_image, by_positive[:, None], pairs.text.detach())
-        by_text = torch.addcmul(by_text, by_positive[:, None], pairs.image.detach())
-        return by_image, by_text, by_tau, list(zip(parameters, by_parameter, strict=True))
+        grad_image = torch.addcmul(grad_image, grad_positive[:, None], batch.text.detach())
+        grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())
+        return grad_image, grad_text, grad_tau, list(zip(parameters, grad_parameters, strict=True))
 
     def diagnostics(self) -> dict[str, Tensor]:
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication.
@@ -300,7 +275,7 @@ class GlobalContrastiveLoss(Loss):
             "alpha_text_std": deviation[1],
             "max_weight": log_weights.max().exp(),
             "effective_anchors": (2 * log_weights.logsumexp(dim=0) - (2 * log_weights).logsumexp(dim=0)).exp(),
-            **self.probe.diagnostics(),
+            **self.online_error.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }
 

@@ -1,6 +1,6 @@
 """Estimators of each sample's log-normalizer."""
 
-from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.batch import BatchNormalizer
 from open_clip_ext.normalizers.mlp import MLP
 from open_clip_ext.normalizers.prototypes import Prototypes
@@ -11,4 +11,4 @@ NORMALIZERS = {
     normalizer.name: normalizer for normalizer in (BatchNormalizer, MovingAverageTable, Prototypes, MLP, Queue)
 }
 
-__all__ = ["MLP", "NORMALIZERS", "Batch", "BatchNormalizer", "MovingAverageTable", "Normalizer", "Prototypes", "Queue"]
+__all__ = ["MLP", "NORMALIZERS", "BatchNormalizer", "MovingAverageTable", "Normalizer", "Prototypes", "Queue"]

@@ -4,15 +4,17 @@ The "Mini-batch Approximation" of NeuCLIP, Section 3, biased for small batches; 
 objective's form and no memory. As printed: `equations.global_contrastive`.
 """
 
+from typing import Any
+
 from torch import Tensor
 
-from open_clip_ext.normalizers.base import Batch, Normalizer
-from open_clip_ext.pairs import Pairs
+from open_clip_ext.batch import Batch
+from open_clip_ext.normalizers.base import Normalizer
 
 
 class BatchNormalizer(Normalizer):
     name = "batch"
-    knows_both_sides = True
+    intra_modal = True
 
-    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        return batch.log_batch[:, pairs.local]
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
+        return batch.log_batch

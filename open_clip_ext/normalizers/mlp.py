@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.errors import InputError
 from open_clip_ext.networks import WIDTH, PartitionNetwork
-from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.network import COMMON, RESTART_EVERY, NetworkNormalizer
-from open_clip_ext.pairs import Pairs, add_eps
+from open_clip_ext.normalizers.trained import COMMON, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -49,19 +48,18 @@ class MLP(NetworkNormalizer):
         super().__init__(npn_restart_every=npn_restart_every, **network)
         self.width = mlp_width
         self.eps = eps
-        self.network: PartitionNetwork | None = None  # until the first batch
+        self.network: PartitionNetwork
 
-    def _allocate(self, dimension: int, like: Tensor) -> None:
-        self.dimension = dimension
-        self.network = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
+    def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        levels = torch.zeros(2, device=device, dtype=dtype)
+        self.network = PartitionNetwork(dimension, self.width, levels, seed=0)
 
     def _named(self) -> dict[str, Tensor]:
-        return {} if self.network is None else self.network.named()
+        return self.network.named()
 
     def _restart(self, batch: Batch) -> None:
-        assert self.network is not None
         # L + s_ii / tau is log mean_j exp(s_ij / tau) over the batch.
-        levels = (batch.log_batch + batch.positives / batch.tau).mean(dim=1)
+        levels = (batch.all_log_batch + batch.all_positives / batch.all_tau).mean(dim=1)
         levels = torch.where(batch.finite, levels, 0.0)
         self.network.load(PartitionNetwork(self.dimension, self.width, levels, seed=self.steps).named())
 
@@ -69,26 +67,24 @@ class MLP(NetworkNormalizer):
         return partial(self._set_gradient, batch)
 
     def _set_gradient(self, batch: Batch) -> Tensor:
-        assert self.network is not None
-        log_ratio = self.network(batch.image, batch.text) - batch.positives / batch.tau
+        log_ratio = self.network(batch.all_image, batch.all_text) - batch.all_positives / batch.all_tau
         alpha = add_eps(log_ratio, self.eps)
-        slopes = self.objective.slopes(batch.log_batch, alpha) * (log_ratio - alpha).exp()
-        slopes *= self.objective.factor(batch.tau) / alpha.shape[1]
-        gradients = self.network.gradients(batch.image, batch.text, slopes)
+        slopes = self.objective.slope(batch.all_log_batch, alpha) * (log_ratio - alpha).exp()
+        slopes *= self.objective.weight(batch.all_tau) / batch.size
+        gradients = self.network.gradients(batch.all_image, batch.all_text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
             assert parameter.grad is not None
             parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
         return alpha
 
-    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        if self.network is None:
-            return batch.log_batch[:, pairs.local]
-        self._follow(pairs.all_image)
-        return add_eps(self.network(pairs.image, pairs.text) - positives / tau, self.eps)
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
+        if self.steps == 0:
+            return batch.log_batch
+        return add_eps(self.network(batch.image, batch.text) - batch.positives / batch.tau, self.eps)
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "0.up.weight" in state:
-            hidden, dimension = state["0.up.weight"].shape
-            if hidden != PartitionNetwork.hidden(dimension, self.width):
+            hidden = len(state["0.up.weight"])
+            if hidden != PartitionNetwork.hidden(self.dimension, self.width):
                 raise ValueError(f"mlp_width: {self.width} where the state's network is {hidden} wide")
         super().load_full_state(state)

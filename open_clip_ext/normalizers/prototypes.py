@@ -4,8 +4,9 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), 
 
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
-`network` says when they are reset and trained, `prototype_gradient` has the gradient (Eq. 12); a reset takes W_1 from
-text and W_2 from image embeddings of the same pairs. As printed: `equations.neuclip_alpha`, `equations.neuclip_w`.
+`trained` says when they are reset and trained, `kernels.prototype_gradient` has the gradient (Eq. 12); a reset takes
+W_1 from text and W_2 from image embeddings of the same pairs. As printed: `equations.neuclip_alpha`,
+`equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 
@@ -16,9 +17,10 @@ Readings fixed here, where the paper is silent:
 - With the paper's AdaGrad at lr 1.0 a prototype's first update moves every coordinate by 1, against entries of
   1 / sqrt(d), and the updates after a reset turn it far from where it was put: the resets are less of a restart than
   they look. `npn_initial_accumulator` or a smaller `npn_lr` make the first steps smaller.
-- exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `pairs.MAX_LOG_WEIGHT`.
+- exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `objectives.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
-- `npn_split` divides the prototypes over the processes (`split`); the result is the same to float32 accuracy.
+- `npn_split` divides the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
+  accuracy.
 
 Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
 """
@@ -30,16 +32,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.batch import Batch, add_eps
+from open_clip_ext.distributed import log_sum_over_processes, rank, world_size
+from open_clip_ext.kernels.log_sum import log_sum, log_sums
+from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.memory import check_fits
-from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.log_sum import log_sum, log_sums
-from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
-from open_clip_ext.normalizers.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
+from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, ShardedRing, own_part, whole
+from open_clip_ext.normalizers.trained import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.options import Option
-from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -79,8 +80,8 @@ class Prototypes(NetworkNormalizer):
         self.split = npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
-        self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
-        self.ring: EmbeddingRing  # in the places of their prototypes; there when they are
+        self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
+        self.ring: EmbeddingRing  # in the places of their prototypes
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
@@ -88,14 +89,13 @@ class Prototypes(NetworkNormalizer):
         needed = 4 * kept * 2 * self.capacity * dimension // parts
         check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
-    def _allocate(self, dimension: int, like: Tensor) -> None:
-        self.check_memory(dimension, like.device, world_size())
-        self.dimension = dimension
-        self.ring = (SplitRing if self.split else EmbeddingRing)(self.capacity, dimension, like)
-        self.weight = torch.zeros_like(self.ring.rows)
+    def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.check_memory(dimension, device, world_size())
+        self.ring = (ShardedRing if self.split else EmbeddingRing)(self.capacity, dimension, device, dtype)
+        self.register_buffer("weight", torch.zeros_like(self.ring.rows), persistent=False)
 
     def _named(self) -> dict[str, Tensor]:
-        return {} if self.weight is None else {"weight": self.weight}
+        return {"weight": self.weight}
 
     @property
     def active(self) -> int:
@@ -109,13 +109,11 @@ class Prototypes(NetworkNormalizer):
 
     def _observe(self, batch: Batch) -> None:
         """Take the batch into the ring, and add prototypes while there are k < m."""
-        assert self.weight is not None
         held = self.own_active
         self.ring.push(batch)
         self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
 
     def _restart(self, batch: Batch) -> None:
-        assert self.weight is not None
         self.weight.copy_(self.ring.rows)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
@@ -123,36 +121,33 @@ class Prototypes(NetworkNormalizer):
             batch, self.objective, self.surrogate, self.eps,
             active=self.active, own_active=self.own_active, split=self.split,
         )
-        assert self.weight is not None and self.weight.grad is not None
+        assert self.weight.grad is not None
         gradient = self.weight.grad[:, : self.own_active]
         return lambda: step.write(gradient, *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """Those in use that are here, (2, k, d), and their lengths, (2, k)."""
-        assert self.weight is not None
         prototypes = self.weight[:, : self.own_active]
         lengths = prototypes.norm(dim=2)
         return prototypes, lengths + (lengths == 0)
 
-    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        if self.weight is None:
-            return batch.log_batch[:, pairs.local]
-        self._follow(pairs.all_image)
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
+        if self.active == 0:
+            return batch.log_batch
         prototypes, lengths = self._active_prototypes()
-        inputs = (pairs.image, pairs.text, positives, tau, prototypes)
+        inputs = (batch.image, batch.text, batch.positives, batch.tau)
         if self.split and not torch.is_grad_enabled():
-            everywhere = (batch.image, batch.text, batch.positives, batch.tau, prototypes)
-            own, _ = log_sums(*everywhere, self.surrogate, lengths, slopes=False)
-            log_total = log_sum_over_processes(own)[:, pairs.local]
+            everyone = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
+            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, slopes=False)
+            log_total = log_sum_over_processes(own)[:, batch.local]
         elif self.split:
-            log_total = SplitLogSum.apply(*inputs, lengths, pairs, batch, self.surrogate)
+            log_total = ShardedLogSum.apply(*inputs, batch, prototypes, lengths, self.surrogate)
         else:
-            log_total = log_sum(*inputs, self.surrogate, lengths)
+            log_total = log_sum(*inputs, prototypes, self.surrogate, lengths)
         return add_eps(log_total - math.log(self.active), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        active = 0 if self.weight is None else self.active
-        return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(active))}
+        return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}
 
     def _broadcast(self) -> None:
         if not self.split:  # else each process is the only one to have its own
@@ -161,9 +156,8 @@ class Prototypes(NetworkNormalizer):
     def full_state(self) -> dict[str, Tensor]:
         if not self.split:
             return super().full_state()
-        # Whatever has three axes has a place for each prototype in its second.
         state = {
-            name: whole(value, self.capacity, 1) if value.dim() == 3 else value.cpu()
+            name: whole(value, self.capacity, 1) if self._has_places(name, value) else value.cpu()
             for name, value in self._state().items()
         }
         return {name: value for name, value in state.items() if value is not None} if rank() == 0 else {}
@@ -172,8 +166,14 @@ class Prototypes(NetworkNormalizer):
         if "weight" in state and state["weight"].shape[1] != self.capacity:
             raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
         if self.split:
-            state = {name: own_part(value, 1) if value.dim() == 3 else value for name, value in state.items()}
+            state = {
+                name: own_part(value, 1) if self._has_places(name, value) else value for name, value in state.items()
+            }
         super().load_full_state(state)
+
+    def _has_places(self, name: str, value: Tensor) -> bool:
+        """Whether a tensor of the state has a place for each prototype: all but the counters have."""
+        return name == "ring" or ("weight" in name and value.dim() > 0)
 
     def _extra_state(self) -> dict[str, Tensor]:
         return self.ring.state()

@@ -11,22 +11,23 @@ Shapes: m = length of the queue, d = embedding dimension, B = global batch.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.distributed import rank
+from open_clip_ext.kernels.log_sum import log_sum
 from open_clip_ext.memory import check_fits
-from open_clip_ext.normalizers.base import Batch, Normalizer
-from open_clip_ext.normalizers.log_sum import log_sum
+from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.options import Option
-from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Queue(Normalizer):
-    """Memory is allocated at the first batch, on its device: 2 * m * d numbers.
+    """A ring of 2 * m * d numbers.
 
     Args: see `options`; `eps` and `surrogate` are the loss's.
 
@@ -51,41 +52,37 @@ class Queue(Normalizer):
         self.capacity = queue_size
         self.eps = eps
         self.surrogate = surrogate or Identity()
-        self.ring: EmbeddingRing | None = None
-        self.own: list[slice] = []  # places of the step's own batch
-
-    @torch.no_grad()
-    def update(self, batch: Batch) -> None:
-        self.own = self._follow(batch.image).push(batch)
+        self.ring: EmbeddingRing
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = 4 * 2 * self.capacity * dimension
         check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
-    def _follow(self, image: Tensor) -> EmbeddingRing:
-        """The ring, where the embeddings are."""
-        if self.ring is None:
-            self.check_memory(image.shape[1], image.device, 1)
-            self.ring = EmbeddingRing(self.capacity, image.shape[1], image)
-        elif self.ring.rows.device != image.device or self.ring.rows.dtype != image.dtype:
-            self.ring = self._restored(self.ring.state(), image)
-        return self.ring
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.check_memory(dimension, device, 1)
+        self.ring = EmbeddingRing(self.capacity, dimension, device, dtype)
 
-    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        active = 0 if self.ring is None else self.ring.active
-        seen = gaps(self.own, active) if self.training else [slice(0, active)]
+    @torch.no_grad()
+    def update(self, batch: Batch) -> list[slice]:
+        """Returns:
+        The places of the batch in the ring.
+        """
+        return self.ring.push(batch)
+
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
+        seen = gaps(updated or [], self.ring.active)
         others = sum(some.stop - some.start for some in seen)
         if others == 0:
-            return batch.log_batch[:, pairs.local]
-        inputs = (pairs.image, pairs.text, positives, tau, self._follow(pairs.all_image).rows)
-        log_total = log_sum(*inputs, self.surrogate, seen=seen)
+            return batch.log_batch
+        inputs = (batch.image, batch.text, batch.positives, batch.tau)
+        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen)
         return add_eps(log_total - math.log(others), self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        return {"queued": torch.tensor(float(0 if self.ring is None else self.ring.active))}
+        return {"queued": torch.tensor(float(self.ring.active))}
 
     def full_state(self) -> dict[str, Tensor]:
-        if rank() != 0 or self.ring is None:
+        if rank() != 0 or not hasattr(self, "ring"):
             return {}
         return {name: value.detach().cpu().clone() for name, value in self.ring.state().items()}
 
@@ -94,12 +91,7 @@ class Queue(Normalizer):
             return
         if state["ring"].shape[1] != self.capacity:
             raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
-        self.ring = self._restored(state, state["ring"])
-
-    def _restored(self, state: dict[str, Tensor], like: Tensor) -> EmbeddingRing:
-        ring = EmbeddingRing(self.capacity, state["ring"].shape[2], like)
-        ring.restore(state)
-        return ring
+        self.ring.restore(state)
 
 
 def gaps(places: list[slice], size: int) -> list[slice]:

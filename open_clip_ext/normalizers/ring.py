@@ -1,25 +1,34 @@
 """The latest embeddings of the training set, in a ring buffer."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from open_clip_ext.normalizers.base import Batch
+from open_clip_ext.batch import Batch
 
 
-class EmbeddingRing:
+class EmbeddingRing(nn.Module):
     """The latest m pairs of embeddings, (2, m, d): [0] texts, which image anchors meet, [1] images.
 
     Args:
         capacity: m.
         dimension: d.
-        like: a tensor of the device and type to use.
+        device, dtype: of the embeddings.
     """
 
-    def __init__(self, capacity: int, dimension: int, like: Tensor):
-        self.rows = like.new_zeros(2, capacity, dimension)
+    rows: Tensor
+
+    def __init__(self, capacity: int, dimension: int, device: torch.device, dtype: torch.dtype):
+        super().__init__()
         self.capacity = capacity
+        rows = torch.zeros(2, self.own_capacity, dimension, device=device, dtype=dtype)
+        self.register_buffer("rows", rows, persistent=False)
         self.active = 0  # rows that were filled
         self.head = 0  # the place of the next row
+
+    @property
+    def own_capacity(self) -> int:
+        """Rows that are kept here: all."""
+        return self.capacity
 
     @property
     def own_active(self) -> int:
@@ -31,9 +40,9 @@ class EmbeddingRing:
 
         In place of a batch that is not finite it takes what it took before, or nothing but unit vectors.
         """
-        count = min(len(batch.text), self.capacity)
+        count = min(batch.size, self.capacity)
         places, before = self._places(self.head, count), self._places(self.head - count, count)
-        for rows, latest in zip(self.rows, (batch.text[-count:], batch.image[-count:]), strict=True):
+        for rows, latest in zip(self.rows, (batch.all_text[-count:], batch.all_image[-count:]), strict=True):
             earlier = torch.cat([rows[some] for some in before])
             if self.active < count:
                 earlier = torch.eye(*latest.shape, dtype=latest.dtype, device=latest.device)
@@ -56,5 +65,6 @@ class EmbeddingRing:
         return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
+        """Take over what `state` gave."""
         self.rows.copy_(state["ring"])
         self.active, self.head = int(state["active"]), int(state["ring_head"])

@@ -13,15 +13,16 @@ batch and the number of processes. Its other occurrences count among its negativ
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
-from open_clip_ext.normalizers.base import Batch, Normalizer
+from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.options import Option, refuse_unused
-from open_clip_ext.pairs import Pairs
 
 
 class MovingAverageTable(Normalizer):
@@ -40,7 +41,7 @@ class MovingAverageTable(Normalizer):
     """
 
     name = "table"
-    knows_both_sides = True
+    intra_modal = True
     needs_index = True
     options = (
         Option(
@@ -77,7 +78,6 @@ class MovingAverageTable(Normalizer):
         self.gamma_schedule = gamma_schedule
         self.gamma_decay_epochs = gamma_decay_epochs
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=rows_on == "host")
-        self._latest: Tensor | None = None  # log u of the last update's batch, (B, 2)
         self._unvisited = torch.tensor(num_samples)  # rows, counted on the device of the batches
         self.epoch: int | None = None
         self.gamma = 1.0 if gamma_schedule == "cosine" else gamma
@@ -100,28 +100,31 @@ class MovingAverageTable(Normalizer):
             settings["gamma_decay_epochs"] = max(1, (epochs or 2) // 2)
 
     @torch.no_grad()
-    def update(self, batch: Batch) -> None:
+    def update(self, batch: Batch) -> Tensor:
+        """Returns:
+        The new log u of the batch, (B, 2).
+        """
         if self.epoch is None and self.gamma_schedule == "cosine":
             raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
         assert batch.index is not None
         old = self.log_u.lookup(batch.index)
         equal_rows = EqualRows(batch.index)
-        estimate = equal_rows.log_mean_exp(batch.log_batch.T)
+        estimate = equal_rows.log_mean_exp(batch.all_log_batch.T)
         log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
         new = torch.logaddexp(log_keep + old, math.log(self.gamma) + estimate)
         new = torch.where(old == -math.inf, estimate, new)
-        self._latest = torch.where(batch.finite, new, old)
-        self.log_u.assign(batch.index, self._latest)
+        new = torch.where(batch.finite, new, old)
+        self.log_u.assign(batch.index, new)
         first_visits = (old[:, 0] == -math.inf) & batch.finite
         visited = (first_visits / equal_rows.count).sum().round().long()
         self._unvisited = self._unvisited.to(old.device) - visited
+        return new
 
-    def forward(self, pairs: Pairs, positives: Tensor, tau: Tensor, batch: Batch) -> Tensor:
-        # In training this is the batch of the last update, whose rows are at hand.
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         assert batch.index is not None
-        known = self._latest if self.training and self._latest is not None else self.log_u.lookup(batch.index)
-        alpha = known[pairs.local].T.to(batch.log_batch.dtype)
-        return torch.where(alpha == -math.inf, batch.log_batch[:, pairs.local], alpha)
+        known = self.log_u.lookup(batch.index) if updated is None else updated
+        alpha = known[batch.local].T.to(batch.log_batch.dtype)
+        return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"gamma": torch.tensor(self.gamma), "unvisited": self._unvisited / self.num_samples}

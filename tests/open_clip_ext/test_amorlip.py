@@ -8,6 +8,7 @@ import torch
 from numerics import unit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss, equations
+from open_clip_ext.batch import Batch
 from open_clip_ext.networks import PartitionMLP
 
 EPOCHS = 4
@@ -145,14 +146,8 @@ def test_new_networks_leave_cuda_generators_alone(monkeypatch):
 
 
 def test_nothing_is_gathered_on_steps_without_stage_1(monkeypatch):
-    from open_clip_ext.losses import amorlip
-    from open_clip_ext.pairs import Pairs
-
     gathers = []
-    monkeypatch.setattr(amorlip.Pairs, "gather", classmethod(lambda cls, *e: gathers.append(1) or plain(*e)))
-
-    def plain(image, text):
-        return Pairs(image, text, image.detach(), text.detach(), 0)
+    monkeypatch.setattr(Batch, "gather", classmethod(lambda cls, *e: gathers.append(1) or cls.of_process(*e)))
 
     loss = create_loss("amorlip", **PAPER, epochs=1, amor_online_every=4)
     loss.set_epoch(0)

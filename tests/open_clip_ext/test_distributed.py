@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from collectives import CollectiveCounter
 from numerics import unit
 from open_clip.loss import ClipLoss
 from ports import free_ports
 
-from open_clip_ext import create_loss, streaming
-from open_clip_ext.collectives import CollectiveCounter
+from open_clip_ext import create_loss
 from open_clip_ext.distributed import ShardedRows
-from open_clip_ext.normalizers import prototype_gradient
+from open_clip_ext.kernels import prototype_gradient, streaming
 
 ROWS = 101
 # Small steps of the network and temperatures far from 0, so that rounding is not amplified beyond FLOAT64.

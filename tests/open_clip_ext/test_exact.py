@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import normalize
 
-from open_clip_ext.errors import InputError
-from open_clip_ext.exact import (
+from open_clip_ext.diagnostics.exact import (
     Rows,
     embedding_gradients,
     exact_log_normalizers,
@@ -18,6 +17,7 @@ from open_clip_ext.exact import (
     minibatch_log_normalizers,
     nearest_rows,
 )
+from open_clip_ext.errors import InputError
 from open_clip_ext.surrogates import Identity, PowerHinge
 
 EPS = 1e-14
@@ -82,10 +82,10 @@ def test_individual_temperatures_belong_to_anchor_and_side():
     torch.testing.assert_close(found, loop(image, text, anchors, tau), rtol=0, atol=2e-4)
 
 
-def test_both_sides_are_negatives_where_asked_for():
+def test_intra_modal_are_negatives_where_asked_for():
     image, text = embeddings(19)
     anchors = torch.arange(19)
-    found = exact_log_normalizers(image, text, anchors, 0.1, both_sides=True)
+    found = exact_log_normalizers(image, text, anchors, 0.1, intra_modal=True)
     torch.testing.assert_close(found, loop(image, text, anchors, 0.1, both=True), rtol=0, atol=2e-5)
 
 
@@ -188,7 +188,7 @@ def test_the_exact_gradient_is_that_of_the_objective(surrogate, both):
     leaves = [side.double().requires_grad_() for side in (image, text)]
     plain = (lambda gap: gap) if isinstance(surrogate, Identity) else (lambda gap: (gap + 0.3).clamp(min=0) ** 2)
     expected = torch.stack(torch.autograd.grad(objective(*leaves, tau, scale, plain, both), leaves))
-    alpha = exact_log_normalizers(image, text, torch.arange(12), tau, surrogate, both_sides=both)
+    alpha = exact_log_normalizers(image, text, torch.arange(12), tau, surrogate, intra_modal=both)
     rows = torch.tensor([11, 0, 5, 6])
     blocks = [tuple(side.tensor_split(2)) for side in (image, text)]
     # Blocks of 5 columns divide neither the rows nor the blocks.

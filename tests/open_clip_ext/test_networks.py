@@ -7,7 +7,7 @@ from numerics import unit
 from open_clip_ext import InputError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
 from open_clip_ext.networks import PartitionMLP
-from open_clip_ext.normalizers.fits import UnifiedFit
+from open_clip_ext.objectives import Unified
 
 TAU, EPS = torch.tensor(0.2).double(), 1e-6
 
@@ -72,13 +72,12 @@ def test_restarts_by_default(steps, every):
     assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every
 
 
-def test_restarts_of_a_state_from_before_they_went_by_the_epoch():
-    loss, resumed = (create_loss("neuclip", steps_per_epoch=100) for _ in range(2))
-    loss(*batches(1)[0], 1 / TAU)
-    state = loss.full_state()
-    del state["state.restart_every"]
-    resumed.load_full_state(state)
-    assert resumed.normalizer.restart_every == 500
+def test_a_state_of_another_format_is_refused():
+    state = create_loss("neuclip").full_state()
+    for other, found in (({"format": 2}, "format 2"), ({}, "an older format")):
+        changed = {key: value for key, value in state.items() if key != "format"} | other
+        with pytest.raises(ValueError, match=f"state: {found} where this open_clip_ext reads format 1"):
+            create_loss("neuclip").load_full_state(changed)
 
 
 def test_joint_is_algorithm_3():
@@ -228,10 +227,10 @@ def test_the_optimum_over_alpha_is_the_log_normalizer():
     generator = torch.Generator().manual_seed(0)
     g = torch.rand(2, 400, generator=generator, dtype=torch.float64) ** 4
     log_batch = (EPS + g).log()
-    torch.testing.assert_close(UnifiedFit.values(log_batch, log_batch), log_batch)
+    torch.testing.assert_close(Unified.value(log_batch, log_batch), log_batch)
     for away in (-1.0, -0.01, 0.01, 1.0):
-        assert (UnifiedFit.values(log_batch, log_batch + away) > log_batch).all()
+        assert (Unified.value(log_batch, log_batch + away) > log_batch).all()
     shared = torch.zeros(2, 1, dtype=torch.float64)
     for _ in range(300):
-        shared -= 0.5 * UnifiedFit.slopes(log_batch, shared).mean(dim=1, keepdim=True)
+        shared -= 0.5 * Unified.slope(log_batch, shared).mean(dim=1, keepdim=True)
     torch.testing.assert_close(shared[:, 0], (EPS + g).mean(dim=1).log(), rtol=1e-6, atol=1e-6)

@@ -5,11 +5,10 @@ import torch
 from numerics import unit
 
 from open_clip_ext.losses import GlobalContrastiveLoss
-from open_clip_ext.losses.compositional import Compositional
-from open_clip_ext.losses.unified import Unified
 from open_clip_ext.normalizers import BatchNormalizer, Normalizer, Queue
+from open_clip_ext.objectives import Compositional, Unified
 from open_clip_ext.surrogates import Identity, Surrogate
-from open_clip_ext.temperature import FixedTemperature, LearnableTemperature
+from open_clip_ext.temperatures import FixedTemperature, LearnableTemperature
 
 BATCH, DIMENSION = 7, 5
 
@@ -31,9 +30,9 @@ class Linear(Normalizer):
         super().__init__()
         self.weight = torch.nn.Parameter(unit(torch.Generator().manual_seed(1), 2, DIMENSION))
 
-    def forward(self, pairs, positives, tau, batch):
-        both = pairs.image + pairs.text
-        return torch.stack([both @ self.weight[0], both @ self.weight[1]]) - positives / tau
+    def forward(self, batch, updated=None):
+        both = batch.image + batch.text
+        return torch.stack([both @ self.weight[0], both @ self.weight[1]]) - batch.positives / batch.tau
 
 
 @pytest.mark.parametrize("temperature", [LearnableTemperature(2.0), FixedTemperature()])

@@ -7,11 +7,12 @@ import pytest
 import torch
 from numerics import unit
 
-from open_clip_ext import create_loss, streaming
-from open_clip_ext.normalizers import Batch, prototype_gradient
-from open_clip_ext.normalizers.fits import FITS
-from open_clip_ext.normalizers.log_sum import log_sum, log_sums
-from open_clip_ext.pairs import Pairs, SimilarityBlocks
+from open_clip_ext import create_loss
+from open_clip_ext.batch import Batch
+from open_clip_ext.kernels import prototype_gradient, streaming
+from open_clip_ext.kernels.log_sum import log_sum, log_sums
+from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.objectives import NETWORK_OBJECTIVES
 from open_clip_ext.surrogates import Identity, PowerHinge
 
 ROWS, BATCH, DIMENSION = 23, 13, 6
@@ -103,7 +104,7 @@ def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time
     image, text, _ = features(1, batch=9)
     others = torch.randn(2, 7, DIMENSION, generator=generator, dtype=torch.float64)
     norms = others.norm(dim=2) if lengths else None
-    tau = torch.rand(2, 9, generator=generator, dtype=torch.float64) + 0.1 if individual else torch.tensor(0.2).double()
+    tau = torch.rand(2, 9, generator=generator).double() + 0.1 if individual else torch.full((2, 9), 0.2).double()
     tau.requires_grad_()
     positives = (image * text).sum(dim=1).detach().requires_grad_()
     seen = [slice(0, 1), slice(2, 4), slice(5, 7)] if some else None
@@ -119,8 +120,7 @@ def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time
                 if some and j in (1, 4):
                     continue
                 cosine = anchors[i] @ others[side, j] / (norms[side, j] if lengths else 1.0)
-                t = tau[side, i] if individual else tau
-                terms.append(torch.exp(surrogate.value(cosine - positives[i]) / t))
+                terms.append(torch.exp(surrogate.value(cosine - positives[i]) / tau[side, i]))
             expected[side, i] = sum(terms).log()
     inputs = (image, text, positives, tau)
     weights = torch.randn(2, 9, generator=generator, dtype=torch.float64)
@@ -133,27 +133,28 @@ def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time
         torch.testing.assert_close(streamed(*inputs), expected)
 
 
-@pytest.mark.parametrize("objective", FITS)
+@pytest.mark.parametrize("objective", NETWORK_OBJECTIVES)
 @pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0)], ids=lambda s: s.name)
 @pytest.mark.parametrize("individual", [False, True])
 def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, few_at_a_time):
     """To float64's accuracy, 1 / B included, which no other float is exactly; over what stood there before."""
     generator = torch.Generator().manual_seed(0)
     image, text = (side.detach() for side in features(1)[:2])
-    positives, eps = (image * text).sum(dim=1), 1e-3
+    eps = 1e-3
     tau = torch.rand(2, 13, generator=generator).double() + 0.2 if individual else torch.tensor(0.3).double()
-    log_batch = torch.randn(2, 13, generator=generator).double()
+    batch = Batch.of_process(
+        image, text, tau, log_batch=torch.randn(2, 13, generator=generator).double()
+    )
     prototypes = torch.randn(2, 12, DIMENSION, generator=generator).double().requires_grad_()
-    batch = Batch(image, text, positives, log_batch, tau, None, torch.tensor(True))
 
     cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
-    exponents = surrogate.value(cosines - positives[:, None]) / (tau[..., None] if individual else tau)
+    exponents = surrogate.value(cosines - batch.positives[:, None]) / batch.tau[:, :, None]
     alpha = (eps + exponents.exp().mean(dim=2)).log()
-    values = (tau if objective == "unified" else 1) * FITS[objective].values(log_batch, alpha)
+    values = (batch.tau if objective == "unified" else 1) * NETWORK_OBJECTIVES[objective].value(batch.log_batch, alpha)
     (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
 
     sizes = dict(active=12, own_active=12, split=False)
-    step = prototype_gradient.PrototypeGradient(batch, FITS[objective], surrogate, eps, **sizes)
+    step = prototype_gradient.PrototypeGradient(batch, NETWORK_OBJECTIVES[objective], surrogate, eps, **sizes)
     gradient = torch.full_like(expected, math.nan)
     with torch.no_grad():
         for _ in range(2):
@@ -168,11 +169,12 @@ def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatc
     monkeypatch.setattr(streaming, "LEAST_ROWS", 1)
     monkeypatch.setattr(prototype_gradient, "world_size", lambda: 2)
     image, text = (side.detach() for side in features(1)[:2])
-    log_batch, tau = torch.zeros(2, BATCH).double(), torch.tensor(0.2).double()
-    batch = Batch(image, text, (image * text).sum(dim=1), log_batch, tau, None, torch.tensor(True))
+    batch = Batch.of_process(
+        image, text, torch.tensor(0.2).double(), log_batch=torch.zeros(2, BATCH).double()
+    )
     more, fewer = (
         prototype_gradient.PrototypeGradient(
-            batch, FITS["unified"], Identity(), 1e-3, active=7, own_active=own, split=True
+            batch, NETWORK_OBJECTIVES["unified"], Identity(), 1e-3, active=7, own_active=own, split=True
         ).parts
         for own in (4, 3)
     )
@@ -182,14 +184,14 @@ def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatc
 def test_the_gradient_of_a_batch_may_be_asked_for_again(few_at_a_time):
     """It overwrites the similarities that it used."""
     image, text = (side.detach() for side in features(1)[:2])
-    blocks, tau = SimilarityBlocks(Pairs.of_process(image, text), Identity()), torch.tensor(0.2).double()
+    blocks = SimilarityBlocks(Batch.of_process(image, text, torch.tensor(0.2).double()), Identity())
     found = []
     for _ in range(2):
-        alpha = blocks.log_batch_normalizers(tau)
+        alpha = blocks.log_batch_normalizers()
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, blocks.add_gradients(gradients, tau, alpha, alpha), *gradients))
+        found.append((alpha, blocks.add_gradients(gradients, alpha, alpha), *gradients))
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, blocks.add_gradients(gradients, tau, alpha, alpha), *gradients))
+        found.append((alpha, blocks.add_gradients(gradients, alpha, alpha), *gradients))
     for again in found[1:]:
         for one, other in zip(again, found[0], strict=True):
             assert torch.equal(one, other)
@@ -217,7 +219,7 @@ def test_no_others_at_all():
     positives = (image * text).sum(dim=1)
     with torch.no_grad():
         none = torch.empty(2, 0, DIMENSION, dtype=torch.float64)
-        values, slopes = log_sums(image, text, positives, torch.tensor(0.1), none, Identity())
+        values, slopes = log_sums(image, text, positives, torch.full((2, BATCH), 0.1), none, Identity())
     assert (values == -math.inf).all()
     assert all(slope.isfinite().all() for slope in slopes)  # to be multiplied with their share of all, which is 0
 
@@ -225,7 +227,8 @@ def test_no_others_at_all():
 def test_a_gradient_of_the_log_sum_is_taken_once():
     image, text, _ = features(1)
     positives = (image * text).sum(dim=1).detach()
-    value = log_sum(image, text, positives, torch.tensor(0.1), torch.randn(2, 5, DIMENSION).double(), Identity()).sum()
+    tau, others = torch.full((2, BATCH), 0.1), torch.randn(2, 5, DIMENSION).double()
+    value = log_sum(image, text, positives, tau, others, Identity()).sum()
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()

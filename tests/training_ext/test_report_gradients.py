@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss
-from open_clip_ext.exact import exact_log_normalizers
+from open_clip_ext.diagnostics.exact import exact_log_normalizers
 from open_clip_ext.surrogates import Identity
 from training_ext.report.gradients import Objective, Step, batches_with, draw, given, minibatch, of_loss, statistics
 
@@ -25,7 +25,7 @@ def pairs(n=N, d=6, seed=0):
 def objective_of(image, text, tau=TAU, scale=None, loss=None):
     tau = torch.as_tensor(tau)
     surrogate = Identity() if loss is None else loss.surrogate
-    more = (1e-14, False, False) if loss is None else (loss.eps, loss.both_sides, loss.one_per_pair)
+    more = (1e-14, False, False) if loss is None else (loss.eps, loss.intra_modal, loss.one_per_pair)
     return Objective(image, text, torch.arange(len(image)), tau, tau if scale is None else scale, surrogate, *more)
 
 
@@ -130,7 +130,7 @@ def test_an_estimators_gradient_is_that_of_a_training_step(name):
         loss(*pairs(4, seed=seed), scale, index=index)
     loss.eval()
     image, text = pairs()
-    taus = loss.temperature.taus(1 / scale, torch.arange(N))
+    taus = loss.temperature.taus(1 / scale, loss.temperature.lookup(torch.arange(N)))
     places = torch.tensor([9, 0, 7, 3, 10])  # some visited, some not
     step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).batch(places)
     queued = torch.full((8,), -1) if preset == "queue" else None  # others than these pairs

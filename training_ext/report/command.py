@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, init_distributed_device, world_info_from_env
 
-from open_clip_ext import exact
+from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
 from training_ext import params, preflight
 from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of

@@ -28,11 +28,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from open_clip_ext import exact
+from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
+from open_clip_ext.diagnostics import exact
+from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.losses import GlobalContrastiveLoss
-from open_clip_ext.normalizers import Batch, Normalizer, Queue
-from open_clip_ext.normalizers.network import NetworkNormalizer
-from open_clip_ext.pairs import Pairs, SimilarityBlocks, add_eps, log_mean_of_sides
+from open_clip_ext.normalizers import Normalizer, Queue
+from open_clip_ext.normalizers.trained import NetworkNormalizer
 from open_clip_ext.surrogates import Surrogate
 from training_ext.embeddings import Embedded
 from training_ext.report.queues import nearest_places, queue_without
@@ -48,7 +49,7 @@ class Objective:
         image, text: embeddings of the n pairs.
         index: their rows in the data set, (n,).
         tau, scale: temperatures and the factors of log(eps + g_i), 0-d or (2, n).
-        surrogate, eps, both_sides, one_per_pair: as the loss has them.
+        surrogate, eps, intra_modal, one_per_pair: as the loss has them.
     """
 
     image: exact.Embeddings
@@ -58,13 +59,13 @@ class Objective:
     scale: Tensor
     surrogate: Surrogate
     eps: float
-    both_sides: bool = False
+    intra_modal: bool = False
     one_per_pair: bool = False
 
     def gradients(self, rows: Tensor, alpha: Tensor) -> Tensor:
         """`exact.embedding_gradients` of some of its pairs, (2, k, d)."""
         return exact.embedding_gradients(
-            self.image, self.text, rows, alpha, self.tau, self.scale, self.surrogate, self.both_sides,
+            self.image, self.text, rows, alpha, self.tau, self.scale, self.surrogate, self.intra_modal,
             device=self.tau.device,
         )
 
@@ -73,7 +74,7 @@ class Objective:
         image, text = (exact.Rows(side, self.tau.device).take(places) for side in (self.image, self.text))
         tau, scale = (values[:, places] if values.dim() else values for values in (self.tau, self.scale))
         return Objective(
-            image, text, self.index[places], tau, scale, self.surrogate, self.eps, self.both_sides, self.one_per_pair
+            image, text, self.index[places], tau, scale, self.surrogate, self.eps, self.intra_modal, self.one_per_pair
         )
 
 
@@ -83,11 +84,10 @@ class Step:
 
     Args:
         places: which of the n pairs it has, (B,).
-        pairs, batch: as the loss has them.
+        batch: as the loss has it.
     """
 
     places: Tensor
-    pairs: Pairs
     batch: Batch
 
     @classmethod
@@ -96,15 +96,14 @@ class Step:
         objective: over the batch.
         """
         assert isinstance(objective.image, Tensor) and isinstance(objective.text, Tensor)
-        pairs = Pairs.of_process(objective.image, objective.text)
-        blocks = SimilarityBlocks(pairs, objective.surrogate, objective.both_sides)
-        log_batch = add_eps(blocks.log_batch_normalizers(objective.tau), objective.eps)
+        index = objective.index.to(objective.tau.device)
+        batch = Batch.of_process(objective.image, objective.text, objective.tau, index)
+        blocks = SimilarityBlocks(batch, objective.surrogate, objective.intra_modal)
+        batch.all_log_batch = add_eps(blocks.log_batch_normalizers(), objective.eps)
         if objective.one_per_pair:
-            log_batch = log_mean_of_sides(log_batch)
-        finite = torch.ones((), dtype=torch.bool, device=log_batch.device)
-        index = objective.index.to(log_batch.device)
-        batch = Batch(pairs.image, pairs.text, blocks.all_positives, log_batch, objective.tau, index, finite)
-        return cls(places, pairs, batch)
+            batch.all_log_batch = log_mean_of_directions(batch.all_log_batch)
+        batch.finite = torch.ones((), dtype=torch.bool, device=batch.image.device)
+        return cls(places, batch)
 
 
 # alpha of a batch's anchors, (2, B), and what comes through alpha of B times the gradient, (2, B, d) or 0.
@@ -129,26 +128,21 @@ def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
     """
 
     def estimate(step: Step) -> tuple[Tensor, Tensor | float]:
-        pairs, batch = step.pairs, step.batch
-        inputs = [tensor.clone() for tensor in (pairs.image, pairs.text, batch.positives, batch.tau)]
+        batch, updated = step.batch, None
         if queued is not None and isinstance(loss.normalizer, Queue):
             normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, step.places))
         else:
-            normalizer = copy.deepcopy(loss.normalizer).train()
+            normalizer = copy.deepcopy(loss.normalizer)
             if isinstance(normalizer, NetworkNormalizer):
                 normalizer.restart_every = 0
-            normalizer.update(batch)
-        through = loss.objective.needs_differentiable_normalizer
-        with torch.set_grad_enabled(through):
-            image, text, positives, tau = (tensor.requires_grad_(through) for tensor in inputs)
-            own = Pairs(image, text, pairs.all_image, pairs.all_text, 0)
-            alpha = loss.mixed(normalizer(own, positives, tau, batch), batch.log_batch)
-        if not through:
+            updated = normalizer.update(batch)
+        inputs = batch.leaves(requires_grad=loss.objective.through_alpha)
+        with torch.set_grad_enabled(loss.objective.through_alpha):
+            alpha = loss.mixed(normalizer(inputs, updated), batch.log_batch)
+        if not loss.objective.through_alpha:
             return alpha, 0.0
-        size = len(batch.positives)
-        by_image, by_text, *_ = loss.through_alpha(pairs, inputs, batch.log_batch, alpha, size)
-        factor = loss.temperature.scale(batch.tau) / batch.tau if batch.tau.dim() == 0 else 1.0
-        return alpha.detach(), size * factor * torch.stack([by_image, by_text])
+        grad_image, grad_text, *_ = loss.through_alpha(batch, inputs, alpha)
+        return alpha.detach(), batch.size * torch.stack([grad_image, grad_text])
 
     return estimate
 
@@ -245,7 +239,7 @@ def compare_gradients(
     rows = torch.randperm(num_rows, generator=draw_rows)[:PAIRS].sort().values
     true = true.to(objective.tau)
     if objective.one_per_pair:
-        true = log_mean_of_sides(true)
+        true = log_mean_of_directions(true)
     gradient = objective.gradients(rows, true).cpu()
     estimators: dict[str, Estimator] = {}
     if loss is not None and loss.normalizer.name != "batch":

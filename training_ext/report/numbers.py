@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from open_clip_ext import exact
+from open_clip_ext.batch import Batch
+from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from open_clip_ext.normalizers import Batch, BatchNormalizer, Queue
-from open_clip_ext.pairs import Pairs
+from open_clip_ext.normalizers import BatchNormalizer, Queue
 from open_clip_ext.surrogates import Identity
 from training_ext.embeddings import Embedded
 from training_ext.report.gradients import Objective, compare_gradients
@@ -63,11 +63,11 @@ def compare(
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     index = embedded.rows[places]
     saved_tau = torch.tensor(saved.tau, dtype=torch.float32, device=args.device)
-    tau = saved_tau if loss is None else loss.temperature.taus(saved_tau, index.to(args.device))
+    tau = saved_tau if loss is None else temperatures(loss, saved_tau, index)
     common = {
         "surrogate": Identity() if loss is None else loss.surrogate,
         "eps": EPS if loss is None else loss.eps,
-        "both_sides": loss is not None and loss.both_sides,
+        "intra_modal": loss is not None and loss.intra_modal,
         "device": args.device,
     }
     true = in_parts(
@@ -107,7 +107,7 @@ def compare(
 
 def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace, unit: int, what: str,
              total: int | None = None, **settings: Any) -> Tensor:
-    """A function of `open_clip_ext.exact` for all anchors, (2, k) on the CPU, the anchors divided over processes.
+    """A function of `exact` for all anchors, (2, k) on the CPU, the anchors divided over processes.
 
     Args:
         unit: anchors that must stay together.
@@ -134,12 +134,17 @@ def objective_of(
     """The global objective over all rows: the loss's own, or Eq. 1 for one that has another."""
     tau = scale = saved_tau
     if loss is not None:
-        tau = loss.temperature.taus(saved_tau, embedded.rows.to(saved_tau.device))
+        tau = temperatures(loss, saved_tau, embedded.rows)
         scale = loss.temperature.scale(tau)
     return Objective(
         embedded.image, embedded.text, embedded.rows, tau, scale, common["surrogate"], common["eps"],
-        common["both_sides"], loss is not None and loss.one_per_pair,
+        common["intra_modal"], loss is not None and loss.one_per_pair,
     )
+
+
+def temperatures(loss: GlobalContrastiveLoss, saved_tau: Tensor, rows: Tensor) -> Tensor:
+    """Of the rows (k,) of the data set, (2, k), or 0-d where all are one."""
+    return loss.temperature.taus(saved_tau, loss.temperature.lookup(rows.to(saved_tau.device)))
 
 
 def all_log_normalizers(
@@ -175,14 +180,11 @@ def checkpoint_estimate(
             normalizer = loss.normalizer
             if queued is not None and isinstance(normalizer, Queue):
                 normalizer = queue_without(normalizer, torch.isin(queued, places[part]))
-            positives = (image[part] * text[part]).sum(dim=1)
             part_tau = tau[:, part] if tau.dim() else tau
             # What falls back on its batch's own estimate has none.
-            unknown = torch.full((2, len(positives)), math.nan, device=image.device)
-            finite = torch.ones((), dtype=torch.bool, device=image.device)
-            batch = Batch(image[part], text[part], positives, unknown, part_tau, index[part], finite)
-            pairs = Pairs(image[part], text[part], image[part], text[part], 0)
-            parts.append(normalizer(pairs, positives, part_tau, batch).double().cpu())
+            unknown = torch.full((2, len(index[part])), math.nan, device=image.device)
+            batch = Batch.of_process(image[part], text[part], part_tau, index[part], log_batch=unknown)
+            parts.append(normalizer(batch).double().cpu())
     return torch.cat(parts, dim=1)
 
 
@@ -198,7 +200,7 @@ def settings(
         "tau": tau.item() if tau.dim() == 0 else {side: spread_of(tau[i].cpu()) for i, side in enumerate(SIDES)},
         "eps": common["eps"],
         "surrogate": surrogate.name,
-        "negatives": "both" if common["both_sides"] else "cross",
+        "negatives": "both" if common["intra_modal"] else "cross",
         "mixing": 0.0 if loss is None else loss.mixing,
         "mixing_applied": False,
     }

@@ -68,7 +68,7 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
 def test_a_window_ends_and_the_last_comparison_stays():
     generator = torch.Generator().manual_seed(0)
     loss = create_loss("queue", queue_size=200)
-    loss.probe.window, loss.probe.least = 6, 3
+    loss.online_error.window, loss.online_error.least = 6, 3
     seen = []
     for _ in range(9):
         loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(5.0))
@@ -87,7 +87,7 @@ def test_an_exact_estimator_has_no_error_and_the_minibatch_has():
     for _ in range(3):
         for rows in torch.arange(60).split(6):
             loss(e1[rows], e2[rows], torch.tensor(4.0).double())
-    loss.probe.restart()
+    loss.online_error.restart()
     for rows in torch.arange(60).split(6):
         loss(e1[rows], e2[rows], torch.tensor(4.0).double())
     shown = loss.diagnostics()
@@ -98,7 +98,7 @@ def test_an_exact_estimator_has_no_error_and_the_minibatch_has():
 def test_a_batch_that_is_not_finite_is_not_met():
     generator = torch.Generator().manual_seed(0)
     loss = create_loss("queue", queue_size=60)
-    loss.probe.least = 1
+    loss.online_error.least = 1
     loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
     bad = unit(generator, 6, 8)
     bad[2] = math.nan

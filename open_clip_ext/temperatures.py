@@ -1,12 +1,13 @@
 """How the temperature moves.
 
 OpenCLIP's parameter is `logit_scale` = log(1 / tau); its models pass the exponential, 1 / tau, to the loss. A scheme
-turns that into the temperatures of the step's anchors, 0-d or (2, B), images as anchors first, and gives the
-objective's value and its derivative in tau. Per anchor the objective is
+turns that into the temperatures of the step's anchors and gives the objective's value and its derivative in tau. Per
+anchor the objective is
 
-    scale(tau_i) * (log_value_i + rho),    scale(tau) = tau in all methods but FastCLIP-v0,
+    scale(tau_i) * (value_i + rho),    scale(tau) = tau in all methods but FastCLIP-v0,
 
-where log_value_i estimates log(eps + g_i). Both sides are summed, so that both together add 2 * tau * rho.
+where value_i (`objectives`) estimates log(eps + g_i). Both directions are summed, so that they add 2 * tau * rho.
+Temperatures have the shape (2, B), images as anchors first, also where all are one tau.
 """
 
 import math
@@ -52,7 +53,7 @@ class Temperature(nn.Module):
     """Base of the schemes.
 
     `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
-    `hold`: temperatures kept per sample do not move; their moments do, as an optimizer's at learning rate 0.
+    `hold`: freeze the temperatures kept per sample; their momentum still updates, as an optimizer's at learning rate 0.
     `optimizer_options`: settings of the optimizer group of logit_scale, which is not the loss's business.
     """
 
@@ -69,40 +70,48 @@ class Temperature(nn.Module):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
-    def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
-        """Temperatures of all anchors, 0-d or (2, B), without graph.
+    def lookup(self, index: Tensor | None) -> Tensor | None:
+        """What is kept of the samples, (B, c), or None where nothing is.
+
+        Args:
+            index: rows of the global batch, (B,).
+        """
+        return None
+
+    def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
+        """Temperatures of all anchors, (2, B), or 0-d where they are one, without graph.
 
         Args:
             tau: 1 / logit_scale, 0-d.
-            index: rows of the global batch, (B,).
+            rows: what `lookup` gave.
         """
         return tau.detach()
 
     def scale(self, taus: Tensor) -> Tensor:
-        """The factor of each anchor in the encoders' objective, of the shape of `taus`."""
+        """The factor of each anchor in the encoders' objective."""
         return taus
 
-    def value(self, taus: Tensor, log_values: Tensor) -> Tensor:
-        """The global objective's estimate, 0-d, from the anchors' log-values (2, B)."""
-        return (self.scale(taus) * (log_values + self.rho)).mean(dim=1).sum()
+    def value(self, taus: Tensor, values: Tensor) -> Tensor:
+        """The global objective's estimate, 0-d, from the anchors' values (2, B)."""
+        return (self.scale(taus) * (values + self.rho)).mean(dim=1).sum()
 
-    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor | None:
+    def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor | None:
         """This process's part of the derivative of `value` in the one tau, 0-d; None if it does not learn.
 
         Args:
-            log_values: of this process's anchors, (2, b).
-            tau_terms: tau * exp(-alpha_i) * dg_i/dtau of the same anchors, (2, b).
+            taus, values: of this process's anchors, (2, b).
+            tau_terms: tau * d value_i / dtau of the same anchors, (2, b).
             batch: B.
         """
         return None
 
-    def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
+    def update(self, index: Tensor, rows: Tensor, gradients: Tensor, finite: Tensor) -> None:
         """Move temperatures that are kept per sample, once per step.
 
         Args:
             index: rows of the global batch, (B,).
-            taus: the temperatures the gradients were taken at, (2, B).
-            gradients: derivative of tau_i * (log_value_i + rho) of all anchors, (2, B).
+            rows: what `lookup` gave, at which the gradients were taken.
+            gradients: derivative of tau_i * (value_i + rho) of all anchors, (2, B).
             finite: 0-d bool; nothing moves if it is False.
         """
 
@@ -110,7 +119,7 @@ class Temperature(nn.Module):
         """Called before each epoch, 0-based."""
 
     def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
-        return {"tau": taus} if taus.dim() == 0 else {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
+        return {"tau": taus[0, 0]}
 
     def full_state(self) -> dict[str, Tensor]:
         """As `Normalizer.full_state`."""
@@ -146,7 +155,7 @@ class FixedTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """One tau for both sides, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
+    """One tau for both directions, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
     As printed: `equations.fastclip_v3`.
 
@@ -170,9 +179,9 @@ class LearnableTemperature(Temperature):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         refuse_fastclip_code(settings)
 
-    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
+    def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         """NeuCLIP, Eq. 13."""
-        return (log_values + self.rho + self.slope_weight * tau_terms).sum() / batch
+        return (values + self.rho + self.slope_weight * tau_terms).sum() / batch
 
 
 class UnscaledTemperature(LearnableTemperature):
@@ -194,8 +203,8 @@ class UnscaledTemperature(LearnableTemperature):
     def scale(self, taus: Tensor) -> Tensor:
         return torch.ones_like(taus)
 
-    def gradient(self, tau: Tensor, log_values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
-        return tau_terms.sum() / (tau * batch)
+    def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
+        return (tau_terms / taus).sum() / batch
 
 
 class IndividualTemperature(Temperature):
@@ -299,7 +308,6 @@ class IndividualTemperature(Temperature):
         self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
         fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
         self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=rows_on == "host")
-        self._latest: Tensor  # rows of the last batch, (B, c)
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -331,13 +339,19 @@ class IndividualTemperature(Temperature):
     def scale(self, taus: Tensor) -> Tensor:
         return taus if self.scales_encoders else torch.ones_like(taus)
 
-    def taus(self, tau: Tensor, index: Tensor | None) -> Tensor:
+    def lookup(self, index: Tensor | None) -> Tensor:
         assert index is not None
-        self._latest = self.rows.lookup(index)
-        return self._latest[:, :2].T.to(tau.dtype)
+        return self.rows.lookup(index)
 
-    def update(self, index: Tensor, taus: Tensor, gradients: Tensor, finite: Tensor) -> None:
-        old = self._latest.to(taus.dtype)
+    def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
+        assert rows is not None
+        return rows[:, :2].T.to(tau.dtype)
+
+    def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
+        return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
+
+    def update(self, index: Tensor, rows: Tensor, gradients: Tensor, finite: Tensor) -> None:
+        old = rows.to(gradients.dtype)
         taus, *moments = old.split(2, dim=1)
         gradient = EqualRows(index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
         if self.optimizer == "momentum":

@@ -1,7 +1,7 @@
 """The gradient of the network's objective in its prototypes.
 
-Of the sum over sides of the anchors' mean objective (NeuCLIP, Eq. 12 or another of `fits`). With
-x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's factor c_i and the slope f'_i of the rest in alpha_i,
+Of the sum over both directions of the anchors' mean objective (`objectives`; NeuCLIP, Eq. 12). With
+x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's weight c_i and its value's slope f'_i in alpha_i,
 
     G_j = (1/B) sum_i c_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i      in W_j at length 1, (d,)
     gradient_j = G_j / |W_j| - <G_j, W_j> W_j / |W_j|^3                           in W_j, (d,)
@@ -16,12 +16,12 @@ import math
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import world_size
-from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.fits import L2LogFit, UnifiedFit
-from open_clip_ext.normalizers.log_sum import exponents_of, is_linear
-from open_clip_ext.normalizers.split import log_sum_over_processes
-from open_clip_ext.streaming import exp_, highest, parts
+from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import log_sum_over_processes, world_size
+from open_clip_ext.kernels.log_sum import exponents_of
+from open_clip_ext.kernels.streaming import exp_, highest, parts
+from open_clip_ext.kernels.surrogates import is_linear
+from open_clip_ext.objectives import Objective
 from open_clip_ext.surrogates import Surrogate
 
 CPU_PROTOTYPES = 256  # on each side, whose gradients stay in the cache while they are turned into those of unit vectors
@@ -41,25 +41,23 @@ class PrototypeGradient:
     """
 
     def __init__(
-        self, batch: Batch, objective: type[UnifiedFit | L2LogFit], surrogate: Surrogate, eps: float,
+        self, batch: Batch, objective: type[Objective], surrogate: Surrogate, eps: float,
         active: int, own_active: int, split: bool,
     ):
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
-        self.log_eps = batch.positives.new_full((), math.log(eps))
+        self.log_eps = batch.all_positives.new_full((), math.log(eps))
         self.log_active = math.log(active)
-        # The weight of an anchor, (2, B).
-        weight = objective.factor(batch.tau) * batch.finite / len(batch.positives)
-        self.share = weight.expand(2, len(batch.positives))
-        self.anchors = torch.stack([batch.image, batch.text])
+        self.share = objective.weight(batch.all_tau) * batch.finite / batch.size  # of each anchor in the mean, (2, B)
+        self.anchors = torch.stack([batch.all_image, batch.all_text])
         if is_linear(surrogate):
-            self.anchors.div_(batch.tau[:, :, None] if batch.tau.dim() else batch.tau)
+            self.anchors.div_(batch.all_tau[:, :, None])
         # The same parts on every process, whose numbers of prototypes may differ by one.
         columns = -(-active // world_size()) if split else active
-        self.parts = parts(len(batch.positives), 2 * columns, batch.image.device, least=2)
+        self.parts = parts(batch.size, 2 * columns, batch.all_image.device, least=2)
         size = self.parts[0].stop - self.parts[0].start
         self.similarities = self.anchors.new_empty(2 * own_active * size)
         self.weighted = torch.empty_like(self.anchors[:, :size])
-        self.at_once = CPU_PROTOTYPES if batch.image.device.type == "cpu" else max(1, own_active)
+        self.at_once = CPU_PROTOTYPES if batch.all_image.device.type == "cpu" else max(1, own_active)
         self.products = self.anchors.new_empty(2, min(self.at_once, own_active), self.anchors.shape[2])
 
     def write(self, gradient: Tensor, prototypes: Tensor, lengths: Tensor) -> Tensor:
@@ -71,7 +69,7 @@ class PrototypeGradient:
         """
         inverse_lengths = lengths.reciprocal()[:, :, None]
         minus_cubes = inverse_lengths.pow(3).neg_()
-        alpha = torch.empty_like(self.batch.log_batch)
+        alpha = torch.empty_like(self.batch.all_log_batch)
         for part in self.parts:
             shape = (*lengths.shape, part.stop - part.start)
             similarities = self.similarities[: math.prod(shape)].view(shape)
@@ -92,9 +90,8 @@ class PrototypeGradient:
         Returns:
             alpha of these anchors, (2, r).
         """
-        batch = self.batch
-        tau = batch.tau[:, part] if batch.tau.dim() else batch.tau
-        exponents, shift, slope = exponents_of(similarities, batch.positives[part], tau, self.surrogate)
+        tau, log_batch = self.batch.all_tau[:, part], self.batch.all_log_batch[:, part]
+        exponents, shift, slope = exponents_of(similarities, self.batch.all_positives[part], tau, self.surrogate)
         peak = highest(exponents, 2)
         shares = exp_(exponents.sub_(peak))
         peak = peak[:, :, 0] + (shift - self.log_active)
@@ -104,7 +101,7 @@ class PrototypeGradient:
         alpha = torch.logaddexp(log_mean, self.log_eps)
         # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
         factor = (peak - alpha).exp_()
-        factor *= self.objective.slopes(batch.log_batch[:, part], alpha).mul_(self.share[:, part])
+        factor *= self.objective.slope(log_batch, alpha).mul_(self.share[:, part])
         if not is_linear(self.surrogate):
             shares.mul_(slope)
             factor /= tau

@@ -1,8 +1,8 @@
 """A normalizer-prediction network (NPN): what NeuCLIP's Algorithm 1 does with any network.
 
-Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`fits`) with embeddings, L and tau
-held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are taken at the
-same point, and both move by one step. As printed: `equations.neuclip_w`.
+Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`objectives`) with embeddings, L
+and tau held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are
+taken at the same point, and both move by one step. As printed: `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 
@@ -31,9 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import rank, world_size
-from open_clip_ext.normalizers.base import Batch, Normalizer
-from open_clip_ext.normalizers.fits import FITS
+from open_clip_ext.normalizers.base import Normalizer
+from open_clip_ext.objectives import NETWORK_OBJECTIVES
 from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 
 OPTIMIZERS = {
@@ -70,15 +71,15 @@ COMMON = (
         valid=not_negative, wanted="a number >= 0",
     ),
     Option("npn_reset_optimizer", bool, False, "forget the optimiser's state at each restart of the network"),
-    Option("npn_objective", str, "unified", "what the network minimises", choices=tuple(FITS)),
+    Option("npn_objective", str, "unified", "what the network minimises", choices=tuple(NETWORK_OBJECTIVES)),
     Option("npn_joint", bool, False, "one step on the encoders and the network together, no restarts", in_state=True),
 )
 
 
 class NetworkNormalizer(Normalizer):
-    """Base of the networks. Memory is allocated at the first batch, on its device.
+    """Base of the networks.
 
-    A network overrides `_allocate`, `_named`, `_restart`, `_gradient_setter` and `forward`, and `_extra_state` and
+    A network overrides `_make`, `_named`, `_restart`, `_gradient_setter` and `forward`, and `_extra_state` and
     `_restore_extra` if it keeps more than parameters.
     """
 
@@ -108,12 +109,13 @@ class NetworkNormalizer(Normalizer):
         self.updates = 1 if npn_joint else npn_updates
         self.optimizer_name = npn_opt or ("adamw" if npn_joint else self.default_optimizer)
         self.reset_optimizer = npn_reset_optimizer
-        self.objective = FITS[npn_objective]
+        self.objective = NETWORK_OBJECTIVES[npn_objective]
         self.joint = npn_joint
         lr = npn_lr or (1.0 if self.optimizer_name == self.default_optimizer == "adagrad" else 1e-3)
         self._optimizer_settings = dict(lr=lr, weight_decay=npn_wd)
         if self.optimizer_name == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = npn_initial_accumulator
+        self.dimension = 0  # d, once there is a state
         self.optimizer: torch.optim.Optimizer  # made with the parameters
         self.steps = 0
         self.objective_before: Tensor | None = None
@@ -139,12 +141,12 @@ class NetworkNormalizer(Normalizer):
 
     # What a network is
 
-    def _allocate(self, dimension: int, like: Tensor) -> None:
-        """Make parameters and whatever else is kept for embeddings of `dimension`, of the device and type of `like`."""
+    def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Make parameters and whatever else is kept for embeddings of `dimension`."""
         raise NotImplementedError
 
     def _named(self) -> dict[str, Tensor]:
-        """The parameters by name, without graph; empty before `_allocate`."""
+        """The parameters by name, without graph, once they are made."""
         raise NotImplementedError
 
     def _restart(self, batch: Batch) -> None:
@@ -158,7 +160,7 @@ class NetworkNormalizer(Normalizer):
         """For the updates of a step, what writes the objective's gradient to the parameters' `grad`, 0 if the batch is
         not finite, and returns alpha, (2, B).
 
-        The batch comes here with numbers in it in any case (`Batch.numbers`).
+        The batch comes here finite in any case (`Batch.or_zeros`).
         """
         raise NotImplementedError
 
@@ -170,9 +172,13 @@ class NetworkNormalizer(Normalizer):
 
     # Algorithms 1 and 3
 
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._make(dimension, device, dtype)
+        self.dimension = dimension
+        self._new_optimizer()
+
     @torch.no_grad()
     def update(self, batch: Batch) -> None:
-        self._follow(batch.image)
         if self.joint and self.steps > 0:
             self.optimizer.step()
         self._observe(batch)
@@ -182,7 +188,7 @@ class NetworkNormalizer(Normalizer):
                 self._new_optimizer()
             self._broadcast()
         if self.updates > 0:
-            self._train(batch.numbers())
+            self._train(batch.or_zeros())
         self.steps += 1
 
     def _train(self, batch: Batch) -> None:
@@ -190,20 +196,9 @@ class NetworkNormalizer(Normalizer):
         for update in range(self.updates):
             alpha = set_gradient()
             if update == 0:
-                self.objective_before = self.objective.values(batch.log_batch, alpha).mean(dim=1).sum()
+                self.objective_before = self.objective.value(batch.all_log_batch, alpha).mean(dim=1).sum()
             if not self.joint:
                 self.optimizer.step()
-
-    def _follow(self, image: Tensor) -> None:
-        """Allocate for embeddings like `image`, or go where they went since the last batch."""
-        parameters = self._named()
-        if not parameters:
-            self._allocate(image.shape[1], image)
-            self._new_optimizer()
-            return
-        parameter = next(iter(parameters.values()))
-        if parameter.device != image.device or parameter.dtype != image.dtype:
-            self._restore(self._state(), image.shape[1], image)
 
     def _new_optimizer(self) -> None:
         parameters = list(self._named().values())
@@ -225,11 +220,21 @@ class NetworkNormalizer(Normalizer):
                     dist.broadcast(tensor, 0)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        after = self.objective.values(log_batch, alpha).mean(dim=1).sum()
+        after = self.objective.value(log_batch, alpha).mean(dim=1).sum()
         shown = {"npn_objective_after": after}
         return shown if self.objective_before is None else {"npn_objective_before": self.objective_before, **shown}
 
     # State
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NetworkNormalizer":
+        """Of `Module.to`: the optimizer's state goes with the parameters."""
+        state = {name: fn(value) if value.is_floating_point() else value for name, value in self._state().items()}
+        super()._apply(fn, recurse)
+        if state:
+            like = next(value for value in state.values() if value.is_floating_point())
+            self.materialize(self.dimension, like.device, like.dtype)
+            self._restore(state)
+        return self
 
     def full_state(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
@@ -237,21 +242,37 @@ class NetworkNormalizer(Normalizer):
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if not state:
             return
-        if "dimension" not in state:
-            raise ValueError("state: of a normalizer network that an older open_clip_ext saved")
         others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
         if others:
             raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
         if self.joint != any(key.startswith("pending:") for key in state):
             raise ValueError(f"npn_joint: {self.joint} where the state is of {not self.joint}")
-        like = next(value for value in state.values() if value.is_floating_point())
-        self._restore(state, int(state["dimension"]), like)
+        self._restore(state)
+
+    def _restore(self, state: dict[str, Tensor]) -> None:
+        """Take over what `_state` gave; the caller's tensors stay its own."""
+        self._restore_extra(state)
+        self.steps = int(state["steps"])
+        if self._fits_epoch:
+            self.restart_every = int(state["restart_every"])
+        moments: dict[int, dict[str, Tensor]] = {}
+        for i, (name, parameter) in enumerate(self._named().items()):
+            parameter.copy_(state[name])
+            if self.joint:
+                assert parameter.grad is not None
+                parameter.grad.copy_(state[f"pending:{name}"])
+            prefix = f"{self.optimizer_name}:{name}:"
+            own = {key.removeprefix(prefix): v.clone() for key, v in state.items() if key.startswith(prefix)}
+            if own:
+                moments[i] = own
+        if moments:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": moments})
 
     def _state(self) -> dict[str, Tensor]:
-        parameters = self._named()
-        if not parameters:
+        if not self.dimension:
             return {}
-        numbers = {"steps": self.steps, "restart_every": self.restart_every, "dimension": self.dimension}
+        parameters = self._named()
+        numbers = {"steps": self.steps, "restart_every": self.restart_every}
         state = {name: torch.tensor(number) for name, number in numbers.items()} | parameters
         for name, parameter in parameters.items():
             for key, value in self.optimizer.state[parameter].items():
@@ -260,25 +281,3 @@ class NetworkNormalizer(Normalizer):
                 assert parameter.grad is not None
                 state[f"pending:{name}"] = parameter.grad
         return {name: value.detach().clone() for name, value in (state | self._extra_state()).items()}
-
-    def _restore(self, state: dict[str, Tensor], dimension: int, like: Tensor) -> None:
-        """Take over `state` with the device and type of `like`; the caller's tensors stay its own."""
-        self._allocate(dimension, like)
-        self._new_optimizer()
-        self._restore_extra(state)
-        self.steps = int(state["steps"])
-        if self._fits_epoch:
-            # Absent in files of before it went by the length of an epoch.
-            self.restart_every = int(state.get("restart_every", PAPER_RESTART_EVERY))
-        saved: dict[int, dict[str, Tensor]] = {}
-        for i, (name, parameter) in enumerate(self._named().items()):
-            parameter.copy_(state[name])
-            if self.joint:
-                assert parameter.grad is not None
-                parameter.grad.copy_(state[f"pending:{name}"])
-            prefix = f"{self.optimizer_name}:{name}:"
-            moments = {key.removeprefix(prefix): v.clone() for key, v in state.items() if key.startswith(prefix)}
-            if moments:
-                saved[i] = moments
-        if saved:
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": saved})

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.pairs import add_eps, log_mean_of_sides
+from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -24,7 +23,7 @@ class Anchors:
     Args:
         embeddings: (2, k, d), images first.
         positives: s_ii, (k,).
-        taus: temperatures, 0-d or (2, k).
+        taus: temperatures, (2, k).
         alpha: what the estimator in use said, (2, k).
         log_batch: what their own batch alone says, (2, k).
         log_sum: log of the sum of exp(l / tau) over the negatives met so far, (2, k).
@@ -43,13 +42,13 @@ class Anchors:
     steps: int = 1
 
 
-class NormalizerProbe:
+class OnlineError:
     """Compares the normalizers of a few anchors with those over the samples of many steps.
 
     A sample that comes again within these steps would be its own negative, so an epoch begins anew.
 
     Args:
-        surrogate, eps, both_sides, one_per_pair: as the loss has them.
+        surrogate, eps, intra_modal, one_per_pair: as the loss has them.
         anchors: watched at a time, the first of a global batch.
         window: steps that they meet before others take their place.
         least: steps from which on they are compared.
@@ -59,7 +58,7 @@ class NormalizerProbe:
         self,
         surrogate: Surrogate,
         eps: float,
-        both_sides: bool = False,
+        intra_modal: bool = False,
         one_per_pair: bool = False,
         anchors: int = 32,
         window: int = 100,
@@ -67,7 +66,7 @@ class NormalizerProbe:
     ):
         self.surrogate = surrogate
         self.eps = eps
-        self.both_sides = both_sides
+        self.intra_modal = intra_modal
         self.one_per_pair = one_per_pair
         self.anchors = anchors
         self.window = window
@@ -91,7 +90,7 @@ class NormalizerProbe:
             self._shown = self._compare(self._watched)
             self._watched = None
         watched = self._watched
-        kind = batch.image.dtype, batch.image.device
+        kind = batch.all_image.dtype, batch.all_image.device
         if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != kind:
             self._watched = self._begin(batch, alpha)
             return
@@ -101,23 +100,23 @@ class NormalizerProbe:
         watched.steps += 1
 
     def _columns(self, batch: Batch) -> int:
-        return len(batch.positives) * (2 if self.both_sides else 1)
+        return batch.size * (2 if self.intra_modal else 1)
 
     def _begin(self, batch: Batch, alpha: Tensor) -> Anchors:
-        k = min(self.anchors, len(batch.positives))
+        k = min(self.anchors, batch.size)
         anchors = Anchors(
-            embeddings=torch.stack([batch.image[:k], batch.text[:k]]),
-            positives=batch.positives[:k],
-            taus=batch.tau[:, :k].clone() if batch.tau.dim() else batch.tau.clone(),
+            embeddings=torch.stack([batch.all_image[:k], batch.all_text[:k]]),
+            positives=batch.all_positives[:k],
+            taus=batch.all_tau[:, :k].clone(),
             alpha=alpha[:, :k].clone(),
-            log_batch=batch.log_batch[:, :k].clone(),
+            log_batch=batch.all_log_batch[:, :k].clone(),
             log_sum=alpha.new_empty(0),
             effective=alpha.new_empty(()),
-            negatives=self._columns(batch) - (2 if self.both_sides else 1),
+            negatives=self._columns(batch) - (2 if self.intra_modal else 1),
         )
         exponents = self._exponents(anchors, batch)
         own = torch.arange(k, device=alpha.device)
-        for first in range(0, exponents.shape[2], len(batch.positives)):
+        for first in range(0, exponents.shape[2], batch.size):
             exponents[:, own, own + first] = -math.inf
         anchors.log_sum = exponents.logsumexp(dim=2)
         anchors.effective = (2 * anchors.log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
@@ -125,18 +124,17 @@ class NormalizerProbe:
 
     def _exponents(self, anchors: Anchors, batch: Batch) -> Tensor:
         """l(s_ij - s_ii) / tau of the anchors and all of the batch, (2, k, B), or (2, k, 2 B) with both sides."""
-        others, own = (batch.text, batch.image), (batch.image, batch.text)
+        others, own = (batch.all_text, batch.all_image), (batch.all_image, batch.all_text)
         similarities = [
             torch.cat([anchor @ side.T for side in sides], dim=1)
-            for anchor, *sides in zip(anchors.embeddings, others, *([own] if self.both_sides else []), strict=True)
+            for anchor, *sides in zip(anchors.embeddings, others, *([own] if self.intra_modal else []), strict=True)
         ]
-        tau = anchors.taus[:, :, None] if anchors.taus.dim() else anchors.taus
-        return self.surrogate.value(torch.stack(similarities) - anchors.positives[:, None]) / tau
+        return self.surrogate.value(torch.stack(similarities) - anchors.positives[:, None]) / anchors.taus[:, :, None]
 
     def _compare(self, anchors: Anchors) -> dict[str, Tensor]:
         exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
         if self.one_per_pair:
-            exact = log_mean_of_sides(exact)
+            exact = log_mean_of_directions(exact)
         difference = anchors.alpha - exact
         return {
             "normalizer_mse": difference.square().mean(),

@@ -21,8 +21,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import add_eps
 from open_clip_ext.errors import InputError
-from open_clip_ext.pairs import add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
 Embeddings = Tensor | Sequence[Tensor]
@@ -89,7 +89,7 @@ class Anchors:
         index: rows of the anchors, (k,) int64.
         tau: temperatures > 0, 0-d or (2, k).
         surrogate: l; None: the identity.
-        both_sides: whether samples of the anchor's own side are negatives, too (iSogCLR, Eq. 11).
+        intra_modal: whether samples of the anchor's own side are negatives, too (iSogCLR, Eq. 11).
 
     Raises:
         ValueError: shapes, rows or temperatures do not fit; the message names the argument.
@@ -97,7 +97,7 @@ class Anchors:
 
     def __init__(
         self, image: Rows, text: Rows, index: Tensor, tau: Tensor | float,
-        surrogate: Surrogate | None = None, both_sides: bool = False,
+        surrogate: Surrogate | None = None, intra_modal: bool = False,
     ):
         if [block.shape for block in image.blocks] != [block.shape for block in text.blocks]:
             raise ValueError("image and text must be of the same shape, in the same blocks")
@@ -114,8 +114,8 @@ class Anchors:
             raise ValueError(f"tau must be > 0; got {tau.min().item():g}")
         self.tau = tau.expand(2, len(index))
         self.surrogate = surrogate or Identity()
-        self.sides = [(side, (1 - side, side) if both_sides else (1 - side,)) for side in range(2)]
-        self.negatives = (2 if both_sides else 1) * (len(image) - 1)
+        self.sides = [(side, (1 - side, side) if intra_modal else (1 - side,)) for side in range(2)]
+        self.negatives = (2 if intra_modal else 1) * (len(image) - 1)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -177,7 +177,7 @@ def exact_log_normalizers(
     tau: Tensor | float,
     surrogate: Surrogate | None = None,
     eps: float = 1e-14,
-    both_sides: bool = False,
+    intra_modal: bool = False,
     device: torch.device | str | None = None,
     chunk_mib: float = CHUNK_MIB,
     progress: Callable[[int], object] | None = None,
@@ -190,7 +190,7 @@ def exact_log_normalizers(
         tau: temperatures > 0, 0-d or (2, k).
         surrogate: l of `open_clip_ext.surrogates`; None: the identity.
         eps: eps of Eq. 1, > 0.
-        both_sides: whether samples of the anchor's own side are negatives, too.
+        intra_modal: whether samples of the anchor's own side are negatives, too.
         device: where to compute; None: where the embeddings are.
         chunk_mib: size of a block of similarities in MiB, > 0. One is there at a time; beside it there are the
             anchors' own embeddings, and what a surrogate of one's own needs.
@@ -200,7 +200,7 @@ def exact_log_normalizers(
         ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
     """
     rows = (Rows(image, device), Rows(text, device))
-    picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
+    picked = Anchors(*rows, anchors, tau, surrogate, intra_modal)
     sums = LogSums(len(picked), picked.tau.device)
     height, width = _chunk_shape(chunk_mib, len(picked))
     space = torch.empty(height * width, device=picked.tau.device)
@@ -232,7 +232,7 @@ def embedding_gradients(
     tau: Tensor | float,
     scale: Tensor | float | None = None,
     surrogate: Surrogate | None = None,
-    both_sides: bool = False,
+    intra_modal: bool = False,
     device: torch.device | str | None = None,
     chunk_mib: float = CHUNK_MIB,
 ) -> Tensor:
@@ -261,7 +261,7 @@ def embedding_gradients(
         alpha: log-normalizers of all pairs as anchors, (2, n).
         tau: temperatures > 0 of all pairs, 0-d or (2, n).
         scale: the factor of each log(eps + g_i) in the objective, 0-d or (2, n); None: tau, as in Eq. 1.
-        surrogate, both_sides, device, chunk_mib: as in `exact_log_normalizers`.
+        surrogate, intra_modal, device, chunk_mib: as in `exact_log_normalizers`.
 
     Raises:
         ValueError: shapes, rows or temperatures do not fit; the message names the argument.
@@ -271,7 +271,7 @@ def embedding_gradients(
     if tuple(alpha.shape) != (2, len(sides[0])):
         raise ValueError(f"alpha must be (2, {len(sides[0])}); got {tuple(alpha.shape)}")
     tau = torch.as_tensor(tau, dtype=torch.float32).to(place).expand(2, len(sides[0]))
-    picked = Anchors(*sides, rows, tau[:, rows.to(place)], surrogate, both_sides)
+    picked = Anchors(*sides, rows, tau[:, rows.to(place)], surrogate, intra_modal)
     # All that multiplies a weight goes into its exponent.
     shift = alpha.to(place, torch.float32) + math.log(picked.negatives)
     if scale is not None:
@@ -331,7 +331,7 @@ def minibatch_log_normalizers(
     batch_size: int,
     surrogate: Surrogate | None = None,
     eps: float = 1e-14,
-    both_sides: bool = False,
+    intra_modal: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
     progress: Callable[[int], object] | None = None,
@@ -354,7 +354,7 @@ def minibatch_log_normalizers(
         ValueError: as `exact_log_normalizers`.
     """
     rows = (Rows(image, device), Rows(text, device))
-    picked = Anchors(*rows, anchors, tau, surrogate, both_sides)
+    picked = Anchors(*rows, anchors, tau, surrogate, intra_modal)
     if not 2 <= batch_size <= len(rows[0]):
         raise InputError(f"batch_size: {batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs")
     sums = LogSums(len(picked), picked.tau.device)

@@ -13,11 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from open_clip_ext.distributed import all_gather, rank, world_size
-from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.log_sum import log_sums
+from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import all_gather, log_sum_over_processes, rank, world_size
+from open_clip_ext.kernels.log_sum import log_sums
 from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.pairs import Pairs
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -48,12 +47,12 @@ def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
     return result
 
 
-class SplitRing(EmbeddingRing):
+class ShardedRing(EmbeddingRing):
     """The process's own places of the latest m pairs of embeddings, (2, m_r, d)."""
 
-    def __init__(self, capacity: int, dimension: int, like: Tensor):
-        super().__init__(capacity, dimension, like)
-        self.rows = own_part(self.rows, 1)
+    @property
+    def own_capacity(self) -> int:
+        return len(range(rank(), self.capacity, world_size()))
 
     @property
     def own_active(self) -> int:
@@ -62,7 +61,7 @@ class SplitRing(EmbeddingRing):
 
     def push(self, batch: Batch) -> Tensor:  # type: ignore[override]  # its own places are no slices
         """As `EmbeddingRing.push`; a batch that is not finite leaves what was there, or unit vectors; own places."""
-        latest = torch.stack([batch.text, batch.image])[:, -self.capacity :]
+        latest = torch.stack([batch.all_text, batch.all_image])[:, -self.capacity :]
         count = latest.shape[1]
         places = (torch.arange(count) + self.head) % self.capacity
         own = (places % world_size() == rank()).nonzero()[:, 0]
@@ -77,43 +76,36 @@ class SplitRing(EmbeddingRing):
         return places
 
 
-def log_sum_over_processes(own: Tensor) -> Tensor:
-    """log-sum-exp over processes of (2, B), in the order of ranks: the same to the last bit everywhere."""
-    return all_gather(own[None]).logsumexp(dim=0)
-
-
-class SplitLogSum(torch.autograd.Function):
+class ShardedLogSum(torch.autograd.Function):
     """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
 
-    Takes this process's `image` and `text` (b, d), `positives` (b,) and `tau` (0-d or (2, b)), whose gradients it
-    gives; and without gradient its prototypes (2, k_r, d), their lengths (2, k_r), the batch, and l.
+    Takes this process's `image` and `text` (b, d), `positives` (b,) and `tau` (2, b), whose gradients it gives; and
+    without gradient the batch, its prototypes (2, k_r, d), their lengths (2, k_r), and l.
     """
 
     @staticmethod
     def forward(
         ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor,
-        prototypes: Tensor, lengths: Tensor, pairs: Pairs, batch: Batch, surrogate: Surrogate,
+        batch: Batch, prototypes: Tensor, lengths: Tensor, surrogate: Surrogate,
     ) -> Tensor:
-        anchors = (batch.image, batch.text, batch.positives, batch.tau)
+        anchors = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
         own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths)
         assert derivatives is not None
-        by_anchor, by_positive, by_tau = derivatives
+        grad_anchor, grad_positive, grad_tau = derivatives
         log_total = log_sum_over_processes(own)
-        partial = torch.cat([by_anchor, by_positive[:, :, None], by_tau[:, :, None]], dim=2)
+        partial = torch.cat([grad_anchor, grad_positive[:, :, None], grad_tau[:, :, None]], dim=2)
         ctx.save_for_backward(partial, (own - log_total).exp())
-        ctx.local, ctx.one_tau = pairs.local, tau.dim() == 0
-        return log_total[:, pairs.local]
+        ctx.local = batch.local
+        return log_total[:, batch.local]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        partial, share = ctx.saved_tensors
-        slopes = share * all_gather(grad_output.T).T
+        partial, probs = ctx.saved_tensors
+        slopes = probs * all_gather(grad_output.T).T
         # In place, as in `log_sum`: autograd itself refuses to come here twice.
         summed = _sum_of_own(partial.mul_(slopes[:, :, None]), ctx.local)
-        by_tau = summed[:, :, -1]
-        features = summed[:, :, :-2]
-        by_tau = by_tau.sum() if ctx.one_tau else by_tau
-        return features[0], features[1], summed[:, :, -2].sum(dim=0), by_tau, None, None, None, None, None
+        image, text = summed[:, :, :-2]
+        return image, text, summed[:, :, -2].sum(dim=0), summed[:, :, -1], None, None, None, None
 
 
 def _sum_of_own(partial: Tensor, local: slice) -> Tensor:

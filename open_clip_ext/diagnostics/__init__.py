@@ -1,0 +1,1 @@
+"""How far the estimated log-normalizers are from the true ones, while training and afterwards."""

@@ -1,0 +1,37 @@
+"""Values whose gradients were computed beside them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AttachGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, inputs: int, *inputs_and_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs_and_gradients[inputs:])
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = tuple(grad_output * gradient for gradient in ctx.saved_tensors)
+        return (None, None, *gradients, *(None for _ in gradients))
+
+
+def attach_gradients(value: Tensor, gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """`value` (0-d) whose backward gives each input of `gradients` its gradient.
+
+    Args:
+        gradients: pairs (input, gradient of the same shape).
+    """
+    inputs = [tensor for tensor, _ in gradients]
+    return AttachGradient.apply(value.detach(), len(inputs), *inputs, *(gradient for _, gradient in gradients))
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """`tensor` unchanged, its gradient times `factor`."""
+    if factor == 1 or not tensor.requires_grad:
+        return tensor
+    scaled = tensor.clone()
+    scaled.register_hook(lambda gradient: gradient * factor)
+    return scaled

@@ -1,0 +1,174 @@
+"""The similarities of a global batch, the normalizers it estimates, and the gradient once they are known.
+
+Shapes as in `batch`. Side 0 has images as anchors, side 1 texts.
+
+For anchor i of a side, x_ij = s_ij - s_ii over the B - 1 other pairs j, and l(x_ij) its surrogate. Everything is
+float32 in the log domain: at a temperature of 0.01 the exponents reach 200, far beyond exp in float32.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.batch import Batch
+from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
+from open_clip_ext.kernels.surrogates import value_
+from open_clip_ext.surrogates import Surrogate
+
+
+@dataclass
+class Block:
+    """Similarities of this process's samples of one side with all samples of a side; never held whole.
+
+    Args:
+        rows, columns: their embeddings, (b, d) and (B, d).
+        row_side, column_side: the side of which each are anchors.
+        whole: there is but one process, and the columns' samples are anchors here as well.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    row_side: int
+    column_side: int
+    whole: bool = False
+
+
+class SimilarityBlocks:
+    """The similarities that a process needs: its images against all texts and its texts against all images, as
+    OpenCLIP's `local_loss` computes them, or one block for both where there is one process.
+
+    They are computed in parts of some rows (`streaming`), once for the batch's own normalizers and once for the
+    gradient; nothing of b x B numbers is kept. One part's similarities are there at a time, and the gradient overwrites
+    them.
+
+    Args:
+        batch: the embeddings and their temperatures.
+        surrogate: l.
+        intra_modal: whether samples of the anchor's own modality are negatives too; that takes two more blocks.
+    """
+
+    def __init__(self, batch: Batch, surrogate: Surrogate, intra_modal: bool = False):
+        self.batch = batch
+        self.surrogate = surrogate
+        image, text = batch.image.detach(), batch.text.detach()
+        if len(image) == batch.size:
+            self.blocks = [Block(image, text, 0, 1, whole=True)]
+        else:
+            self.blocks = [Block(image, batch.all_text, 0, 1), Block(text, batch.all_image, 1, 0)]
+        if intra_modal:
+            self.blocks += [Block(image, batch.all_image, 0, 0), Block(text, batch.all_text, 1, 1)]
+        self.parts = parts(len(image), batch.size, image.device)
+        self.negatives = (2 if intra_modal else 1) * (batch.size - 1)
+        self._latest: tuple[Block, slice, Tensor] | None = None
+        self._memory = self._part_memory()
+
+    def _part_memory(self) -> Tensor:
+        """For the numbers of any part: on a CPU fresh memory takes as long as a pass over it."""
+        rows = max(part.stop - part.start for part in self.parts)
+        return self.batch.positives.new_empty(rows * self.batch.size)
+
+    def _similarities(self, block: Block, part: slice) -> Tensor:
+        """(rows of the part, B). The one computed last is still there for whoever asks again."""
+        if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
+            return self._latest[2]
+        rows = block.rows[part]
+        memory = self._memory[: len(rows) * len(block.columns)].view(len(rows), -1)
+        self._latest = (block, part, torch.mm(rows, block.columns.T, out=memory))
+        return memory
+
+    def log_batch_normalizers(self) -> Tensor:
+        """log g_i over the batch's negatives, (2, b): the minibatch form of NeuCLIP's Eq. 1; iSogCLR's Eq. 11 with
+        intra-modal negatives. As printed: `equations.batch_g`."""
+        batch = self.batch
+        log_sums = torch.full_like(batch.tau, -math.inf)
+        memory = self._part_memory()
+        for block in self.blocks:
+            for part in self.parts:
+                similarities = self._similarities(block, part)
+                own = batch.offset + part.start
+                row_tau = batch.tau[block.row_side, part]
+                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, own, memory)
+                log_sums[block.row_side, part] = torch.logaddexp(log_sums[block.row_side, part], rows)
+                if block.whole:
+                    column_tau = batch.tau[block.column_side]
+                    columns = self._log_sum(similarities, batch.positives, column_tau, 0, own, memory)
+                    log_sums[block.column_side] = torch.logaddexp(log_sums[block.column_side], columns)
+        return log_sums - math.log(self.negatives)
+
+    def _log_sum(
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, own: int, memory: Tensor
+    ) -> Tensor:
+        """Over the negatives, which are along `dim`; the anchors are along the other dimension."""
+        gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
+        exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
+        exponents.diagonal(own).fill_(-math.inf)
+        return log_sum_exp_(exponents, dim)
+
+    def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
+        """Gradient of the global batch's sum over both directions of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha
+        constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
+
+        Args:
+            features: the gradients in `image` and in `text` of this process, (b, d) each, are added to these.
+            alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT.
+            all_alpha: of all anchors, (2, B).
+
+        Returns:
+            Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
+
+        A pair's similarity appears with its row's sample as the anchor and with its column's; both weights come
+        from the same part, so no gradient travels between processes.
+        """
+        batch = self.batch
+        tau_terms, positive_weight = torch.zeros_like(alpha), torch.zeros_like(batch.positives)
+        memory, row_memory = self._part_memory(), self._part_memory()
+        for block in reversed(self.blocks):
+            row_side, column_side = block.row_side, block.column_side
+            for part in reversed(self.parts):  # the similarities of the first pass's last part are still there
+                similarities = self._similarities(block, part)
+                own = batch.offset + part.start
+                weights, positive, grad_tau = self._weights(
+                    similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, own,
+                    gaps=memory, out=row_memory,
+                )
+                positive_weight[part] += positive
+                tau_terms[row_side, part] -= grad_tau
+                column_weights, positive, grad_tau = self._weights(
+                    similarities, batch.all_positives, batch.all_tau[column_side], all_alpha[column_side], 0, own,
+                    gaps=self._memory, out=memory,
+                )
+                self._latest = None  # overwritten
+                weights.add_(column_weights)
+                features[row_side][part].addmm_(weights, block.columns, alpha=1 / batch.size)
+                if block.whole:
+                    positive_weight += positive
+                    tau_terms[column_side] -= grad_tau
+                    features[column_side].addmm_(weights.T, block.rows[part], alpha=1 / batch.size)
+        for feature, partner in zip(features, (batch.text, batch.image), strict=True):
+            feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
+        return tau_terms
+
+    def _weights(
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, own: int,
+        gaps: Tensor, out: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(l / tau - alpha) dl/ds / N of each pair of a part; for each anchor their sum over its negatives, and that
+        of exp(l / tau - alpha) l / tau / N. The negatives are along `dim`, the anchors along the other dimension. `out`
+        is memory for the first of these, `gaps` for what is needed on the way, perhaps that of `similarities`."""
+        gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
+        slope = self.surrogate.slope(gaps)
+        exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
+        shift = (alpha + math.log(self.negatives)).unsqueeze(dim)
+        weights = exp_(torch.sub(exponents, shift, out=like(out, similarities)))
+        weights.diagonal(own).zero_()
+        grad_tau = exponents.mul_(weights).sum(dim)
+        if isinstance(slope, Tensor) or slope != 1:
+            weights.mul_(slope)
+        return weights, weights.sum(dim), grad_tau
+
+
+def like(memory: Tensor, tensor: Tensor) -> Tensor:
+    """Some of the memory in the shape of `tensor`."""
+    return memory[: tensor.numel()].view_as(tensor)

@@ -1,0 +1,40 @@
+"""What every loss does with its arguments and its state."""
+
+import copy
+
+import pytest
+import torch
+from numerics import unit
+
+from open_clip_ext import create_loss
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "isogclr", "neuclip", "queue", "amorlip"])
+def test_no_state_moves_without_gradients(name):
+    """In training mode, as where a validation forgets `eval()`."""
+    settings = dict(num_samples=10) if name in ("fastclip-v3", "isogclr") else {}
+    loss = create_loss(name, epochs=2, **settings)
+    loss.set_epoch(0)
+    generator = torch.Generator().manual_seed(0)
+
+    def call():
+        features = (unit(generator, 6, 4).float().requires_grad_() for _ in range(2))
+        return loss(*features, torch.tensor(10.0), index=torch.arange(6))
+
+    call().backward()
+    before = {key: copy.deepcopy(value) for key, value in loss.full_state().items()}
+    with torch.no_grad():
+        assert call().isfinite()
+    after = loss.full_state()
+    assert after.keys() == before.keys()
+    for key, value in before.items():
+        assert torch.equal(after[key], value) if isinstance(value, torch.Tensor) else after[key] == value
+
+
+@pytest.mark.parametrize("scale, warned", [(2.659, True), (14.3, False)])
+def test_a_logarithm_for_the_scale_is_pointed_out_once(scale, warned, caplog):
+    loss = create_loss("neuclip")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        loss(unit(generator, 6, 4), unit(generator, 6, 4), torch.tensor(scale))
+    assert ["pass logit_scale.exp()" in record.message for record in caplog.records] == [True] * warned
