@@ -127,7 +127,6 @@ class ListLosses(argparse.Action):
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
-OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
@@ -182,7 +181,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if trains_logit_scale(args):
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
-        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
         if args.tau_init is not None and args.tau_init < args.tau_min:
             raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
     return args

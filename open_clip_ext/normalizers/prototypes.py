@@ -34,11 +34,11 @@ from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Batch
 from open_clip_ext.normalizers.log_sum import log_sum, log_sums
-from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.normalizers.network import MOMENTS, NetworkNormalizer
 from open_clip_ext.normalizers.prototype_gradient import PrototypeGradient
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.split import SplitLogSum, SplitRing, log_sum_over_processes, own_part, whole
-from open_clip_ext.options import Option
+from open_clip_ext.options import option
 from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
@@ -46,7 +46,7 @@ from open_clip_ext.surrogates import Identity, Surrogate
 class Prototypes(NetworkNormalizer):
     """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimiser's state.
 
-    Args: see `options`; `eps` and `surrogate` are the loss's; `network` goes to NetworkNormalizer.
+    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -54,29 +54,17 @@ class Prototypes(NetworkNormalizer):
 
     name = "prototypes"
     default_optimizer = "adagrad"
-    options = (
-        Option(
-            "npn_prototypes", int, 4096, "m, prototypes of the normalizer-prediction network on each side",
-            valid=lambda value: value >= 1, wanted="at least 1", in_state=True,
-        ),
-        RESTART_EVERY,
-        *COMMON,
-        Option("npn_split", bool, False, "divide the prototypes over the processes, instead of all on each"),
+    npn_prototypes: int = option(
+        4096, "m, prototypes of the normalizer-prediction network on each side",
+        valid=lambda value: value >= 1, expected="at least 1", in_state=True,
     )
+    npn_split: bool = option(False, "divide the prototypes over the processes, instead of all on each")
 
-    def __init__(
-        self,
-        npn_prototypes: int = 4096,
-        npn_split: bool = False,
-        eps: float = 1e-14,
-        surrogate: Surrogate | None = None,
-        **network: Any,
-    ):
-        self.options[0].check(npn_prototypes)
-        super().__init__(**network)
-        self.capacity = npn_prototypes
-        self.wants_split = npn_split
-        self.split = npn_split and world_size() > 1
+    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
+        super().__init__(**options)
+        self.capacity = self.npn_prototypes
+        self.wants_split = self.npn_split
+        self.split = self.npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor | None = None  # (2, m, d): [0] meets image anchors, [1] text anchors
@@ -86,7 +74,7 @@ class Prototypes(NetworkNormalizer):
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
         parts = processes if self.wants_split else 1
         needed = 4 * kept * 2 * self.capacity * dimension // parts
-        check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
+        check_fits("npn_prototypes", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
         self.check_memory(dimension, like.device, world_size())
