@@ -58,7 +58,7 @@ class LearnedLogitScale(FixedLogitScale):
 
     tau_min: float = TAU_MIN
     lr_tau: float = option(
-        Derived("a share of --lr"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
+        Derived("a share of --lr by the loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
     )
     lr_tau_scheduler: str = option(
         "model", "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
@@ -230,7 +230,7 @@ class IndividualTemperature(Temperature):
         "constant", "that step size by epoch, towards 1e-4", choices=("constant", "cosine", "exponential")
     )
     tau_lr_epochs: int | None = option(
-        Derived("the epochs", lambda epochs: epochs), "epochs of its cosine",
+        Derived("all epochs", lambda epochs: epochs), "epochs of its cosine",
         valid=lambda value: value >= 1, expected="at least 1",
     )
     tau_optimizer: str = option("momentum", "how it moves", choices=("momentum", "adam"), in_state=True)

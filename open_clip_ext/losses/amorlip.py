@@ -92,7 +92,7 @@ class AmorLIPLoss(Loss):
         valid=lambda value: 0 <= value <= 1, expected="in [0, 1]",
     )
     amor_beta_epochs: int = option(
-        Derived("the epochs", lambda epochs: epochs), "epochs of beta's cosine", **AT_LEAST_1
+        Derived("all epochs", lambda epochs: epochs), "epochs of beta's cosine", **AT_LEAST_1
     )
     amor_reinit_every: int = option(
         1, "epochs between new networks; 0: never", valid=not_negative, expected="at least 0"

@@ -22,7 +22,7 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (f"{SHAPES} --loss neuclipp", ["--loss: 'neuclipp'", "clip, siglip, cyclip, sogclr", "did you mean 'neuclip'?"]),
+        (f"{SHAPES} --loss neuclipp", ["--loss: 'neuclipp'", "clip, siglip, cyclip", "did you mean 'neuclip'?"]),
         (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "--npn-prototypes?"]),
         (f"{NEUCLIP} --zzzz", ["--zzzz", "--help"]),
         (f"{NEUCLIP} --npn-lr fast", ["--npn-lr", "float", "'fast'"]),
