@@ -267,6 +267,7 @@ class IndividualTemperature(Temperature):
         refuse_fastclip_code(settings)
         if settings["tau_lr_schedule"] != "cosine":
             refuse_unused(given, ["tau_lr_epochs"], f"with tau_lr_schedule {settings['tau_lr_schedule']!r}")
+            settings["tau_lr_epochs"] = None
         if settings["tau_optimizer"] == "adam":
             refuse_unused(given, ["tau_beta"], "with tau_optimizer 'adam'")
 

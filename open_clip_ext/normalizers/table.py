@@ -78,6 +78,7 @@ class MovingAverageTable(Normalizer):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         if settings["gamma_schedule"] == "constant":
             refuse_unused(given, ["gamma_decay_epochs"], "with a constant gamma")
+            settings["gamma_decay_epochs"] = None
 
     @torch.no_grad()
     def update(self, batch: Batch) -> None:

@@ -100,8 +100,15 @@ def test_what_was_meant_is_suggested(name, settings, message):
 
 def test_epochs_fill_in_what_follows_from_them():
     names = "gamma_decay_epochs", "tau_lr_epochs"
-    known, unknown = (resolve_options("fastclip-v2", {}, epochs) for epochs in (9, None))
+    known, unknown = (
+        resolve_options("fastclip-v2", {"tau_lr_schedule": "cosine"}, epochs) for epochs in (9, None)
+    )
     assert [known[name] for name in names] == [4, 9] and [unknown[name] for name in names] == [None, None]
+
+
+def test_what_has_no_effect_is_none():
+    settings = resolve_options("isogclr", {}, epochs=9)
+    assert settings["gamma_decay_epochs"] is settings["tau_lr_epochs"] is None
 
 
 def test_two_parts_may_not_use_one_name_differently():
