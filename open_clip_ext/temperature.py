@@ -58,7 +58,7 @@ class LearnedLogitScale(FixedLogitScale):
 
     tau_min: float = TAU_MIN
     lr_tau: float = option(
-        Derived("a share of --lr by the loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
+        Derived("a share of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
     )
     lr_tau_scheduler: str = option(
         "model", "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
