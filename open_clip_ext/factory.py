@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from open_clip_ext import plugins
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, did_you_mean, not_one_of
 from open_clip_ext.losses import AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.objectives import ENCODER_OBJECTIVES
-from open_clip_ext.options import Option, flag_of
+from open_clip_ext.options import Derived, Option, default_value
+from open_clip_ext.parts import Part
 from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
 
@@ -26,7 +27,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "surrogate": SURROGATES,
     "encoder_objective": ENCODER_OBJECTIVES,
 }
-PART_CLASSES: dict[str, type] = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
+PART_CLASSES: dict[str, type[Part]] = {"normalizer": Normalizer, "temperature": Temperature, "surrogate": Surrogate}
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class LossPreset:
         paper: where the method is from.
         loss: its class; None stands for OpenCLIP's own losses, which are left untouched.
         normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
-        defaults: options that this method sets otherwise than the parts do; a value, or a function of the length of the
-            training in epochs.
+        defaults: options that this method sets otherwise than the parts do; a value, or `Derived`.
         lr_tau_ratio: the default of `--lr-tau` over `--lr`.
         training_defaults: flags of the training command, OpenCLIP's or ours, that this method sets otherwise where the
             user gives none; by name with underscores.
@@ -68,7 +68,9 @@ class LossPreset:
 
 
 # What AmorLIP's paper and its released command agree on for CC12M.
-AMORLIP_CC12M = {"rho": 8.5, "rho_annealed": -8.5, "amor_online_every": 1, "amor_ema": 0.92, "mlp_width": 1.0}
+AMORLIP_CC12M: dict[str, Any] = {
+    "rho": 8.5, "rho_annealed": -8.5, "amor_online_every": 1, "amor_ema": 0.92, "mlp_width": 1.0,
+}
 
 PRESETS = {
     preset.name: preset
@@ -106,7 +108,7 @@ PRESETS = {
             "Qiu et al. 2023, PMLR 202",
             normalizer="table",
             temperature="individual",
-            defaults={"gamma": 0.8, "gamma_schedule": "constant", "rho": 6.0},
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
         ),
         LossPreset(
             "fastclip-v0",
@@ -151,8 +153,6 @@ PRESETS = {
             "MLPs learn each sample's partition function, which the encoders divide by",
             "AmorLIP: Efficient Language-Image Pretraining via Amortization",
             loss=AmorLIPLoss,
-            # The paper's own form, a full positive over the target network, collapses where we could measure it.
-            defaults={"rho": 6.5, "amor_denominator": "combined", "amor_positive_weight": 1e-3},
             lr_tau_ratio=1 / 4,
         ),
         LossPreset(
@@ -161,8 +161,9 @@ PRESETS = {
             "AmorLIP's README",
             loss=AmorLIPLoss,
             defaults={
-                **AMORLIP_CC12M, "amor_denominator": "combined", "amor_positive_weight": 1e-3,
-                "rho_annealed_from": lambda epochs: epochs // 3, "amor_beta_epochs": lambda epochs: max(1, epochs // 2),
+                **AMORLIP_CC12M,
+                "rho_annealed_from": Derived("the last two thirds", lambda epochs: epochs // 3),
+                "amor_beta_epochs": Derived("half of the epochs", lambda epochs: max(1, epochs // 2)),
             },
             lr_tau_ratio=1 / 4,
             training_defaults={"grad_clip_norm": 1.0},
@@ -172,7 +173,11 @@ PRESETS = {
             "as amorlip, with the paper's own form of the loss and its settings for CC12M",
             "AmorLIP: Efficient Language-Image Pretraining via Amortization, Algorithm 1, Appendix C",
             loss=AmorLIPLoss,
-            defaults={**AMORLIP_CC12M, "rho_annealed_from": lambda epochs: epochs - epochs // 3},
+            # A full positive over the target network, which collapses where we could measure it.
+            defaults={
+                **AMORLIP_CC12M, "amor_denominator": "target", "amor_positive_weight": 1.0,
+                "rho_annealed_from": Derived("the last third", lambda epochs: epochs - epochs // 3),
+            },
             lr_tau_ratio=1 / 4,
         ),
         LossPreset(
@@ -233,30 +238,34 @@ def find_preset(name: str) -> LossPreset:
     """The preset called `name`, or by an alias; raises InputError that lists the valid names."""
     name = ALIASES.get(name, name)
     if name not in presets():
-        raise InputError(f"--loss: {name!r} is unknown; choose one of {', '.join(presets())}")
+        raise InputError(not_one_of(name, presets()), "loss")
     return presets()[name]
 
 
-def options_of(parts: Iterable[type[Any]]) -> list[Option]:
+def options_of(parts: Iterable[type[Part]]) -> list[Option]:
     """The options of some classes, each name once, those of logit_scale's optimizer group included."""
     options: dict[str, Option] = {}
     for part in parts:
-        for option in (*part.options, *getattr(part, "optimizer_options", ())):
+        for option in (*part.options, *part.optimizer_options):
             first = options.setdefault(option.name, option)
             if replace(first, default=None) != replace(option, default=None):
                 where = f"{part.__module__}.{part.__name__}"
-                raise InputError(f"{option.flag}: {where} has an option whose name another part uses otherwise")
+                raise InputError(f"{where} has an option whose name another part uses otherwise", option.name)
     return list(options.values())
+
+
+def all_parts() -> list[type[Part]]:
+    """Every class that has options."""
+    losses = dict.fromkeys(preset.loss for preset in list_losses() if preset.loss is not None)
+    return [*losses, *(part for name in PART_CLASSES for part in PARTS[name].values())]
 
 
 def all_options() -> list[Option]:
     """Every option of every part, once, for a command line."""
-    losses = dict.fromkeys(preset.loss for preset in list_losses() if preset.loss is not None)
-    parts = (part for name in PART_CLASSES for part in PARTS[name].values())
-    return options_of((*losses, *parts))
+    return options_of(all_parts())
 
 
-def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Any], ...]:
+def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
     """The classes that have options, of the loss `name` with settings that name its parts; none for OpenCLIP's own."""
     preset = find_preset(name)
     if preset.loss is None:
@@ -266,43 +275,46 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Any], ...]:
     return (preset.loss, *(PARTS[part][settings[part]] for part in PART_CLASSES))
 
 
+def defaults_of(name: str, parts: Iterable[type[Part]]) -> dict[str, Any]:
+    """What the loss `name` made of `parts` sets where nothing is given, by option; a value, or `Derived`."""
+    preset = find_preset(name)
+    return {option.name: preset.defaults.get(option.name, option.default) for option in options_of(parts)}
+
+
 def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
     """Settings of the loss `name`: what is given, else the preset's, else the parts' defaults.
 
     Args:
         given: option or part name to value; None means not given.
-        epochs: length of the training, from which schedules take their length where it is not given.
+        epochs: length of the training; without it what follows from it stays None.
 
     Raises:
         InputError: an unknown loss or part, a value out of range, or a setting that this loss does not use.
     """
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
-    flags = {name: flag_of(name) for name in (*PARTS, *(option.name for option in all_options()))}
+    known = [*PARTS, *(option.name for option in all_options())]
     for key in given:
-        if key not in flags:
-            raise InputError(f"{key}: no loss has this setting; known are {', '.join(flags)}")
+        if key not in known:
+            near = did_you_mean(key, known) or f"; known are {', '.join(known)}"
+            raise InputError(f"no loss has this setting{near}", key)
     if preset.is_open_clip and given:
-        raise InputError(f"{flags[next(iter(given))]}: --loss {name} is OpenCLIP's own and does not use it")
+        raise InputError(f"the loss {name!r} is OpenCLIP's own and does not use it", next(iter(given)))
 
     settings = {}
     for part, valid in PARTS.items() if preset.has_parts else ():
         settings[part] = given.get(part, getattr(preset, part))
         if settings[part] not in valid:
-            raise InputError(f"{flags[part]}: {settings[part]!r} is not one of {', '.join(valid)}")
+            raise InputError(not_one_of(settings[part], valid), part)
     parts = parts_of(name, settings)
-    used = {option.name: option for option in options_of(parts)}
+    defaults = defaults_of(name, parts)
     for key in given:
-        if key not in used and key not in settings:
-            chosen = ", which is " + " ".join(f"{flags[part]} {settings[part]}" for part in settings)
-            raise InputError(f"{flags[key]}: --loss {name}{chosen if settings else ''} does not use it")
-    for key, option in used.items():
-        default = preset.defaults.get(key, option.default)
-        if callable(default):
-            default = None if epochs is None else default(epochs)
-        settings[key] = given.get(key, default)
-        if settings[key] is not None:
-            option.check(settings[key])
+        if key not in defaults and key not in settings:
+            made_of = ", ".join(f"{part} {settings[part]!r}" for part in settings)
+            raise InputError(f"the loss {name!r}{f' with {made_of}' if settings else ''} does not use it", key)
+    for option in options_of(parts):
+        value = given.get(option.name, default_value(defaults[option.name], epochs))
+        settings[option.name] = value if value is None else option.check(value)
     for owner in parts:
         owner.complete(settings, epochs, given)
     return settings
@@ -337,18 +349,18 @@ def create_loss(
     """
     preset = find_preset(name)
     if preset.loss is None:
-        raise InputError(f"--loss: {name!r} is OpenCLIP's own; create it with open_clip.create_loss")
+        raise InputError(f"{name!r} is OpenCLIP's own; create it with open_clip.create_loss", "loss")
     settings = resolve_options(name, options, epochs)
     parts = parts_of(name, settings)
-    for part in parts:
-        for option in getattr(part, "optimizer_options", ()):
-            if option.name in options:
-                raise InputError(f"{option.name}: belongs to your model and its optimizer, not to the loss")
+    own = {option.name for part in parts for option in part.options}
+    for key in options:
+        if key not in own and key not in PARTS:
+            raise InputError("belongs to your model and its optimizer, not to the loss", key)
 
-    def build(part: type[Any], **more: Any) -> Any:
+    def build(part: type[Part], **more: Any) -> Any:
         if part.needs_index:
             if num_samples is None:
-                raise InputError(f"num_samples: {part.name!r} keeps state per sample and needs their number")
+                raise InputError(f"{part.name!r} keeps state per sample and needs their number", "num_samples")
             more |= {"num_samples": num_samples, "device": device}
         return part(**{option.name: settings[option.name] for option in part.options}, **more)
 
@@ -364,17 +376,15 @@ def create_loss(
 
 def _from_parts(
     parts: tuple[type[Any], ...], settings: dict[str, Any], build: Callable[..., Any], calls: dict[str, Any]
-) -> GlobalContrastiveLoss:
-    _, normalizer, temperature, surrogate_class = parts
+) -> Loss:
+    loss, normalizer, temperature, surrogate_class = parts
     surrogate = build(surrogate_class)
     more = {"eps": settings["loss_eps"], "surrogate": surrogate} if normalizer.differentiable else {}
-    return GlobalContrastiveLoss(
+    return build(
+        loss,
         normalizer=build(normalizer, **more),
         temperature=build(temperature),
         objective=ENCODER_OBJECTIVES[settings["encoder_objective"]],
         surrogate=surrogate,
-        mixing=settings["mixing"],
-        eps=settings["loss_eps"],
-        negatives=settings["negatives"],
         **calls,
     )

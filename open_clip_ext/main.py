@@ -10,6 +10,7 @@ from PIL import EpsImagePlugin
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.options import flag_of
 
 # Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
@@ -48,6 +49,8 @@ def exit_code(command: Callable[[], None]) -> int:
         command()
         return 0
     except (InputError, NonFiniteError) as error:
+        if isinstance(error, InputError) and error.argument is not None:
+            error = InputError(error.text, flag_of(error.argument))
         # An error of a loader's worker comes with the worker's traceback; its last line is the message.
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from open_clip_ext.options import Option
+from open_clip_ext.options import option
 
-WIDTH = Option(
-    "mlp_width", float, 0.5, "f_d, width of the predicting MLP over the embeddings' dimension",
-    valid=lambda value: 0 < value <= 64, wanted="in (0, 64]", in_state=True,
+WIDTH = option(
+    0.5, "f_d, width of the predicting MLP over the embeddings' dimension",
+    valid=lambda value: 0 < value <= 64, expected="in (0, 64]", in_state=True,
 )
 
 

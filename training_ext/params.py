@@ -12,14 +12,8 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext import recovered
+from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.overlay import replaced
-
-PART_HELP = {
-    "normalizer": "estimator of the normalizers",
-    "temperature": "how the temperature moves",
-    "surrogate": "what a negative's similarity gap counts as",
-    "encoder_objective": "what the encoders minimise",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,19 +35,23 @@ class Parser(argparse.ArgumentParser):
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
+        others = [word for word in args or () if word not in ("-h", "--help")]
+        if args and len(others) < len(args) and self.parse_known_args(others)[0].loss is not None:
+            print(loss_help(self._given(others)))
+            self.exit(0)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        parsed.given_flags = self._given(args)
+        parsed.given_flags = frozenset(self._given(args))
         return parsed
 
-    def _given(self, args: Sequence[str] | None) -> frozenset[str]:
-        """Names of the flags on the command line; OpenCLIP's defaults do not tell."""
+    def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
+        """The flags on the command line by name; OpenCLIP's defaults do not tell."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
-        return frozenset(vars(self.parse_known_args(args)[0]))
+        return vars(self.parse_known_args(args)[0])
 
     def _add_ours(self, group: argparse._ArgumentGroup) -> None:
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
@@ -62,8 +60,7 @@ class Parser(argparse.ArgumentParser):
             flag, names = flag_of(part), ", ".join(valid)
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         for option in factory.all_options():
-            default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
-            text = (option.help + default).replace("%", "%%")
+            text = (option.help + default_text(option)).replace("%", "%%")
             settings: dict[str, Any] = {"default": None, "help": text}
             if option.type is bool:
                 settings["action"] = "store_true"
@@ -127,7 +124,6 @@ class ListLosses(argparse.Action):
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
-OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
@@ -182,7 +178,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     if trains_logit_scale(args):
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
-        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
         if args.tau_init is not None and args.tau_init < args.tau_min:
             raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
     return args

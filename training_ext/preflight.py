@@ -289,12 +289,12 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
     rows_on_device = on_device and args.rows_on != "host"
-    what = f"--normalizer: {args.normalizer!r} with {num_rows} rows"
+    what = f"{args.normalizer!r} with {num_rows} rows"
     instead = "use more processes or a normalizer without rows"
     on_host = num_rows * row_bytes + (0 if rows_on_device else per_process * local_processes)
-    check_fits(what, on_host, "cpu", instead)
+    check_fits("normalizer", what, on_host, "cpu", instead)
     if rows_on_device:
-        check_fits(what, per_process, args.device, instead)
+        check_fits("normalizer", what, per_process, args.device, instead)
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
     for module in modules:

@@ -1,15 +1,14 @@
 """What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
 
 import logging
-from collections.abc import Collection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_ext.distributed import world_size
 from open_clip_ext.kernels.autograd import scale_gradient
-from open_clip_ext.options import Option
+from open_clip_ext.parts import Part
 
 STATE_FORMAT = 1  # of `full_state`
 LEAST_USUAL_SCALE = 4.7  # log(100) = 4.6 is the largest logarithm that OpenCLIP lets its parameter have
@@ -19,7 +18,7 @@ class NonFiniteError(ArithmeticError):
     """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
 
 
-class Loss(nn.Module):
+class Loss(Part, nn.Module):
     """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
 
     State moves in training mode alone, and only where gradients are enabled: a validation under `torch.no_grad()`
@@ -33,28 +32,22 @@ class Loss(nn.Module):
         validate: on every call check also what needs a wait for the device (range of `index`, unit norms), not on the
             first step and, the norms, in `raise_if_not_finite` only.
 
-    Class attributes:
-        options: settings of the constructor, each a command-line flag.
-        optimizer_options: settings of the optimizer group of `logit_scale`, which is not the loss's business.
+    Class attributes, beside those of `Part`:
         name: in the state, so that no loss takes over another's.
-        needs_index: whether state is kept per sample; an instance may say otherwise.
+        needs_index: an instance may say otherwise.
         least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
         CHECKED: names of the tensors that `note` watches.
     """
 
-    options: ClassVar[tuple[Option, ...]] = ()
-    optimizer_options: ClassVar[tuple[Option, ...]] = ()
-    name: ClassVar[str]
-    needs_index = False
     least_pairs = 1
     trains_logit_scale = True
     num_samples: int  # where `needs_index`
     _like: Tensor
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
 
-    def __init__(self, accum_freq: int = 1, validate: bool = False):
-        super().__init__()
+    def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
+        super().__init__(**options)
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
@@ -64,19 +57,6 @@ class Loss(nn.Module):
         self._calls = 0
         self._first_problem: Tensor | None = None
         self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
-
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """Fill in settings that are None and follow from others or from the length of the training, in epochs; refuse
-        what was given though it has no effect beside the others.
-
-        Args:
-            settings: by option name; may be changed.
-            given: names of those that the user gave.
-
-        Raises:
-            InputError: see `options.refuse_unused`.
-        """
 
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""

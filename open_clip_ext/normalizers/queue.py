@@ -22,14 +22,14 @@ from open_clip_ext.kernels.log_sum import log_sum
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.options import Option
+from open_clip_ext.options import option
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Queue(Normalizer):
     """A ring of 2 * m * d numbers.
 
-    Args: see `options`; `eps` and `surrogate` are the loss's.
+    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -37,26 +37,21 @@ class Queue(Normalizer):
 
     name = "queue"
     differentiable = True
-    options = (
-        Option(
-            "queue_size", int, 4096, "m, embeddings that the queue holds on each side",
-            valid=lambda value: value >= 1, wanted="at least 1", in_state=True,
-        ),
+    queue_size: int = option(
+        4096, "m, embeddings that the queue holds on each side",
+        valid=lambda value: value >= 1, expected="at least 1", in_state=True,
     )
 
-    def __init__(
-        self, queue_size: int = 4096, eps: float = 1e-14, surrogate: Surrogate | None = None
-    ):
-        super().__init__()
-        self.options[0].check(queue_size)
-        self.capacity = queue_size
+    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
+        super().__init__(**options)
+        self.capacity = self.queue_size
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = 4 * 2 * self.capacity * dimension
-        check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
+        check_fits("queue_size", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.check_memory(dimension, device, 1)

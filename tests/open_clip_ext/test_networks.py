@@ -197,14 +197,14 @@ def test_the_state_survives(options):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(normalizer="mlp", surrogate="hinge"), "--surrogate: 'hinge' with --normalizer mlp"),
-        (dict(normalizer="mlp", mlp_width=0.0), "--mlp-width: 0.0"),
-        (dict(normalizer="mlp", npn_prototypes=5), "--npn-prototypes: --loss neuclip, which is --normalizer mlp"),
-        (dict(npn_objective="kl"), "--npn-objective: 'kl' is not one of unified, l2-log"),
-        (dict(mlp_width=1.0), "--mlp-width: --loss neuclip"),
-        (dict(npn_joint=True, npn_updates=5), "--npn-updates: has no effect with --npn-joint"),
-        (dict(normalizer="mlp", npn_initial_accumulator=0.5), "--npn-initial-accumulator: has no .* --npn-opt adam;"),
-        (dict(normalizer="mlp", npn_reset_optimizer=True), "--npn-reset-optimizer: has no .* never restarts"),
+        (dict(normalizer="mlp", surrogate="hinge"), "surrogate: 'hinge' with normalizer 'mlp'"),
+        (dict(normalizer="mlp", mlp_width=0.0), "mlp_width: 0.0"),
+        (dict(normalizer="mlp", npn_prototypes=5), "npn_prototypes: the loss 'neuclip' with normalizer 'mlp'"),
+        (dict(npn_objective="kl"), "npn_objective: 'kl' is not one of unified, l2-log"),
+        (dict(mlp_width=1.0), "mlp_width: the loss 'neuclip'"),
+        (dict(npn_joint=True, npn_updates=5), "npn_updates: has no effect with npn_joint"),
+        (dict(normalizer="mlp", npn_initial_accumulator=0.5), "npn_initial_accumulator: has no .* npn_opt 'adam';"),
+        (dict(normalizer="mlp", npn_reset_optimizer=True), "npn_reset_optimizer: has no .* never restarts"),
     ],
 )
 def test_wrong_settings_are_named(options, message):

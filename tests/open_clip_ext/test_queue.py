@@ -74,7 +74,7 @@ def test_the_queues_state_survives():
 
 @pytest.mark.parametrize(
     "options, message",
-    [(dict(queue_size=0), "--queue-size: 0"), (dict(mixing=1.0), "--mixing: 1.0"), (dict(gamma=0.5), "--gamma")],
+    [(dict(queue_size=0), "queue_size: 0"), (dict(mixing=1.0), "mixing: 1.0"), (dict(gamma=0.5), "gamma")],
 )
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(InputError, match=message):
