@@ -166,6 +166,9 @@ class AmorLIPLoss(Loss):
         if settings["rho_annealed_from"] is None and epochs is not None:
             settings["rho_annealed_from"] = epochs - max(epochs // 4, min(1, epochs - 1))
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.networks.memory(dimension)
+
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self.networks.set_epoch(epoch)

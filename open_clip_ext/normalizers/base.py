@@ -66,6 +66,11 @@ class Normalizer(nn.Module):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         """As `Loss.complete`."""
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per
+        sample."""
+        return {}
+
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 

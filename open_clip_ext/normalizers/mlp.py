@@ -20,7 +20,7 @@ from torch import Tensor
 from open_clip_ext.errors import InputError
 from open_clip_ext.networks import WIDTH, PartitionNetwork
 from open_clip_ext.normalizers.base import Batch
-from open_clip_ext.normalizers.network import COMMON, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.normalizers.network import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
 from open_clip_ext.pairs import Pairs, add_eps
 from open_clip_ext.surrogates import Identity, Surrogate
 
@@ -50,6 +50,11 @@ class MLP(NetworkNormalizer):
         self.width = mlp_width
         self.eps = eps
         self.network: PartitionNetwork | None = None  # until the first batch
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        each = 4 * PartitionNetwork.size(dimension, self.width)
+        moments = MOMENTS[self.optimizer_name]
+        return {"MLPs": each, "their gradients": each, "their optimizer's state": each * moments}
 
     def _allocate(self, dimension: int, like: Tensor) -> None:
         self.dimension = dimension

@@ -58,8 +58,11 @@ class Queue(Normalizer):
     def update(self, batch: Batch) -> None:
         self.own = self._follow(batch.image).push(batch)
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return {"queue of embeddings": 4 * 2 * self.capacity * dimension}
+
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        needed = 4 * 2 * self.capacity * dimension
+        needed = sum(self.memory(dimension, processes).values())
         check_fits(f"--queue-size: {self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _follow(self, image: Tensor) -> EmbeddingRing:
