@@ -43,9 +43,10 @@ def parse(arguments: str):
 def test_a_published_recipe_says_where_it_is_from_and_can_be_planned(name, eight):
     recipe = recipes.find(name)
     assert recipe.source and recipe.data and recipe.score and recipe.samples
-    for key in recipe.flags.keys() - {"loss"}:
-        line = re.search(rf"^  {key}: .*", (PUBLISHED / f"{name}.yaml").read_text(), re.MULTILINE)
-        assert line and "# " in line[0], f"{key} has no source"
+    lines = (PUBLISHED / f"{name}.yaml").read_text().splitlines()
+    if not lines[0].startswith("# Every value is that of the released command"):
+        bare = [line for line in lines[lines.index("flags:") + 2 :] if "  # " not in line]
+        assert not bare, "without a source"
     args = parse(f"--recipe {name}")
     for key, value in recipe.flags.items():
         assert getattr(args, key) == type(getattr(args, key))(value)
