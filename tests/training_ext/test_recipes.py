@@ -164,6 +164,8 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
     assert f"{steps} an epoch, {steps} in all" in text and steps == 6
     assert "in all        48 samples" in text
+    about = float(re.search(r"about ([\d.]+) MiB each", " ".join(text.split()))[1]) * 2**20
+    assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
 
 
 def test_only_the_first_process_prints_a_plan(monkeypatch, capsys, eight):

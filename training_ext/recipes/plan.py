@@ -2,7 +2,6 @@
 
 import copy
 import logging
-import os
 import shlex
 import shutil
 import textwrap
@@ -17,9 +16,10 @@ import torch
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext import preflight
-from training_ext.data import DataRows, kind_of, trains
+from training_ext.data import kind_of, trains
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
@@ -54,15 +54,20 @@ def lines(args: Namespace, processes: int) -> list[str]:
         args.train_data = "DATA.tar"
     samples = number_of_samples(args, recipe)
     preflight.check_flags(args, processes)
-    rows = DataRows(kind_of(args, args.train_data or ""), samples, digest="")
-    steps = preflight.steps_per_epoch(args, rows.kind, samples, processes)
+    steps = preflight.steps_per_epoch(args, kind_of(args, args.train_data or ""), samples, processes)
     if steps < 1:
         raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
-    model = model_bytes(args)
-    state = loss_bytes(args, samples, processes)
-    return [*text, *memory(model, state), "", *files(args, model, samples)]
+    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None
+    parts = model_bytes(args)
+    rows = {} if loss is None else preflight.bytes_per_row(loss)
+    parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
+    saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * samples
+    for name, size in rows.items():
+        what = "moving averages" if name.startswith("normalizer") else "temperatures"
+        parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(samples / processes) + 1)
+    return [*text, *memory(parts), "", *files(args, saved if "model" in parts else None)]
 
 
 def number_of_samples(args: Namespace, recipe: Recipe | None) -> int:
@@ -88,7 +93,7 @@ def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
         origin = "given" if name in given else "recipe" if name in args.recipe_flags else "default"
         several = isinstance(value, (list, dict))
         words = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
-        words = [shlex.quote(str(word)) for word in (words if several else [value])]
+        words = [shlex.quote(str(word).replace("\t", "\\t")) for word in (words if several else [value])]
         groups[origin].append(flag_of(name) if value is True else TOGETHER.join([flag_of(name), *words]))
     return ["Flags", *(_item(origin, " ".join(words)) for origin, words in groups.items() if words)]
 
@@ -131,39 +136,32 @@ def model_bytes(args: Namespace) -> dict[str, int]:
     return {"model": weights, "gradients": trained, **moments}
 
 
-def loss_bytes(args: Namespace, samples: int, processes: int) -> dict[str, int]:
-    """Bytes that each process keeps for the loss, by part."""
-    if not args.uses_ext_loss:
-        return {}
-    loss = build_loss(args, 1, "cpu")
-    dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if ":" not in args.model else None
-    parts = {} if dimension is None else loss.memory(dimension, processes)
-    for name, row in preflight.bytes_per_row(loss).items():
-        what = "moving averages" if name.startswith("normalizer") else "temperatures"
-        parts[f"{what}, {row} bytes a sample"] = row * (ceil(samples / processes) + 1)
-    return parts
+def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int]:
+    """Bytes that each process keeps for the loss, by part, without rows per sample."""
+    config = None if ":" in args.model else open_clip.get_model_config(args.model)
+    return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
 
 
-def memory(model: Mapping[str, int], loss: Mapping[str, int]) -> list[str]:
-    parts = {**model, **{f"loss: {name}": size for name, size in loss.items()}}
-    lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in parts.items()]
-    total = f"  {'total':44}{sum(parts.values()) / MIB:12,.1f} MiB"
-    unknown = [] if model else ["  the model would have to be fetched, and is not counted"]
-    return ["State of each process, without activations", *lines, total, *unknown]
+def memory(parts: Mapping[str, int]) -> list[str]:
+    lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in (*parts.items(), ("total", sum(parts.values())))]
+    unknown = [] if "model" in parts else ["  the model would have to be fetched, and is not counted"]
+    return ["State of each process, without activations", *lines, *unknown]
 
 
-def files(args: Namespace, model: Mapping[str, int], samples: int) -> list[str]:
+def files(args: Namespace, saved: int | None) -> list[str]:
+    """Where files would go.
+
+    Args:
+        saved: bytes of a checkpoint, if known.
+    """
     folder = Path(args.logs) / (args.name or f"DATE-model_{args.model.replace('/', '-')}-...")
-    saved = sum(size for name, size in model.items() if name != "gradients")
-    if args.uses_ext_loss:
-        saved += sum(preflight.bytes_per_row(build_loss(args, 1, "cpu")).values()) * samples
-    size = f", about {saved / MIB:,.0f} MiB each" if model else ""
+    size = "" if saved is None else f", about {saved / MIB:,.1f} MiB each"
     often = "the last epoch" if args.delete_previous_checkpoint else f"every {args.save_frequency} epochs"
     often = often.replace("every 1 epochs", "each epoch")
     text = [
         _item("log", str(folder / "out.log")),
         _item("flags", f"{folder / 'recipe.yaml'} for --recipe, and params.txt"),
-        _item("checkpoints", f"{folder / 'checkpoints'}{os.sep}epoch_K.pt of {often}{size}"),
+        _item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}"),
         _item("metrics", str(folder / "checkpoints" / "results.jsonl")),
     ]
     if args.keep_best:
