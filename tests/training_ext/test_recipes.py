@@ -3,6 +3,7 @@
 import re
 import sys
 from math import ceil
+from pathlib import Path
 
 import pytest
 import yaml
@@ -166,6 +167,20 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert "in all        48 samples" in text
     about = float(re.search(r"about ([\d.]+) MiB each", " ".join(text.split()))[1]) * 2**20
     assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
+
+
+def test_the_documentation_has_every_recipe_and_what_is_printed(eight, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    for name in NAMES:
+        recipe = recipes.find(name)
+        batch = f"{recipe.global_batch_size:,}" if recipe.global_batch_size else "not given"
+        row = f"| `{name}` | {recipe.flags['model']} | {batch} | {recipe.flags['epochs']} | {recipe.samples:,} |"
+        assert row in text
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = ["--train-data", "/data/cc12m/{00000..01242}.tar", "--name", "neuclip-cc12m", "--dry-run"]
+    assert ext_main(["--recipe", "neuclip-cc12m", *flags]) == 0
+    for line in filter(None, capsys.readouterr().out.splitlines()):
+        assert f"\n    {line}\n" in text
 
 
 def test_only_the_first_process_prints_a_plan(monkeypatch, capsys, eight):
