@@ -31,13 +31,17 @@ def main(argv: list[str] | None = None) -> int:
 
         versions.check_version()
         try:
-            from training_ext import hooks, params, preflight
+            from training_ext import hooks, params, preflight, recipes
+            from training_ext.recipes import plan
             from training_ext.session import Session
         except ImportError as error:
             raise InputError(versions.cannot_import(error)) from None
         hooks.check_seams()
         args = params.parse_args(sys.argv[1:] if argv is None else argv)
-        hooks.run(Session(args, preflight.check(args)))
+        if args.dry_run:
+            return plan.show(args)
+        flags = recipes.resolved_flags(args)  # before anything is added to them
+        hooks.run(Session(args, preflight.check(args), flags))
 
     return exit_code(train)
 

@@ -67,6 +67,13 @@ class PartitionNetwork:
         """h, the width of the inner layer."""
         return max(1, round(width * dimension))
 
+    @staticmethod
+    def size(dimension: int, width: float) -> int:
+        """Parameters of both sides."""
+        with torch.device("meta"):  # which neither allocates nor draws
+            mlp = PartitionMLP(dimension, width)
+        return 2 * sum(parameter.numel() for parameter in mlp.parameters())
+
     def named(self) -> dict[str, Tensor]:
         """The parameters by name, without graph."""
         return dict(self._sides.named_parameters())

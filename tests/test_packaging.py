@@ -45,6 +45,10 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     assert "--train-data" in shown.stdout and "--loss NAME" in shown.stdout
+    command[-1:] = ["--recipe", "neuclip-cc12m", "--dry-run"]
+    shown = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "Recipe neuclip-cc12m" in shown.stdout
 
 
 def test_the_readme_names_every_loss_and_no_flag_that_is_not_there():

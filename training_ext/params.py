@@ -7,11 +7,12 @@ from math import ceil, isfinite
 from typing import Any, NoReturn
 
 from open_clip_train import params
+from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext import recovered
+from training_ext import recipes, recovered
 from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.overlay import replaced
 
@@ -31,29 +32,63 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # the overloads of argparse return other namespaces, too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        args = [] if args is None else args  # OpenCLIP always gives them
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
-        others = [word for word in args or () if word not in ("-h", "--help")]
-        if args and len(others) < len(args) and self.parse_known_args(others)[0].loss is not None:
-            print(loss_help(self._given(others)))
-            self.exit(0)
-        parsed, unknown = self.parse_known_args(args, namespace)
+        others = [word for word in args if word not in ("-h", "--help")]
+        name = self.parse_known_args(others)[0].recipe
+        recipe = None if name is None else recipes.find(name)
+        from_recipe = [] if recipe is None else self._of_recipe(recipe)
+        if len(others) < len(args):
+            given = [*from_recipe, *others]
+            if self.parse_known_args(given)[0].loss is not None:
+                print(loss_help(self._given(given)))
+                self.exit(0)
+        parsed, unknown = self.parse_known_args([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
             self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        parsed.given_flags = frozenset(self._given(args))
+        on_command_line = frozenset(self._given(args))
+        parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
+        if recipe is not None and "batch_size" not in on_command_line:
+            batch_size = recipe.batch_size(world_info_from_env()[2], max(1, parsed.accum_freq))
+            if batch_size is not None:
+                parsed.batch_size = batch_size
+                parsed.given_flags |= {"batch_size"}
+        parsed.recipe_flags = parsed.given_flags - on_command_line
         return parsed
 
-    def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
-        """The flags on the command line by name; OpenCLIP's defaults do not tell."""
+    def _of_recipe(self, recipe: recipes.Recipe) -> list[str]:
+        """Its arguments, which go before those of the command line, so that the latter count."""
+        arguments = recipes.arguments(recipe, self._actions)
+        try:
+            self.parse_known_args(arguments)
+        except InputError as error:
+            raise InputError(f"--recipe: {recipe.name!r}: {error}") from None
+        return arguments
+
+    def _given(self, args: Sequence[str]) -> dict[str, Any]:
+        """The flags among the arguments by name; OpenCLIP's defaults do not tell."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
         return vars(self.parse_known_args(args)[0])
 
     def _add_ours(self, group: argparse._ArgumentGroup) -> None:
+        group.add_argument(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="a published training's flags, or those of a YAML file, where none are given; see --list-recipes",
+        )
+        group.add_argument("--list-recipes", action=ListRecipes, help="print every recipe with its source, and exit")
+        group.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print the flags that result, the steps, the state of each process and where files would go, and "
+            "stop; needs no data. WORLD_SIZE=8 in the environment stands for 8 processes",
+        )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
@@ -110,7 +145,9 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-class ListLosses(argparse.Action):
+class Print(argparse.Action):
+    """A flag that prints and exits."""
+
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
@@ -118,9 +155,22 @@ class ListLosses(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
         option_string: str | None = None,
     ) -> None:
-        for preset in factory.list_losses():
-            print(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}")
+        print(self.text())
         parser.exit(0)
+
+    def text(self) -> str:
+        raise NotImplementedError
+
+
+class ListLosses(Print):
+    def text(self) -> str:
+        losses = factory.list_losses()
+        return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
+
+
+class ListRecipes(Print):
+    def text(self) -> str:
+        return recipes.listing()
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
@@ -149,6 +199,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """
     with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
         args = params.parse_args(argv)
+    try:
+        return _resolve(args)
+    except InputError as error:
+        name = str(error).partition(":")[0].removeprefix("--").replace("-", "_")
+        if name not in args.recipe_flags:
+            raise
+        raise InputError(f"{error.text} (from --recipe {args.recipe})", error.argument) from None
+
+
+def _resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in every setting of the chosen loss."""
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:

@@ -18,6 +18,7 @@ import open_clip_ext
 from open_clip_ext import factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of, positive
@@ -53,16 +54,9 @@ def check(args: Namespace) -> DataRows | None:
         # Another machine may hold other data; `check_alike` compares.
         return find_rows(args) if local_rank == 0 and needs_rows else None
     # What is quick comes before the scan of shards.
-    check_experiment(args)
-    resumed = find_resumed(args)
+    resumed = check_flags(args, world_size)
     rows = None
-    monitor.check_metric(args)
-    check_pretrained(args)
-    check_recovery(args, resumes_training=resumed is not None)
     if args.uses_ext_loss:
-        check_numbers(args, world_size)
-        check_pairs(args)
-        check_combination(args)
         if args.val_data and args.dataset_type != "shapes":
             check_val_data(args)
         if trains(args):
@@ -79,6 +73,20 @@ def check(args: Namespace) -> DataRows | None:
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)
     return rows
+
+
+def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | None:
+    """What is wrong with the flags, without a look at the data; returns what `find_resumed` finds."""
+    check_experiment(args)
+    resumed = find_resumed(args)
+    monitor.check_metric(args)
+    check_pretrained(args)
+    check_recovery(args, resumes_training=resumed is not None)
+    if args.uses_ext_loss:
+        check_numbers(args, world_size)
+        check_pairs(args)
+        check_combination(args)
+    return resumed
 
 
 def check_alike(args: Namespace, rows: DataRows | None) -> None:
@@ -265,26 +273,32 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
 
 def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
     """OpenCLIP would go through epochs without a step and save the untrained model."""
+    num_samples = rows.num_rows
     if rows.kind == "webdataset":
         num_samples = args.train_num_samples
         if num_samples is None and rows.shards is not None:
             num_samples = rows.shards.num_listed(args.train_data)
-        loaders = max(1, args.workers)
-        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
-    else:
-        num_samples = rows.num_rows
-        batches = ceil(num_samples / world_size) // args.batch_size
-    if batches < args.accum_freq:
+    if steps_per_epoch(args, rows.kind, num_samples, world_size) < 1:
         raise InputError(
             f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
             f"the {num_samples} samples of an epoch; lower it"
         )
 
 
+def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Optimiser steps that OpenCLIP makes of an epoch of so many samples."""
+    if kind == "webdataset":
+        loaders = max(1, args.workers)
+        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
+    else:
+        batches = ceil(num_samples / world_size) // args.batch_size
+    return batches // args.accum_freq
+
+
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
-    modules = list(build_loss(args, 1, "cpu").modules())
-    row_bytes = 4 * sum(module.columns for module in modules if isinstance(module, ShardedRows))
+    loss = build_loss(args, 1, "cpu")
+    row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
@@ -297,9 +311,14 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
         check_fits("normalizer", what, per_process, args.device, instead)
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
-    for module in modules:
+    for module in loss.modules():
         if isinstance(module, Normalizer) and dimension is not None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
+
+
+def bytes_per_row(loss: Loss) -> dict[str, int]:
+    """What the loss keeps of each row of the data, on one of the processes, by the name of the part."""
+    return {name: 4 * module.columns for name, module in loss.named_modules() if isinstance(module, ShardedRows)}
 
 
 def check_val_data(args: Namespace) -> None:

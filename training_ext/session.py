@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 
 from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint
+from training_ext import checkpoint, recipes
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
@@ -44,11 +44,13 @@ class Session:
     """Args:
     args: as `params.parse_args` gives them.
     rows: of the train data, on process 0; the others get them from it.
+    flags: to save as the run's recipe, see `recipes.resolved_flags`.
     """
 
-    def __init__(self, args: Namespace, rows: DataRows | None = None):
+    def __init__(self, args: Namespace, rows: DataRows | None = None, flags: dict[str, Any] | None = None):
         self.args = args
         self.rows = rows
+        self._flags = flags
         self.loader: RowLoader
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
@@ -150,6 +152,9 @@ class Session:
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         self._tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
+        if self._flags is not None and is_master(args):
+            samples = args.train_num_samples if self.rows is None else self.rows.num_rows
+            recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:
             self.rows = broadcast_object(args, self.rows)
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:

@@ -133,6 +133,9 @@ class AmorLIPLoss(Loss):
         if settings["amor_objective"] == "l2-log":
             refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.networks.memory(dimension)
+
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
         self.networks.set_epoch(epoch)

@@ -66,6 +66,11 @@ class Loss(Part, nn.Module):
         """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
         where they are not given."""
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per sample
+        and what a step alone needs."""
+        return {}
+
     def description(self) -> str:
         """What the loss is made of, for the log; empty where its name says it."""
         return ""

@@ -117,6 +117,9 @@ class GlobalContrastiveLoss(Loss):
     def set_steps_per_epoch(self, steps: int) -> None:
         self.normalizer.set_steps_per_epoch(steps)
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.normalizer.memory(dimension, processes)
+
     def description(self) -> str:
         parts = {
             "normalizers": self.normalizer.description(), "temperature": self.temperature.name,

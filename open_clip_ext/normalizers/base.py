@@ -25,6 +25,11 @@ class Normalizer(Part, nn.Module):
     intra_modal: ClassVar[bool] = False
     num_samples: int  # where `needs_index`
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per
+        sample."""
+        return {}
+
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 

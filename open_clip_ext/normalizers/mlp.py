@@ -19,7 +19,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.errors import InputError
 from open_clip_ext.networks import WIDTH, PartitionNetwork
-from open_clip_ext.normalizers.trained import NetworkNormalizer
+from open_clip_ext.normalizers.trained import MOMENTS, NetworkNormalizer
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -43,6 +43,11 @@ class MLP(NetworkNormalizer):
         self.width = self.mlp_width
         self.eps = eps
         self.network: PartitionNetwork
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        each = 4 * PartitionNetwork.size(dimension, self.width)
+        moments = MOMENTS[self.optimizer_name]
+        return {"MLPs": each, "their gradients": each, "their optimizer's state": each * moments}
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         levels = torch.zeros(2, device=device, dtype=dtype)

@@ -71,10 +71,15 @@ class Prototypes(NetworkNormalizer):
         self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing  # in the places of their prototypes
 
-    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.wants_split else 1
-        needed = 4 * kept * 2 * self.capacity * dimension // parts
+        each = 4 * 2 * self.capacity * dimension // parts
+        moments = MOMENTS[self.optimizer_name]
+        names = {"prototypes": 1, "their gradients": 1, "their optimizer's state": moments, "latest embeddings": 1}
+        return {name: each * count for name, count in names.items()}
+
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
+        needed = sum(self.memory(dimension, processes).values())
         check_fits("npn_prototypes", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -49,8 +49,11 @@ class Queue(Normalizer):
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing
 
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return {"queue of embeddings": 4 * 2 * self.capacity * dimension}
+
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        needed = 4 * 2 * self.capacity * dimension
+        needed = sum(self.memory(dimension, processes).values())
         check_fits("queue_size", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
