@@ -182,8 +182,7 @@ def amortize(rank, world, epochs=2, steps=3):
                 part = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
                 loss(*wrapped(image[part], text[part])).backward()
             else:
-                with torch.no_grad():
-                    loss(*model(image, text))
+                loss(*model(image, text))
                 loss.eval()
                 for other in range(world):
                     part = slice(other * GLOBAL_BATCH // world, (other + 1) * GLOBAL_BATCH // world)
