@@ -95,7 +95,7 @@ SEAMS = (
         contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
         "cells in images and captions",
         replacement=lambda original, session: session.csv_lines(original),
-        scopes=(TRAIN_DATA,),
+        scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),
     Seam(

@@ -162,6 +162,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         args = params.parse_args(argv)
     if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
         raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
+    if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
+        raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:

@@ -32,7 +32,7 @@ from training_ext.statistics_recovery import unfinished_path
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
-    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save",
+    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
 )
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 

@@ -193,9 +193,12 @@ class Session:
         return lambda *args, **kwargs: WithRow(original(*args, **kwargs))
 
     def csv_lines(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             lines = original(path, *args, **kwargs)
-            return UsableLines(lines, WithRow(lines) if self.args.uses_ext_loss else lines, path, self.skips)
+            rowed = WithRow(lines) if is_train and self.args.uses_ext_loss else lines
+            return UsableLines(lines, rowed, path, self.skips if is_train else None)
 
         return build
 
@@ -251,6 +254,7 @@ class Session:
             def run_still(loader: Any, number: int) -> None:
                 """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
                 self._epoch = number
+                self.skips.begin_epoch()
                 if self.loss is None:
                     seed_all(args.seed, AT_EPOCH, number, args.rank)
                 other_data = {**data, "train": replace(data["train"], dataloader=loader)}

@@ -288,10 +288,11 @@ class UsableLines(Dataset):
         csv: OpenCLIP's data set, with the cells as `images` and `captions`.
         dataset: the same lines, as they reach the loader.
         path: of the file.
-        skips: of the train data.
+        skips: of the train data; None for validation data, whose metrics are of all lines, so that a bad one raises
+            InputError.
     """
 
-    def __init__(self, csv: Any, dataset: Dataset, path: str, skips: Skips):
+    def __init__(self, csv: Any, dataset: Dataset, path: str, skips: Skips | None):
         self.csv = csv
         self.dataset = dataset
         self.path = path
@@ -309,17 +310,21 @@ class UsableLines(Dataset):
         return item
 
     def _read(self, row: int) -> Any:
-        what = f"line {row + 2} of {self.path!r}"
         if pd.isna(self.csv.captions[row]):
-            self.skips.skip(NO_CAPTION, what, "its caption is empty")
-            return None
+            return self._skip(row, NO_CAPTION, "its caption is empty")
         if pd.isna(self.csv.images[row]):
-            self.skips.skip(NO_IMAGE, what, "its image is empty")
-            return None
+            return self._skip(row, NO_IMAGE, "its image is empty")
         try:
             item = self.dataset[row]
         except Exception as error:  # image libraries raise whatever they like
-            self.skips.skip(UNREADABLE, what, f"{self.csv.images[row]!r}: {one_line(error)}")
-            return None
-        self.skips.use()
+            return self._skip(row, UNREADABLE, f"{self.csv.images[row]!r}: {one_line(error)}")
+        if self.skips is not None:
+            self.skips.use()
         return item
+
+    def _skip(self, row: int, kind: int, why: str) -> Any:
+        what = f"line {row + 2} of {self.path!r}"
+        if self.skips is None:
+            raise InputError(f"--val-data: {what} cannot be used: {why}; mend or remove it")
+        self.skips.skip(kind, what, why)
+        return None

@@ -136,4 +136,5 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
 def one_line(error: BaseException) -> str:
     """An exception's message on one line, without the number and the path of an OSError."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)  # what Pillow calls an image in memory
     return " ".join(text.split())[:200] or type(error).__name__
