@@ -36,7 +36,7 @@ SKIPPED = {
     NO_IMAGE: "without an image",
     UNREADABLE: "whose image or caption cannot be read",
 }
-BAD_SHARDS = {MISSING: "shards that cannot be opened", DAMAGED: "damaged shards"}
+BAD_SHARDS = {MISSING: "shard(s) that cannot be opened", DAMAGED: "damaged shard(s)"}
 NAMES = {
     USED: "used", NO_CAPTION: "no_caption", NO_IMAGE: "no_image", UNREADABLE: "unreadable", LOST: "lost",
     MISSING: "shards_missing", DAMAGED: "shards_damaged",
@@ -59,6 +59,7 @@ class Skips:
         self._named = torch.zeros(9, dtype=torch.int64).share_memory_()
         self._shards_in_a_row = 0
         self._samples_in_a_row = 0
+        self._empty_passes = 0
 
     def begin_epoch(self) -> None:
         self._counts.zero_()
@@ -131,9 +132,11 @@ class Skips:
         """A worker has gone through all of its shards once, and goes through the same ones again.
 
         Raises:
-            InputError: that gave no batch, and never will.
+            InputError: that gave no batch twice, and never will.
         """
-        if used >= batch_size:
+        self._empty_passes = 0 if used >= batch_size else self._empty_passes + 1
+        # Once is not enough: a run that resumes in the middle of an epoch may see the end of a pass only.
+        if self._empty_passes < 2:
             return
         left_out = describe(self.counts())
         raise InputError(
@@ -177,11 +180,11 @@ def share_of(counts: list[int]) -> float:
 
 
 def describe(counts: list[int]) -> str:
-    """What was left out and why, such as '3 samples without a caption'; '' if nothing was."""
-    parts = [f"{counts[kind]} samples {text}" for kind, text in SKIPPED.items() if counts[kind]]
+    """What was left out and why, such as '3 sample(s) without a caption'; '' if nothing was."""
+    parts = [f"{counts[kind]} sample(s) {text}" for kind, text in SKIPPED.items() if counts[kind]]
     parts += [f"{counts[kind]} {text}" for kind, text in BAD_SHARDS.items() if counts[kind]]
     if counts[LOST]:
-        parts.append(f"{counts[LOST]} samples in them")
+        parts.append(f"{counts[LOST]} sample(s) in them")
     return ", ".join(parts)
 
 

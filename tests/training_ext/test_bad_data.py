@@ -196,7 +196,7 @@ def test_bad_samples_are_counted_and_named_once(run, shards, loss, workers):
     log = experiment.log
     for part in ("it has no .txt but .png", "it has no .png, .jpg, .jpeg or .webp but .txt", "cannot identify image"):
         assert log.count(part) == 1, log
-    assert f"Train Epoch: 1 data: used {second['used']} samples, left out {second['no_caption']} samples without" in log
+    assert f"Train Epoch: 1 data: used {second['used']} samples, left out {second['no_caption']} sample(s) with" in log
 
 
 def test_good_data_are_counted_and_not_mentioned(run, shards):
@@ -327,7 +327,7 @@ def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch,
 
     monkeypatch.setattr(logging, "info", info)
     line, log = ends(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
-    assert ("shards in a row cannot be read" if resampled else "shards that cannot be opened") in line, line
+    assert ("shards in a row cannot be read" if resampled else "shard(s) that cannot be opened") in line, line
     assert log.count("Others like it are counted") == 1
 
 
@@ -342,7 +342,7 @@ def test_more_bad_samples_than_allowed(ends, shards, csv, kind, workers):
     common = f"--epochs 1 --workers {workers} --loss clip {data}"
     line, log = ends(f"{common} --max-bad-samples 0.1")
     # Two workers may each find one more than there may be.
-    assert re.search("--max-bad-samples: more than 0.1 of the train data cannot be used: [45] samples whose", line)
+    assert re.search("--max-bad-samples: more than 0.1 of the train data cannot be used: [45] sample.s. whose", line)
     assert "Train Epoch: 0 data" not in log  # known before the epoch ended
 
 
@@ -352,7 +352,7 @@ def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
         zero_header(tmp_path / f"shards/{shard}.tar", 6)
     common = f"{COMMON} --loss clip {data}"
     line, log = ends(f"{common} --max-bad-samples 0.4")
-    assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line and "damaged shards" in line
+    assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line and "damaged shard(s)" in line
     assert "Train Epoch: 0 data" in log
     assert not list((tmp_path / "logs/ended/checkpoints").iterdir())
 
