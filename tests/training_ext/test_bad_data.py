@@ -7,7 +7,9 @@ import pickle
 import re
 import shutil
 import tarfile
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import open_clip_train.main
 import pytest
@@ -204,6 +206,22 @@ def test_good_data_are_counted_and_not_mentioned(run, shards):
     (counts,) = epochs(experiment.path)
     assert counts["used"] == 32 and sum(counts["skipped_by_process"]) == 0
     assert "left out" not in experiment.log.lower()
+
+
+def test_counts_reach_tensorboard_and_wandb(monkeypatch):
+    counts = skips.Skips(None, 2)
+    counts.use()
+    counts.skip(skips.NO_CAPTION, "a sample", "no caption")
+    scalars, logged = {}, []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
+    monkeypatch.setattr(
+        "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    )
+    args = Namespace(rank=0, accum_freq=2, wandb=True, save_logs=False)
+    skips.report_epoch(counts, args, 2, SimpleNamespace(num_batches=8), writer)
+    assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
+    ((values, step),) = logged
+    assert step == values["step"] == 12 and values["data/no_caption"] == 1
 
 
 @WORKERS
