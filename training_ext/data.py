@@ -20,8 +20,9 @@ from torch.utils.data import Dataset
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
+from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
-from training_ext.shards import Shards, digest_of_list, find_shards, split_row
+from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
@@ -53,6 +54,21 @@ def needs_index(args: Namespace) -> bool:
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
+def check_usable(args: Namespace) -> None:
+    """Look whether the train data are there, and pairs among the first of them.
+
+    Raises:
+        InputError: shards or lines are missing, more than --max-bad-samples allows, or nothing can be used.
+    """
+    kind = kind_of(args, args.train_data)
+    if kind == "csv":
+        read_csv(args, args.train_data, max_bad=args.max_bad_samples)
+    elif kind == "webdataset":
+        urls = shard_urls(args.train_data)
+        missing = check_missing(urls, max_bad=args.max_bad_samples)
+        look_at_shards([url for url in urls if url not in missing])
+
+
 def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
@@ -66,13 +82,15 @@ def find_rows(args: Namespace) -> DataRows:
         if args.train_num_samples is not None and not needs_index(args):
             if args.shard_sizes:
                 raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
+            check_usable(args)
             return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
-        shards = find_shards(args.train_data, args.shard_sizes)
+        shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
+        look_at_shards([url for url in shards.urls if shards.size_of(url)])
         return DataRows(kind, shards.num_rows, shards.digest, shards)
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
     if kind == "csv":
-        captions = read_csv(args, args.train_data)[args.csv_caption_key]
+        captions = read_csv(args, args.train_data, max_bad=args.max_bad_samples)[args.csv_caption_key]
         if len(captions) == 0:
             raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
         # Captions but not paths, so that moved images are the same data.
@@ -99,8 +117,15 @@ def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
         ) from None
 
 
-def read_csv(args: Namespace, path: str, flag: str = "--train-data") -> pd.DataFrame:
-    """The csv as OpenCLIP reads it; InputError if it cannot be read or lacks the named columns."""
+def read_csv(
+    args: Namespace, path: str, flag: str = "--train-data", max_bad: float | None = None
+) -> pd.DataFrame:
+    """The csv as OpenCLIP reads it.
+
+    Raises:
+        InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
+            `max_bad` of its lines (none by default), or none of its first images can be read.
+    """
     try:
         table = pd.read_csv(path, sep=args.csv_separator)
     except (OSError, ValueError) as error:
@@ -115,6 +140,16 @@ def read_csv(args: Namespace, path: str, flag: str = "--train-data") -> pd.DataF
                 f"{key}: {path!r} has no column {column!r}; its columns with --csv-separator "
                 f"{args.csv_separator!r} are {columns}"
             )
+    cells = table[[args.csv_img_key, args.csv_caption_key]].isna()
+    empty = cells.any(axis=1).to_numpy().nonzero()[0]
+    if len(empty) > (max_bad or 0) * len(table):
+        column = cells.columns[cells.iloc[empty[0]]][0]
+        instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
+        raise InputError(
+            f"{flag}: {len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
+            f"in column {column!r} (words such as NA and null count as empty); {instead}"
+        )
+    look_at_lines(table, args.csv_img_key, path, flag)
     return table
 
 

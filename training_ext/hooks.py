@@ -14,9 +14,10 @@ from open_clip_train.main import main as open_clip_main
 
 from open_clip_ext.errors import InputError
 from training_ext.checkpoint import atomic_save
-from training_ext.loading import decode_pairs, load_weights, without_remote_code
+from training_ext.loading import load_weights, without_remote_code
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.skips import Complete
 from training_ext.versions import SUPPORTED, open_clip_version
 
 MAIN, DATA = "open_clip_train.main", "open_clip_train.data"
@@ -90,23 +91,37 @@ SEAMS = (
     ),
     Seam(
         DATA, "CsvDataset",
-        why="carries the rows",
-        contract="get_csv_dataset builds CsvDataset(...), whose items are (image, tokens) by line",
-        replacement=lambda original, session: session.rowed(original),
-        scopes=(TRAIN_DATA,),
+        why="carries the rows; one image that cannot be read would end the run",
+        contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
+        "cells in images and captions",
+        replacement=lambda original, session: session.csv_lines(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
     ),
     Seam(
         DATA, "tarfile_to_samples_nothrow",
-        why="a sample's position in its shard is known only where the tar is read",
-        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt",
-        replacement=lambda original, session: session.shard_rows(original),
+        why="a sample's position in its shard is known only where the tar is read; shards that cannot be read are "
+        "tried again without end",
+        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt, "
+        "once for each pass over a worker's shards",
+        replacement=lambda original, session: session.shard_rows(),
         scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "filter_no_caption_or_no_image",
+        why="counts what it leaves out",
+        contract="get_wds_dataset selects samples by filter_no_caption_or_no_image(sample)",
+        replacement=lambda original, session: Complete(session.skips),
+        scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
     ),
     Seam(
         DATA, "wds.decode",
-        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use",
+        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
+        "cannot be decoded",
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
-        replacement=lambda original, session: decode_pairs(original),
+        replacement=lambda original, session: session.decode(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),

@@ -112,6 +112,13 @@ class Parser(argparse.ArgumentParser):
             help="JSON file of samples per shard, by file name or url, where no sizes.json lies beside the shards",
         )
         group.add_argument(
+            "--max-bad-samples",
+            type=float,
+            metavar="SHARE",
+            help="share of the train data that may be missing or unusable, 0 to 1; above it the run ends (default: 0 "
+            "for what is missing at the start, no limit for what turns out to be unusable)",
+        )
+        group.add_argument(
             "--shapes-seed",
             type=int,
             default=None,
@@ -210,6 +217,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
+    if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
+        raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
+    if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
+        raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:

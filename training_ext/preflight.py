@@ -23,17 +23,17 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of, positive
 from training_ext import checkpoint, monitor, recovered
-from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
+from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.params import SCHEMAS
-from training_ext.shards import check_local_shards
+from training_ext.shards import check_missing, shard_urls
 from training_ext.statistics_recovery import unfinished_path
 
 MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
-    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save",
+    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
 )
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
@@ -52,6 +52,8 @@ def check(args: Namespace) -> DataRows | None:
     needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
         # Another machine may hold other data; `check_alike` compares.
+        if local_rank == 0 and trains(args) and not needs_rows:
+            check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
     # What is quick comes before the scan of shards.
     resumed = check_flags(args, world_size)
@@ -67,6 +69,8 @@ def check(args: Namespace) -> DataRows | None:
             check_memory(args, rows.num_rows, world_size)
     elif needs_rows:
         rows = find_rows(args)
+    elif trains(args):
+        check_usable(args)
     if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
         recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
     if resumed is not None and trains(args):
@@ -327,7 +331,7 @@ def check_val_data(args: Namespace) -> None:
     if kind == "csv":
         read_csv(args, args.val_data, flag="--val-data")
     elif kind == "webdataset":
-        check_local_shards(args.val_data, "--val-data")
+        check_missing(shard_urls(args.val_data, "--val-data"), "--val-data")
 
 
 def find_resumed(args: Namespace) -> tuple[str, dict | None] | None:

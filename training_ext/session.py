@@ -25,7 +25,7 @@ from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, recipes
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
-from training_ext.loading import load_resumed
+from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
@@ -33,6 +33,7 @@ from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
 from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
+from training_ext.skips import Decode, Skips, UsableLines, report_epoch
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
@@ -51,6 +52,7 @@ class Session:
         self.args = args
         self.rows = rows
         self._flags = flags
+        self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
@@ -174,6 +176,8 @@ class Session:
                 tokenizer = RowTokenizer(tokenizer)
             with scoped(self, self._building):
                 info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+            if is_train:
+                self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
             if not is_train or not args.uses_ext_loss:
                 return info
             if self._seeded_epochs is not None:
@@ -193,9 +197,24 @@ class Session:
     def rowed(self, original: Callable) -> Callable:
         return lambda *args, **kwargs: WithRow(original(*args, **kwargs))
 
-    def shard_rows(self, original: Callable) -> Callable | None:
-        shards = self.train_rows.shards
-        return ShardRows(shards, original) if shards is not None else original
+    def csv_lines(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+
+        def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
+            lines = original(path, *args, **kwargs)
+            rowed = WithRow(lines) if is_train and self.args.uses_ext_loss else lines
+            return UsableLines(lines, rowed, path, self.skips if is_train else None)
+
+        return build
+
+    def shard_rows(self) -> Callable:
+        shards = self.train_rows.shards if self.args.uses_ext_loss else None
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard)
+
+    def decode(self, original: Callable) -> Callable:
+        if self._building == VAL_DATA:
+            return decode_pairs(original)
+        return Decode(original, self.skips, self.args.batch_size)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
         return partial(original, rng=GlobalRandom())
@@ -240,6 +259,7 @@ class Session:
             def run_still(loader: Any, number: int) -> None:
                 """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
                 self._epoch = number
+                self.skips.begin_epoch()
                 if self.loss is None:
                     seed_all(args.seed, AT_EPOCH, number, args.rank)
                 other_data = {**data, "train": replace(data["train"], dataloader=loader)}
@@ -252,7 +272,9 @@ class Session:
         self._epoch = epoch
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
+        self.skips.begin_epoch()
         result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
+        report_epoch(self.skips, args, epoch, data["train"].dataloader, kwargs.get("tb_writer"))
         if self.loss is None:
             return result
         self._raise_if_not_finite(self.loss.loss, model)

@@ -303,8 +303,13 @@ def stopped(tmp_path, capsys):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loss", ["neuclip", "fastclip-v3"])
-def test_a_sample_beyond_the_recorded_size(stopped, datasets, shard_folder, tmp_path, workers, loss):
+def test_a_sample_beyond_the_recorded_size(
+    refused, stopped, datasets, shard_folder, tmp_path, workers, loss, monkeypatch
+):
     (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
+    line = refused(f"{datasets['shards']} {LOSSES[loss]} --shard-sizes {tmp_path}/sizes.json --workers {workers}")
+    assert f"{shard_folder}/train-000003.tar' holds 8 samples where --shard-sizes" in line
+    monkeypatch.setattr("training_ext.shards._to_check", lambda paths, recorded: set())  # as of remote shards
     line, folder = stopped(
         f"{datasets['shards']} {LOSSES[loss]} --workers {workers} --epochs 1 --shard-sizes {tmp_path}/sizes.json"
     )

@@ -177,7 +177,7 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
     path = shlex.split(datasets["csv"])[1]
     args = SimpleNamespace(
         dataset_type="csv", train_data=path, shard_sizes=None, csv_separator="\t",
-        csv_img_key="filepath", csv_caption_key="title",
+        csv_img_key="filepath", csv_caption_key="title", max_bad_samples=None,
     )
     rows = find_rows(args)
     assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 48, None)

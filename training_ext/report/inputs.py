@@ -156,7 +156,7 @@ def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards
     looks = args.train_num_samples is None or needs_index(args)
     args.shard_sizes = options.shard_sizes if looks else None
     rows = find_rows(args)
-    return rows, rows.shards or find_shards(args.train_data, options.shard_sizes)
+    return rows, rows.shards or find_shards(args.train_data, options.shard_sizes, max_bad=args.max_bad_samples)
 
 
 def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, Callable]:
