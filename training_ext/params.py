@@ -3,7 +3,7 @@
 import argparse
 import difflib
 from collections.abc import Sequence
-from math import ceil, isfinite
+from math import ceil
 from typing import Any, NoReturn
 
 from open_clip_train import params
@@ -20,6 +20,12 @@ PART_HELP = {
     "surrogate": "what a negative's similarity gap counts as",
     "encoder_objective": "what the encoders minimise",
 }
+
+
+def did_you_mean(word: str, known: Sequence[str], otherwise: str) -> str:
+    """The end of a message about a word that is not known."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,11 +47,14 @@ class Parser(argparse.ArgumentParser):
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
-        parsed, unknown = self.parse_known_args(args, namespace)
+        try:
+            parsed, unknown = self.parse_known_args(args, namespace)
+        except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
+            self.error(f"--aug-cfg: wants NAME=VALUE, such as scale=(0.9,1.0); {error}")
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            near = did_you_mean(unknown[0].partition("=")[0], flags, "see --help")
+            self.error(f"unknown: {' '.join(unknown)}; {near}")
         parsed.given_flags = self._given(args)
         return parsed
 
@@ -127,6 +136,7 @@ class ListLosses(argparse.Action):
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
+MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
@@ -183,9 +193,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
         args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
-        if args.tau_init is not None and args.tau_init < args.tau_min:
-            raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
+    check_taus(args)
     return args
+
+
+def check_taus(args: argparse.Namespace) -> None:
+    """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max")
+    for low, high in order:
+        least, most = getattr(args, low), getattr(args, high)
+        if least is not None and most is not None and most < least:
+            raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
 
 
 def resolve_recovery(args: argparse.Namespace) -> None:
@@ -204,8 +222,8 @@ def resolve_recovery(args: argparse.Namespace) -> None:
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
-    if not (isfinite(args.osr_epochs) and args.osr_epochs >= 0):
-        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0")
+    if not 0 <= args.osr_epochs <= MOST_EPOCHS:
+        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
     if args.osr_epochs == 0:
         for name in ("osr_transfer", "osr_save"):
             if getattr(args, name) is not None:

@@ -31,6 +31,7 @@ from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
+from training_ext.rehearsal import train_temperature
 from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
@@ -73,7 +74,7 @@ class Session:
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
         device = original(args)
-        if args.distributed and (args.uses_ext_loss or args.osr_epochs > 0):
+        if args.distributed and not args.horovod:
             check_alike(args, self.rows)
         return device
 
@@ -92,10 +93,7 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
-        if not trains_logit_scale(self.args):
-            model.logit_scale.requires_grad_(False)
-        if getattr(model, "logit_bias", None) is not None:
-            model.logit_bias.requires_grad_(False)
+        train_temperature(model, trains_logit_scale(self.args))
         return model, *transforms
 
     # Optimizer

@@ -44,7 +44,7 @@ from torch import Tensor
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Option, not_negative, positive, refuse_unused
 from open_clip_ext.pairs import Pairs, SimilarityBlocks, attach_gradients
@@ -114,7 +114,7 @@ class AmorLIPLoss(Loss):
     )
     optimizer_options = LOGIT_SCALE_OPTIONS
     least_pairs = 2
-    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda")
+    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
     def __init__(
         self,
@@ -194,6 +194,7 @@ class AmorLIPLoss(Loss):
             log_lambda = self._log_denominators(pairs.all_image, pairs.all_text, scale, log_z)
             value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
             self._watch(pairs, scale, log_negatives, log_lambda)
+            self.note_gradients(*gradients[:2])
         inputs = (image, text, logit_scale)
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 

@@ -6,9 +6,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import world_size
+from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.options import Option
 from open_clip_ext.pairs import scale_gradient
+
+GRADIENTS = "the float16 gradient of the features"
 
 
 class NonFiniteError(ArithmeticError):
@@ -23,8 +25,8 @@ class Loss(nn.Module):
     Args:
         accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
             state moves on the first call, and the temperature's gradient is that of one call.
-        validate: on every call check also what needs a wait for the device (range of `index`, unit norms), not on the
-            first step and, the norms, in `raise_if_not_finite` only.
+        validate: on every call check also what needs a wait for the device (range of `index`, unit norms, equal batches
+            on every process), not on the first step and, the norms, in `raise_if_not_finite` only.
 
     Class attributes:
         options: settings of the constructor, each a command-line flag.
@@ -33,7 +35,7 @@ class Loss(nn.Module):
         needs_index: whether state is kept per sample; an instance may say otherwise.
         least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
-        CHECKED: names of the tensors that `note` watches.
+        CHECKED: names of the tensors that `note` watches, the last by `note_gradients`.
     """
 
     options: ClassVar[tuple[Option, ...]] = ()
@@ -43,7 +45,7 @@ class Loss(nn.Module):
     least_pairs = 1
     trains_logit_scale = True
     num_samples: int  # where `needs_index`
-    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
+    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False):
         super().__init__()
@@ -51,6 +53,7 @@ class Loss(nn.Module):
         self.validate = validate
         self.steps = 0
         self._calls = 0
+        self._is_float16 = False
         self._first_problem: Tensor | None = None
         self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
 
@@ -119,6 +122,7 @@ class Loss(nn.Module):
         """
         self._check(image_features, text_features, logit_scale, index)
         self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         if self.validate or self.steps == 0:
             self._check_norms()
         dtype = torch.promote_types(image_features.dtype, torch.float32)
@@ -139,7 +143,7 @@ class Loss(nn.Module):
         """Remember, on the device, the first step at which something was wrong, and what.
 
         Args:
-            problems: a bool for each of `CHECKED`.
+            problems: a bool for each of `CHECKED`, or for the first of them.
         """
         problems = problems.long()
         now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
@@ -147,6 +151,15 @@ class Loss(nn.Module):
             self._first_problem = now
         else:
             self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
+
+    def note_gradients(self, *gradients: Tensor) -> None:
+        """`note` where gradients of float16 features, computed in float32, are beyond what float16 holds: the value and
+        everything else still look fine then."""
+        if self._is_float16:
+            largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
+            problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)
+            problems[-1] = largest > torch.finfo(torch.float16).max
+            self.note(problems)
 
     def raise_if_not_finite(self) -> None:
         """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
@@ -170,6 +183,9 @@ class Loss(nn.Module):
                 "image_features and text_features must both be (b, d); got "
                 f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
             )
+        may_wait = self.validate or self.steps == 0
+        if may_wait:
+            self._check_equal_batches(image_features)
         if image_features.shape[0] * world_size() < 2:
             raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
         if image_features.shape[0] < self.least_pairs:
@@ -177,13 +193,19 @@ class Loss(nn.Module):
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        may_wait = self.validate or self.steps == 0
         if (may_wait or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
             raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
         if index is not None:
             self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+
+    @staticmethod
+    def _check_equal_batches(features: Tensor) -> None:
+        """Gathering batches of different sizes aborts the process (gloo) or never ends (nccl)."""
+        sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
 
     def _check_norms(self) -> None:
         for name, features in self._latest.items():

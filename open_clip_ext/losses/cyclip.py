@@ -77,7 +77,9 @@ class CyCLIPLoss(Loss):
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
         share = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         inputs = (image, by_image), (text, by_text), (logit_scale, by_scale)
-        return attach_gradients(value, [(tensor, gradient.mul_(share)) for tensor, gradient in inputs])
+        gradients = [(tensor, gradient.mul_(share)) for tensor, gradient in inputs]
+        self.note_gradients(by_image, by_text)
+        return attach_gradients(value, gradients)
 
     def _add_consistency(self, pairs: Pairs, by_image: Tensor, by_text: Tensor) -> tuple[Tensor, Tensor]:
         """The two sums over B, 0-d each; adds the gradient of their weighted sum to that in image and text, (b, d)."""

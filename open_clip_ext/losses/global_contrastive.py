@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.losses.compositional import Compositional
 from open_clip_ext.losses.unified import Unified
 from open_clip_ext.normalizers.base import Batch, Normalizer
@@ -78,7 +78,7 @@ class GlobalContrastiveLoss(Loss):
     )
     name = "global contrastive"
     trains_logit_scale = False  # the temperature decides
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
 
     def __init__(
         self,
@@ -171,6 +171,7 @@ class GlobalContrastiveLoss(Loss):
             log_values = self.objective.log_values(batch.log_batch, all_alpha)
             value = self.temperature.value(taus, log_values)
             gradients, tau_terms = self._gradients(pairs, blocks, tau, taus, log_batch, inputs, alpha, all_alpha)
+            self.note_gradients(gradients[0][1], gradients[1][1])
             if moves and self.temperature.needs_index and index is not None:
                 all_tau_terms = all_gather(tau_terms.T).T
                 per_anchor = log_values + self.temperature.rho + all_tau_terms

@@ -26,7 +26,7 @@ CONTEXT = {
     "--epochs-cooldown": "--lr-scheduler const-cooldown",
     "--lr-cooldown-end": "--lr-scheduler const-cooldown --epochs-cooldown 1",
     "--lr-cooldown-power": "--lr-scheduler const-cooldown --epochs-cooldown 1",
-    "--momentum": "--opt timm/sgd --lr 0.1",
+    "--momentum": "--opt timm/momentum --lr 0.1",
     "--lock-image-unlocked-groups": "--lock-image",
     "--lock-text-unlocked-layers": "--lock-text",
     "--remote-sync": "--name x --remote-sync-protocol fsspec",
@@ -49,6 +49,22 @@ OURS = (
 )
 # Of the values above, those that are good ones.
 RIGHT = {
+    **dict.fromkeys(
+        (
+            "--amor-beta", "--amor-ema", "--amor-positive-weight", "--amor-reinit-every", "--beta1", "--beta2",
+            "--coca-caption-loss-weight", "--coca-contrastive-loss-weight", "--cyclip-crossmodal", "--cyclip-inmodal",
+            "--epochs-cooldown", "--force-patch-dropout", "--lock-image-unlocked-groups", "--lr-cooldown-end",
+            "--margin", "--mixing", "--momentum", "--npn-initial-accumulator", "--npn-restart-every", "--npn-updates",
+            "--npn-wd", "--osr-epochs", "--rho", "--rho-annealed-from", "--save-frequency", "--seed", "--shapes-seed",
+            "--val-frequency", "--warmup", "--wd", "--workers", "--zeroshot-frequency",
+        ),
+        ("0",),
+    ),
+    "--image-mean": ("-1", "0"),
+    "--rho-annealed": ("-1", "0"),
+    **dict.fromkeys(("--cache-dir", "--logs", "--name", "--remote-sync", "--osr-save"), ("nonsense",)),
+    **dict.fromkeys(("--wandb-notes", "--wandb-project-name"), ("nonsense", "")),
+    **dict.fromkeys(("--pretrained", "--report-to"), ("",)),
 }
 
 
@@ -116,7 +132,7 @@ def written() -> list[Case]:
     ours = f"{SHAPES} {LOSS}"
     shards = f"{SHARDS} {LOSS}"
     wrong = {
-        "--opt": ["lion", "timm/nonsense", "timm/", "timm/adahessian", "timm/sgd --beta1 0.9 --beta2 0.9 --lr 0.1"],
+        "--opt": ["lion", "timm/nonsense", "timm/", "timm/adahessian --lr 0.1"],
         "--beta1": ["1.0", "0.9 --opt timm/adamw --lr 0.1"],
         "--beta2": ["1.0"],
         "--lr-scheduler": ["linear", "const-cooldown", "const-cooldown --epochs-cooldown 3"],
@@ -130,8 +146,7 @@ def written() -> list[Case]:
         "--force-patch-dropout": ["1.0"],
         "--image-mean": ["0.5 0.5", "0.5 0.5 nan"],
         "--image-std": ["0.5 0.5", "0.5 0.5 0"],
-        "--image-interpolation": ["random"],
-        "--aug-cfg": ["scale", "nonsense=1", "scale=2", "scale=(0.5,", "color_jitter=-1"],
+        "--aug-cfg": ["scale", "nonsense=1", "scale=2", "scale=(0.5,"],
         "--report-to": ["wandb", "wandb,tensorboard", "all"],
         "--trace": [""],
         "--torchscript": [""],
@@ -143,18 +158,19 @@ def written() -> list[Case]:
         "--name": ["../x", "/x", ".", "x/../..", "a/b/../../..", "x" * 300],
         "--cache-dir": ["{data}/text.pt"],
         "--pretrained": [
-            "{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt", "{data}/text.pt", "{data}/none.pt", "{data}/folder",
+            "{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt", "{data}/text.pt", "{data}/none.pt",
+            "{data}/folder",
             "{data}/ours/checkpoints/epoch_2.pt --model ViT-shapes-tiny", "openai", "{data}/none.safetensors",
             "{data}/text.safetensors", "{data}/text.npz",
         ],
         "--resume": [
-            "{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt", "{data}/text.pt", "{data}/none.pt", "{data}/folder",
-            "{data}/weights.pt", "{data}/epoch.pt --epochs 4", "{data}/no-optimizer.pt --epochs 4",
+            "{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt", "{data}/text.pt", "{data}/none.pt",
+            "{data}/folder", "{data}/weights.pt", "{data}/epoch.pt --epochs 4", "{data}/no-optimizer.pt --epochs 4",
             "{data}/ours/checkpoints/epoch_2.pt", "{data}/ours/checkpoints/epoch_2.pt --epochs 1",
             "{data}/ours/checkpoints/epoch_2.pt --epochs 4 --model ViT-shapes-tiny",
             "{data}/ours/checkpoints/epoch_2.pt --epochs 4 --opt timm/sgd --lr 0.1",
             "{data}/ours/checkpoints/epoch_2.pt --epochs 4 --lock-text",
-            "{data}/clip/checkpoints/epoch_2.pt --epochs 4", "latest", "https://", "nonsense://x",
+            "latest", "https://", "nonsense://x",
         ],
         "--warmup": ["-5", "5", "5 --lr-scheduler const"],
         "--tau-min": ["0.03 --temperature individual --tau-start 0.02", "0.03 --tau-init 0.02"],
@@ -193,9 +209,9 @@ def written() -> list[Case]:
         "--train-data-upsampling-factors": ["1", "1::2 --dataset-resampled", "many --dataset-resampled"],
         "--shard-sizes": ["{data}/none", "{data}/folder", "{data}/text.pt", "{data}/list.json"],
         "--workers": ["3"],
-        "--train-num-samples": ["4"],
     }
     cases += [Case(flag, value, f"{shards} {flag} {value}") for flag, values in sharded.items() for value in values]
+    cases.append(Case("--resume", "{data}/clip/checkpoints/epoch_2.pt --epochs 4", f"{ours} --resume {{data}}/clip/checkpoints/epoch_2.pt --epochs 4"))
     evaluated = {"--resume": ["{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt"], "--model": ["ViT-B-23"]}
     cases += [
         Case(flag, value, f"{EVALUATE} {loss} {flag} {value}")
