@@ -59,6 +59,9 @@ def check(args: Namespace) -> DataRows | None:
     check_experiment(args)
     check_numbers(args, world_size)
     check_schedule(args)
+    if args.uses_ext_loss:
+        check_pairs(args)
+        check_combination(args)
     check_machine(args)
     path = resumed_path(args)
     resumed = find_resumed(path)
@@ -69,8 +72,6 @@ def check(args: Namespace) -> DataRows | None:
     check_recovery(args, resumes_training=resumed is not None)
     check_what_is_made(args, path)
     if args.uses_ext_loss:
-        check_pairs(args)
-        check_combination(args)
         if args.val_data and args.dataset_type != "shapes":
             check_val_data(args)
         if trains(args):
@@ -302,14 +303,14 @@ def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
     else:
         num_samples = rows.num_rows
         batches = ceil(num_samples / world_size) // args.batch_size
-    steps = batches // args.accum_freq * args.epochs
-    if "warmup" in args.given_flags and args.warmup > steps and not args.skip_scheduler:
-        raise InputError(f"--warmup: {args.warmup} steps are more than the {steps} of the training; lower it")
     if batches < args.accum_freq:
         raise InputError(
             f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
             f"the {num_samples} samples of an epoch; lower it"
         )
+    steps = batches // args.accum_freq * args.epochs
+    if "warmup" in args.given_flags and args.warmup > steps and not args.skip_scheduler:
+        raise InputError(f"--warmup: {args.warmup} steps are more than the {steps} of the training; lower it")
 
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:

@@ -153,7 +153,12 @@ class Session:
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
             if self.rows.shards is not None:
                 args.train_num_samples = self.rows.shards.num_listed(args.train_data)
-        return original(args, *rest, **kwargs)
+        data = original(args, *rest, **kwargs)
+        if "train" in data and not args.skip_scheduler and is_master(args):
+            steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
+            if args.warmup > steps:
+                logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
+        return data
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
         """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""

@@ -20,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
@@ -137,19 +137,42 @@ def warm() -> None:
     torch.set_num_threads(1)
 
 
-def run_all(cases: list[Case], data: Path) -> Iterator[tuple[Case, Outcome]]:
-    for case in cases:
-        yield case, run_case(case, data)
+def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
+    """Each case and how it ended, with the folder of data written as DATA.
+
+    Args:
+        only: a part of the flags' names.
+    """
+    import wrong_cases
+
+    data = Path(tempfile.mkdtemp(prefix="wrong-data-"))
+    os.environ["XDG_CACHE_HOME"] = str(data / "cache")
+    try:
+        wrong_cases.make_data(data)
+        for case in wrong_cases.all_cases():
+            if only in case.flag:
+                outcome = run_case(case, data)
+                yield case, replace(outcome, output=outcome.output.replace(str(data), "DATA"))
+    finally:
+        shutil.rmtree(data)
 
 
 def table(outcomes: list[tuple[Case, Outcome]]) -> str:
-    """Markdown: the counts, and for each case its answer."""
+    """Markdown: the counts, and for each flag its values by how they ended, with one of the answers."""
     counts = Counter(outcome.kind for _, outcome in outcomes)
-    lines = [f"{len(outcomes)} command lines: " + ", ".join(f"{counts[kind]} {kind}" for kind in counts) + ".", ""]
-    lines += ["| flag | value | answer |", "|---|---|---|"]
-    for case, outcome in outcomes:
-        answer = outcome.line if outcome.kind == ANSWERED else outcome.kind
-        lines.append(f"| `{case.flag}` | `{case.value}` | {answer} |")
+    lines = [f"{len(outcomes)} command lines: " + ", ".join(f"{counts[kind]} {kind}" for kind in sorted(counts)) + "."]
+    lines += ["", "| flag | values | one of the answers |", "|---|---|---|"]
+    flags = dict.fromkeys(case.flag for case, _ in outcomes)
+    for flag in sorted(flags):
+        own = [(case.value.replace("{data}", "DATA"), outcome) for case, outcome in outcomes if case.flag == flag]
+        kinds = sorted({outcome.kind for _, outcome in own})
+        values = "; ".join(
+            f"{kind}: " + ", ".join(f"`{value or ' '}`" for value, outcome in own if outcome.kind == kind)
+            for kind in kinds
+        )
+        # The longest says most; the parser's own come first.
+        answer = max((outcome.line for _, outcome in own if outcome.kind == ANSWERED), key=len, default="")
+        lines.append(f"| `{flag}` | {values} | {answer} |".replace("\t", " "))
     return "\n".join(lines) + "\n"
 
 
@@ -159,23 +182,13 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of the flag's name")
     options = parser.parse_args()
     warm()
-    import wrong_cases
-
-    data = Path(tempfile.mkdtemp(prefix="wrong-data-"))
-    os.environ["XDG_CACHE_HOME"] = str(data / "cache")
-    wrong_cases.make_data(data)
-    cases = [case for case in wrong_cases.all_cases() if options.only in case.flag]
     outcomes = []
-    for case, outcome in run_all(cases, data):
+    for case, outcome in run_all(options.only):
         outcomes.append((case, outcome))
         if options.failing and outcome.kind not in GOOD:
             last = outcome.output.strip().splitlines()[-1:] or [""]
             print(f"{outcome.kind:10} {case.flag} {case.value!r}  [{case.arguments}] {last[0][:240]}", flush=True)
-    if options.failing:
-        print(Counter(outcome.kind for _, outcome in outcomes))
-    else:
-        print(table(outcomes).replace(str(data), "DATA"))
-    shutil.rmtree(data)
+    print(Counter(outcome.kind for _, outcome in outcomes) if options.failing else table(outcomes))
     return any(outcome.kind not in GOOD for _, outcome in outcomes)
 
 
