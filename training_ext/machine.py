@@ -32,11 +32,14 @@ def check_machine(args: Namespace) -> None:
 def check_writable(flag: str, path: str) -> None:
     """Raise InputError unless a folder `path` is there, or can be made, and takes files."""
     try:
-        folder = Path(path).absolute()
+        whole = folder = Path(path).absolute()
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
-            raise NotADirectoryError(None, "is a file", str(folder))
+            raise NotADirectoryError(None, f"{str(folder)!r} is a file")
+        most = os.pathconf(folder, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > most for part in whole.parts):
+            raise OSError(None, f"a name has at most {most} bytes")
         # Asked by doing it: root may write where the file system says no.
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -112,6 +115,8 @@ def check_remote(args: Namespace) -> None:
     if args.resume == "latest" and (args.save_most_recent or args.remote_sync_protocol != "s3"):
         raise InputError(f"{given} with --resume latest wants --remote-sync-protocol s3 and no --save-most-recent")
     if args.remote_sync_protocol == "s3":
+        if not args.remote_sync.startswith("s3://"):
+            raise InputError(f"{given} is no s3://BUCKET/FOLDER; give one, or --remote-sync-protocol fsspec")
         if shutil.which("aws") is None:
             raise InputError(f"{given} needs the command aws; install it, or give --remote-sync-protocol fsspec")
         return

@@ -49,6 +49,8 @@ class Parser(argparse.ArgumentParser):
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
         try:
             parsed, unknown = self.parse_known_args(args, namespace)
+        except InputError:
+            raise
         except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
             self.error(f"--aug-cfg: wants NAME=VALUE, such as scale=(0.9,1.0); {error}")
         if unknown:
@@ -229,7 +231,8 @@ def resolve_recovery(args: argparse.Namespace) -> None:
             if getattr(args, name) is not None:
                 flag = flag_of(name)
                 raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
-    args.osr_transfer = args.osr_transfer or "both"
+    if args.osr_transfer is None:
+        args.osr_transfer = "both"
     if args.osr_transfer not in recovered.TRANSFERS:
         raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
     if args.osr_transfer == "table" and not args.uses_ext_loss:

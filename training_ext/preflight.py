@@ -10,7 +10,7 @@ import open_clip
 import torch
 import torch.distributed as dist
 from open_clip.pretrained import is_pretrained_cfg
-from open_clip_train.data import expand_urls
+from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
@@ -71,17 +71,17 @@ def check(args: Namespace) -> DataRows | None:
     check_pretrained("--pretrained", args.model, args.pretrained)
     check_recovery(args, resumes_training=resumed is not None)
     check_what_is_made(args, path)
-    if args.uses_ext_loss:
-        if args.val_data and args.dataset_type != "shapes":
-            check_val_data(args)
-        if trains(args):
-            check_upsampling(args)
-            rows = find_rows(args)
-            check_shards(args, rows, world_size)
-            check_steps(args, rows, world_size)
-            check_memory(args, rows.num_rows, world_size)
-    elif needs_rows:
-        rows = find_rows(args)
+    if args.val_data and args.dataset_type != "shapes":
+        check_val_data(args)
+    if trains(args):
+        check_upsampling(args)
+        check_size_known(args)
+        found = find_rows(args)
+        check_shards(args, found, world_size)
+        check_steps(args, found, world_size)
+        if args.uses_ext_loss:
+            check_memory(args, found.num_rows, world_size)
+        rows = found if needs_rows else None
     if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
         recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
     if resumed is not None and trains(args):
@@ -269,6 +269,18 @@ def check_upsampling(args: Namespace) -> None:
         expand_urls(args.train_data, factors)
     except (AssertionError, ValueError) as error:
         raise InputError(f"{given}: {error}; give one number per source of --train-data, such as 1::2") from None
+
+
+def check_size_known(args: Namespace) -> None:
+    """OpenCLIP does not count samples; where they are counted for a loss of ours, it is told."""
+    if args.uses_ext_loss or args.train_num_samples is not None or kind_of(args, args.train_data) != "webdataset":
+        return
+    try:
+        size, _ = get_dataset_size(args.train_data)
+    except Exception as error:  # of a sizes.json, whatever it holds
+        raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
+    if not size:
+        raise InputError("--train-num-samples: OpenCLIP wants it for shards without a sizes.json; give their samples")
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:

@@ -22,6 +22,7 @@ WRONG = {
     str: ("nonsense", ""),
     bool: ("yes",),
 }
+VALUES = {"--csv-separator": (";", "")}  # in place of those of its type
 # What stands before a flag so that it matters, where the common flags do not do.
 CONTEXT = {
     "--epochs-cooldown": "--lr-scheduler const-cooldown",
@@ -29,9 +30,10 @@ CONTEXT = {
     "--lr-cooldown-power": "--lr-scheduler const-cooldown --epochs-cooldown 1",
     "--momentum": "--opt timm/momentum --lr 0.1",
     "--lock-image-unlocked-groups": "--lock-image",
-    "--lock-text-unlocked-layers": "--lock-text",
+    "--lock-text-unlocked-layers": "--lock-text --lock-text-freeze-layer-norm",
     "--remote-sync": "--name x --remote-sync-protocol fsspec",
     "--remote-sync-frequency": "--name x --remote-sync-protocol fsspec --remote-sync there",
+    "--remote-sync-protocol": "--name x --remote-sync there",
     "--distill-pretrained": "--distill-model ViT-test",
     "--osr-transfer": "--osr-epochs 1",
     "--val-frequency": "--val-num-samples 8",
@@ -58,6 +60,7 @@ RIGHT = {
             "--amor-beta", "--amor-ema", "--amor-positive-weight", "--amor-reinit-every", "--beta1", "--beta2",
             "--coca-caption-loss-weight", "--coca-contrastive-loss-weight", "--cyclip-crossmodal", "--cyclip-inmodal",
             "--epochs-cooldown", "--force-patch-dropout", "--lock-image-unlocked-groups", "--lr-cooldown-end",
+            "--lock-text-unlocked-layers",
             "--margin", "--mixing", "--momentum", "--npn-initial-accumulator", "--npn-restart-every", "--npn-updates",
             "--npn-wd", "--osr-epochs", "--rho", "--rho-annealed-from", "--save-frequency", "--seed", "--shapes-seed",
             "--val-frequency", "--warmup", "--wd", "--workers", "--zeroshot-frequency",
@@ -125,7 +128,7 @@ def generated() -> list[Case]:
             kind = type(kind("1"))
         loss = "" if flag == "--loss" else loss_with(flag)
         before = f"{DATA.get(flag, SHAPES)} {loss} {CONTEXT.get(flag, '')}"
-        for value in WRONG[kind]:
+        for value in VALUES.get(flag, WRONG[kind]):
             right = value in RIGHT.get(flag, ())
             cases.append(Case(flag, value, f"{before} {shlex.quote(f'{flag}={value}')}", is_right=right))
     return cases
@@ -142,7 +145,7 @@ def written() -> list[Case]:
         "--lr-scheduler": ["linear", "const-cooldown", "const-cooldown --epochs-cooldown 3"],
         "--lr": ["0.1 --opt timm/lbfgs"],
         "--model": [
-            "ViT-B-23", "local-dir:{data}/none", "local-dir:{data}/folder", "local-dir:", "hf-hub:", "hf-hub:none",
+            "ViT-B-23", "local-dir:{data}/none", "local-dir:{data}/folder", "local-dir:", "hf-hub:",
         ],
         "--device": ["gpu", "cuda:99", "cpu:x", "meta", "mps"],
         "--force-image-size": ["4", "16 16 16", "33.5", "100000"],
@@ -153,7 +156,6 @@ def written() -> list[Case]:
         "--aug-cfg": ["scale", "nonsense=1", "scale=2", "scale=(0.5,"],
         "--report-to": ["wandb", "wandb,tensorboard", "all"],
         "--trace": [""],
-        "--torchscript": [""],
         "--horovod": [""],
         "--copy-codebase": [""],
         "--use-bnb-linear": ["SwitchBackLinearGlobal"],
@@ -182,8 +184,8 @@ def written() -> list[Case]:
         "--train-num-samples": ["15 --batch-size 16", "1099511627777"],
         "--batch-size": ["1", "17", "9 --accum-freq 2"],
         "--remote-sync": ["there", "nonsense://x --remote-sync-protocol fsspec", "there --resume latest --name x"],
-        "--lock-image-unlocked-groups": ["99 --lock-image"],
         "--lock-text-unlocked-layers": ["99 --lock-text"],
+        "--lock-text": [""],
         "--imagenet-val": ["{data}/none", "{data}/folder", "{data}/text.pt"],
         "--imagenet-v2": ["{data}/none", "{data}/folder"],
         "--keep-best": ["image_to_text_R@1 --val-frequency 0", "imagenet-zeroshot-val-top1"],
@@ -200,7 +202,7 @@ def written() -> list[Case]:
     data = {
         "--train-data": [
             "{data}/none.csv", "{data}/text.pt", "{data}/folder", "{data}/none-{0..3}.tar", "{data}/{0..3.tar",
-            "{data}/none.csv --dataset-type csv", "{data}/text.pt --dataset-type csv",
+            "{data}/none.csv --dataset-type csv", "{data}/text.pt --dataset-type csv --csv-img-key filepath",
             "{data}/text.pt --dataset-type webdataset",
         ],
         "--val-data": ["{data}/none.csv --train-data {data}/train.csv", "{data}/folder --train-data {data}/train.csv"],

@@ -120,7 +120,7 @@ def _kind(code: int | None, output: str, written: tuple[str, ...], case: Case) -
         return ACCEPTED if case.is_right else SILENT
     if code != 2 or "Traceback" in output:
         return TRACEBACK
-    lines = output.strip().splitlines()
+    lines = [line for line in output.splitlines() if line and "Counting samples" not in line]
     flags = [case.flag, *(part for part in case.value.split() if part.startswith("--"))]
     answers = len(lines) == 1 and lines[0].startswith(PREFIX) and any(flag in lines[0] for flag in flags)
     return ANSWERED if answers and not written and not case.is_right else LATE
