@@ -1,7 +1,7 @@
 """Wrong values for every flag of both packages, made from the parser itself, and what the command answers.
 
-    python tests/training_ext/wrong_flags.py            # the table, as in docs/wrong-flags.md
-    python tests/training_ext/wrong_flags.py --failing  # only what is not answered, with its output
+    python tests/training_ext/wrong_flags.py                   # the table, as in docs/wrong-flags.md
+    python tests/training_ext/wrong_flags.py --only osr 2>&1  # of some flags, with what is not answered
 
 Each command line runs in a process of its own, forked from one that has imported everything, in an empty folder. An
 answer is exit code 2, one line that names the flag (or the other one of a pair), and no file written, within
@@ -178,17 +178,16 @@ def table(outcomes: list[tuple[Case, Outcome]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--failing", action="store_true")
-    parser.add_argument("--only", default="", help="a part of the flag's name")
+    parser.add_argument("--only", default="", metavar="TEXT", help="a part of the flags' names")
     options = parser.parse_args()
     warm()
     outcomes = []
     for case, outcome in run_all(options.only):
         outcomes.append((case, outcome))
-        if options.failing and outcome.kind not in GOOD:
+        if outcome.kind not in GOOD:
             last = outcome.output.strip().splitlines()[-1:] or [""]
-            print(f"{outcome.kind:10} {case.flag} {case.value!r}  [{case.arguments}] {last[0][:240]}", flush=True)
-    print(Counter(outcome.kind for _, outcome in outcomes) if options.failing else table(outcomes))
+            print(f"{outcome.kind}: {case.flag} {case.value!r} [{case.arguments}] {last[0][:240]}", file=sys.stderr)
+    print(table(outcomes))
     return any(outcome.kind not in GOOD for _, outcome in outcomes)
 
 
