@@ -93,7 +93,6 @@ RANGES: dict[str, Range] = {
     "coca_contrastive_loss_weight": NOT_NEGATIVE,
     # Logs and checkpoints
     "logs": GIVEN,
-    "name": GIVEN,
     "resume": GIVEN,
     "log_every_n_steps": whole(1),
     "save_frequency": whole(0),
