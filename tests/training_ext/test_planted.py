@@ -153,7 +153,8 @@ def test_weights_to_distil_from(ends, planted):
 
 
 def test_weights_of_numpy(ends, planted):
-    assert "--pretrained: " in (line := ends(f"{SHAPES} --pretrained {planted('a.npy')}")) and "allow_pickle=False" in line
+    line = ends(f"{SHAPES} --pretrained {planted('a.npy')}")
+    assert "--pretrained: " in line and "allow_pickle=False" in line
 
 
 def test_weights_whose_reading_fails_in_another_way(ends, tmp_path, marker):
