@@ -195,7 +195,6 @@ def written() -> list[Case]:
         "--dist-url": ["nonsense"],
         "--dist-backend": ["nonsense"],
         "--distill-model": ["ViT-test"],
-        "--gather-with-grad": ["--local-loss=no"],
         "--loss": ["nonsense", "siglip --rho 3"],
     }
     cases = [Case(flag, value, f"{ours} {flag} {value}") for flag, values in wrong.items() for value in values]
