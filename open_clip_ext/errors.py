@@ -20,10 +20,11 @@ class InputError(ValueError):
         self.argument = argument
 
 
-def did_you_mean(given: object, known: Collection[str]) -> str:
-    """The end of a message about an unknown name: the nearest of the known ones, or nothing if none is near."""
+def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown name: the nearest of the known ones, or `otherwise` if none is near."""
     near = difflib.get_close_matches(str(given), known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    end = f"did you mean {near[0]!r}?" if near else otherwise
+    return f"; {end}" if end else ""
 
 
 def not_one_of(given: object, known: Collection[str]) -> str:

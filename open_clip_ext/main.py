@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def exit_code(command: Callable[[], None]) -> int:
     """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
-    run has ended."""
+    run has ended; 130 after one line, of process 0, if it was interrupted."""
     try:
         command()
         return 0
@@ -59,6 +59,10 @@ def exit_code(command: Callable[[], None]) -> int:
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("open_clip_ext: interrupted; the checkpoints are complete", file=sys.stderr, flush=True)
+        return 130
     except RuntimeError as error:
         if not lost_another_process(error):
             raise

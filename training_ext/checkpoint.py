@@ -4,10 +4,14 @@ It is one extra key of the optimizer's state, made of plain tensors, numbers and
 stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
 """
 
+import errno
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
@@ -27,11 +31,41 @@ def state_settings(args: Namespace) -> list[str]:
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`."""
+    """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`.
+
+    Raises:
+        InputError: the disk is full.
+    """
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
-    with whole_file(path) as file:
-        save(content, file, *args, **kwargs)
+    try:
+        with whole_file(path) as file:
+            save(content, file, *args, **kwargs)
+    except (OSError, RuntimeError) as error:
+        if not _is_full(error):
+            raise
+        needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
+        raise InputError(
+            f"{os.fspath(path)!r} cannot be written: it needs {needed:.1f} MiB, and the disk or the quota is full "
+            f"({free:.1f} MiB free); make room, and --resume the checkpoint before it"
+        ) from None
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether there was no room for a file: torch's writer raises a RuntimeError over the OSError."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _size(content: Any) -> int:
+    """Bytes of the tensors in a checkpoint."""
+    if isinstance(content, torch.Tensor):
+        return content.numel() * content.element_size()
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return sum(map(_size, values))
 
 
 def plain_name(name: str) -> str:

@@ -13,7 +13,9 @@ from typing import Any
 from open_clip_train.main import main as open_clip_main
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import NonFiniteError
 from training_ext.checkpoint import atomic_save
+from training_ext.flag_ranges import likely_cause
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
@@ -264,8 +266,12 @@ def run(session: Session) -> None:
 
     Raises:
         InputError: OpenCLIP ended early.
+        NonFiniteError: the training broke; the message names the step, the tensor and the likely cause.
     """
-    with scoped(session, RUN):
-        if open_clip_main(None):
-            raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    try:
+        with scoped(session, RUN):
+            if open_clip_main(None):
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
     session.finish()

@@ -1,16 +1,15 @@
 """The command line: every flag of OpenCLIP, and ours in a group of their own, from one parser."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
-from math import ceil, isfinite
+from math import ceil
 from typing import Any, NoReturn
 
 from open_clip_train import params
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import factory
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext import recipes, recovered
 from training_ext.loss_help import PART_HELP, default_text, loss_help
@@ -38,19 +37,19 @@ class Parser(argparse.ArgumentParser):
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
         others = [word for word in args if word not in ("-h", "--help")]
-        name = self.parse_known_args(others)[0].recipe
+        name = self._parse_known(others)[0].recipe
         recipe = None if name is None else recipes.find(name)
         from_recipe = [] if recipe is None else self._of_recipe(recipe)
         if len(others) < len(args):
             given = [*from_recipe, *others]
-            if self.parse_known_args(given)[0].loss is not None:
+            if self._parse_known(given)[0].loss is not None:
                 print(loss_help(self._given(given)))
                 self.exit(0)
-        parsed, unknown = self.parse_known_args([*from_recipe, *args], namespace)
+        parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
+            near = did_you_mean(unknown[0].partition("=")[0], flags, "see --help")
+            self.error(f"unknown: {' '.join(unknown)}{near}")
         on_command_line = frozenset(self._given(args))
         parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
         if recipe is not None and "batch_size" not in on_command_line:
@@ -60,6 +59,16 @@ class Parser(argparse.ArgumentParser):
                 parsed.given_flags |= {"batch_size"}
         parsed.recipe_flags = parsed.given_flags - on_command_line
         return parsed
+
+    def _parse_known(
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        try:
+            return self.parse_known_args(args, namespace)
+        except InputError:
+            raise
+        except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
+            self.error(f"--aug-cfg: wants NAME=VALUE, such as scale=(0.9,1.0); {error}")
 
     def _of_recipe(self, recipe: recipes.Recipe) -> list[str]:
         """Its arguments, which go before those of the command line, so that the latter count."""
@@ -181,6 +190,8 @@ class ListRecipes(Print):
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
+MOST_EPOCHS = 10**6
+OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
 
 
@@ -250,9 +261,18 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     if trains_logit_scale(args):
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
-        if args.tau_init is not None and args.tau_init < args.tau_min:
-            raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
+        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
+    check_taus(args)
     return args
+
+
+def check_taus(args: argparse.Namespace) -> None:
+    """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max")
+    for low, high in order:
+        least, most = getattr(args, low), getattr(args, high)
+        if least is not None and most is not None and most < least:
+            raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
 
 
 def resolve_recovery(args: argparse.Namespace) -> None:
@@ -271,14 +291,15 @@ def resolve_recovery(args: argparse.Namespace) -> None:
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
-    if not (isfinite(args.osr_epochs) and args.osr_epochs >= 0):
-        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0")
+    if not 0 <= args.osr_epochs <= MOST_EPOCHS:
+        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
     if args.osr_epochs == 0:
         for name in ("osr_transfer", "osr_save"):
             if getattr(args, name) is not None:
                 flag = flag_of(name)
                 raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
-    args.osr_transfer = args.osr_transfer or "both"
+    if args.osr_transfer is None:
+        args.osr_transfer = "both"
     if args.osr_transfer not in recovered.TRANSFERS:
         raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
     if args.osr_transfer == "table" and not args.uses_ext_loss:

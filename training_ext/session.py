@@ -31,6 +31,7 @@ from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
+from training_ext.rehearsal import train_temperature
 from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
 from training_ext.skips import Decode, Skips, UsableLines, report_epoch
@@ -77,7 +78,7 @@ class Session:
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
         device = original(args)
-        if args.distributed and (args.uses_ext_loss or args.osr_epochs > 0):
+        if args.distributed and not args.horovod:
             check_alike(args, self.rows)
         return device
 
@@ -96,10 +97,7 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
-        if not trains_logit_scale(self.args):
-            model.logit_scale.requires_grad_(False)
-        if getattr(model, "logit_bias", None) is not None:
-            model.logit_bias.requires_grad_(False)
+        train_temperature(model, trains_logit_scale(self.args))
         return model, *transforms
 
     # Optimizer
@@ -162,7 +160,12 @@ class Session:
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
             if self.rows.shards is not None:
                 args.train_num_samples = self.rows.shards.num_listed(args.train_data)
-        return original(args, *rest, **kwargs)
+        data = original(args, *rest, **kwargs)
+        if "train" in data and not args.skip_scheduler and is_master(args):
+            steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
+            if args.warmup > steps:
+                logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
+        return data
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
         """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""

@@ -49,7 +49,7 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
 from open_clip_ext.surrogates import Identity
@@ -108,7 +108,7 @@ class AmorLIPLoss(Loss):
     )
     amor_positive_weight: float = option(1e-3, "what the positive counts in Z", **NOT_NEGATIVE)
     least_pairs = 2
-    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda")
+    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)
@@ -165,6 +165,7 @@ class AmorLIPLoss(Loss):
             log_lambda = self._log_denominators(batch, scale, log_z)
             value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
             self._watch(batch, scale, log_negatives, log_lambda)
+            self.note_gradients(*gradients[:2])
         inputs = (image, text, logit_scale)
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 

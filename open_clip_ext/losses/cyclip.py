@@ -70,7 +70,9 @@ class CyCLIPLoss(Loss):
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         inputs = (image, grad_image), (text, grad_text), (logit_scale, grad_scale)
-        return attach_gradients(value, [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs])
+        gradients = [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs]
+        self.note_gradients(grad_image, grad_text)
+        return attach_gradients(value, gradients)
 
     def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> tuple[Tensor, Tensor]:
         """The two sums over B, 0-d each; adds the gradient of their weighted sum to that in image and text, (b, d)."""

@@ -22,7 +22,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
 from open_clip_ext.options import option, positive
@@ -69,7 +69,7 @@ class GlobalContrastiveLoss(Loss):
         choices=("cross", "both", "views"),
     )
     trains_logit_scale = False  # the temperature decides
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
 
     def __init__(
         self,
@@ -165,6 +165,7 @@ class GlobalContrastiveLoss(Loss):
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
+            self.note_gradients(gradients[0][1], gradients[1][1])
             if update_state and index is not None and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from numerics import unit
 
-from open_clip_ext import InputError, create_loss, equations
+from open_clip_ext import InputError, NonFiniteError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
 from open_clip_ext.networks import PartitionMLP
 from open_clip_ext.objectives import Unified
@@ -234,3 +234,20 @@ def test_the_optimum_over_alpha_is_the_log_normalizer():
     for _ in range(300):
         shared -= 0.5 * Unified.slope(log_batch, shared).mean(dim=1, keepdim=True)
     torch.testing.assert_close(shared[:, 0], (EPS + g).mean(dim=1).log(), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_float16_cannot_hold():
+    """An MLP at tau 0.01, pairs that point away from each other: the value is finite, and so is everything else."""
+    torch.manual_seed(0)
+    loss = create_loss("neuclip", normalizer="mlp", epochs=1)
+    for _ in range(30):
+        image = torch.nn.functional.normalize(torch.randn(8, 16), dim=1)
+        image, text = image.half().requires_grad_(), (-image).half().requires_grad_()
+        value = loss(image, text, torch.tensor(100.0, requires_grad=True))
+        value.backward()
+        assert value.isfinite()
+        if not (image.grad.isfinite().all() and text.grad.isfinite().all()):
+            break
+        loss.raise_if_not_finite()
+    with pytest.raises(NonFiniteError, match=f"step {loss.steps}: the float16 gradient of the features"):
+        loss.raise_if_not_finite()

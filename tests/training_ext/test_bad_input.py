@@ -2,7 +2,10 @@
 
 import importlib.metadata
 import os
+import re
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -48,13 +51,13 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
         (f"{NEUCLIP} --distill-pretrained openai", ["--distill-pretrained", "'openai'", "--loss clip"]),
         (f"{NEUCLIP} --horovod", ["--horovod", "torchrun"]),
         (f"{NEUCLIP} --batch-size 1", ["--batch-size", "1", "at least 2 pairs"]),
-        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "at least 1"]),
+        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "from 1"]),
         (f"{NEUCLIP} --batch-size 32", ["--batch-size", "32", "16 samples"]),
         (f"{NEUCLIP} --accum-freq 3", ["--batch-size", "8", "--accum-freq 3", "16 samples"]),
-        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "at least 1"]),
-        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "at least 0"]),
-        (f"{NEUCLIP} --epochs 0", ["--epochs", "0", "at least 1"]),
-        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "at least 1"]),
+        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "from 1"]),
+        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "from 0"]),
+        (f"{NEUCLIP} --epochs 0", ["--epochs", "0", "from 1"]),
+        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "from 1"]),
         (f"{NEUCLIP} --lr 0", ["--lr", "0.0", "number > 0"]),
         (f"{NEUCLIP} --lr-tau 0", ["--lr-tau", "0.0", "number > 0"]),
         (f"{NEUCLIP} --tau-init 0.02 --tau-min 0.03", ["--tau-init", "0.02", "--tau-min 0.03"]),
@@ -326,8 +329,9 @@ def test_a_batch_that_is_not_finite(stopped, datasets, monkeypatch, log_every, a
     bad = (steps + 1) * accumulated * (1 if accumulated == 1 else 2) + 1
 
     def broken(self, *args, **kwargs):
-        calls.append(None)
-        return encode(self, *args, **kwargs) * (float("nan") if len(calls) == bad else 1)
+        features = encode(self, *args, **kwargs)
+        calls.extend([None] * (not features.is_meta))  # the rehearsal's
+        return features * (float("nan") if len(calls) == bad else 1)
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
     line, folder = stopped(
@@ -345,17 +349,64 @@ def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
 
     def broken(self, *args, **kwargs):
         features = encode(self, *args, **kwargs)
-        features.register_hook(lambda gradient: gradient * float("inf"))
+        if features.requires_grad:
+            features.register_hook(lambda gradient: gradient * float("inf"))
         return features
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
-    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16")
+    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16 --warmup 0")
     assert "step 1: positional_embedding is not finite" in line
     assert not list(folder.iterdir())
 
 
-def test_what_open_clip_refuses_itself(stopped, tmp_path):
-    line, _ = stopped(f"{NEUCLIP} --resume latest --save-most-recent --remote-sync {tmp_path}/remote")
+@pytest.mark.parametrize(
+    "cause, named",
+    [
+        (f"{FASTCLIP} --normalizer table --lr 1e29", "--lr 1e+29"),
+        (f"{SHAPES} --loss sogclr --tau-init 1e-39", "--tau-init 1e-39"),
+        (f"{FASTCLIP} --wd 1e29", "--wd 1e+29"),
+        (f"{FASTCLIP} --image-mean 1e29", "--image-mean 1e+29"),
+    ],
+)
+def test_the_likely_cause_of_what_is_not_finite(stopped, cause, named):
+    line, _ = stopped(f"{cause} --epochs 3")
+    assert "not finite" in line and f"the likely cause is {named}; usual is" in line, line
+
+
+def test_a_full_disk(stopped):
+    """One MiB for what is more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        line, folder = stopped(NEUCLIP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    needed = re.search(r"needs (\S+) MiB", line)
+    assert str(folder / "epoch_1.pt") in line and float(needed[1]) > 1, line
+    assert not list(folder.iterdir())
+
+
+def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
+    """Ctrl-C during the second step; no checkpoint is there yet."""
+    encode, calls = open_clip.CLIP.encode_text, []
+
+    def interrupted(self, *args, **kwargs):
+        features = encode(self, *args, **kwargs)
+        calls.extend([None] * (not features.is_meta))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return features
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_text", interrupted)
+    assert run_main(ext_main, f"{NEUCLIP} --name stopped", tmp_path / "logs") == 130
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and error.strip().splitlines()[-1].startswith("open_clip_ext: interrupted")
+    assert not list((tmp_path / "logs/stopped/checkpoints").iterdir())
+
+
+def test_what_open_clip_refuses_itself(stopped, monkeypatch):
+    monkeypatch.setattr(open_clip_train.main, "remote_sync", lambda *args: False)
+    line, _ = stopped(f"{NEUCLIP} --remote-sync there --remote-sync-protocol fsspec")
     assert "its own output above" in line
 
 

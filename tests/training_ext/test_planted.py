@@ -152,9 +152,9 @@ def test_weights_to_distil_from(ends, planted):
     assert str(path) in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {path}")
 
 
-def test_weights_of_numpy(planted, tmp_path):
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        run_main(ext_main, f"{SHAPES} --pretrained {planted('a.npy')}", tmp_path / "logs")
+def test_weights_of_numpy(ends, planted):
+    line = ends(f"{SHAPES} --pretrained {planted('a.npy')}")
+    assert "--pretrained: " in line and "allow_pickle=False" in line
 
 
 def test_weights_whose_reading_fails_in_another_way(ends, tmp_path, marker):

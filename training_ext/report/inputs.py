@@ -16,9 +16,9 @@ from torch import Tensor
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
-from open_clip_ext.options import flag_of
-from training_ext import checkpoint, preflight
+from training_ext import checkpoint
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
 from training_ext.overlay import replaced
@@ -108,10 +108,7 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
             f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, and "
             "has no true value over all data; give a checkpoint of another loss"
         )
-    for name in ("batch_size", "workers"):
-        value, least = getattr(args, name), preflight.AT_LEAST[name]
-        if value < least:
-            raise InputError(f"{flag_of(name)}: {value} is out of range; it must be at least {least}")
+    check_ranges(args)
     rows, shards = find_all_rows(options, args)
     instead = "repeat the flags of its training"
     checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
