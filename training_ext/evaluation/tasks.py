@@ -2,8 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from typing import Any
 
 from open_clip_ext.errors import InputError
 
@@ -113,10 +113,11 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
         # JSON has lists where a task has tuples.
-        tasks = tuple(
-            Task(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+        rows: list[dict[str, Any]] = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
             for row in content["tasks"]
-        )
+        ]
+        tasks = tuple(Task(**row) for row in rows)
         name = str(content["name"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(field.name for field in fields(Task))
@@ -129,10 +130,3 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
         if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
             raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or groups by none of its fields")
     return name, tasks
-
-
-def write_table(name: str, tasks: Sequence[Task]) -> str:
-    """The content of a tasks.json."""
-    default = asdict(Task("", ""))
-    rows = [{key: value for key, value in asdict(task).items() if value != default[key]} for task in tasks]
-    return json.dumps({"name": name, "tasks": rows}, indent=1) + "\n"

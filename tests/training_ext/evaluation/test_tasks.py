@@ -1,12 +1,13 @@
 """The table of tasks and the averages over it."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from open_clip_ext import InputError
 from training_ext.evaluation.aggregates import aggregates, average
-from training_ext.evaluation.tasks import DATACOMP, DATACOMP_TASKS, Task, read_tasks, write_table
+from training_ext.evaluation.tasks import DATACOMP, DATACOMP_TASKS, Task, read_tasks
 
 SCORES = {task.key: index / 100 for index, task in enumerate(DATACOMP_TASKS)}
 
@@ -67,7 +68,7 @@ def test_a_table_of_ones_own(tmp_path):
     )
     assert read_tasks(str(tmp_path)) == (DATACOMP, DATACOMP_TASKS)
     path = tmp_path / "tasks.json"
-    path.write_text(write_table("mine", tasks))
+    path.write_text(json.dumps({"name": "mine", "tasks": [asdict(task) for task in tasks]}))
     assert read_tasks(str(tmp_path)) == ("mine", tasks)
     (mine,) = aggregates("mine", tasks)
     assert average(mine, {"a": 0.5, "b": 1.0}) == average(mine, {"a": 1.0, "b": 0.5})
