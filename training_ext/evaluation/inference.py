@@ -57,6 +57,7 @@ class Encoder:
         loader = DataLoader(
             Images(source, self.transform, self.rank, self.world_size), self.batch_size, num_workers=self.workers,
             collate_fn=list,
+            generator=torch.Generator(),  # an evaluation does not change what a training draws
         )
         share = None if size is None else -(-size // self.world_size)
         with tqdm(total=share, desc=name, unit=" images", disable=not self.show, leave=False) as bar:
@@ -92,7 +93,7 @@ class Encoder:
 
 def finite(features: Tensor) -> Tensor:
     if not features.isfinite().all():
-        raise InputError("--checkpoint: the model's embeddings are not finite")
+        raise InputError("the model's embeddings are not finite")
     return features.float()
 
 

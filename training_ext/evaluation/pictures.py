@@ -50,15 +50,16 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
         points = np.array([(100 * value, place) for value, place in known_places if value is not None])
         if len(points):
             axis.scatter(
-                points[:, 0], points[:, 1], s=34, zorder=2, label=label, linewidths=0,
-                color=COLOURS[number % len(COLOURS)], marker=MARKERS[number // len(COLOURS) % len(MARKERS)],
+                # Smaller and smaller: of equal scores each is seen.
+                points[:, 0], points[:, 1], s=24 + 30 / (number + 1), zorder=2, label=label, linewidths=0,
+                color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
             )
     axis.set_yticks(places, [name for name, _ in rows])
     axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel="score, percent")
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     figure.suptitle(title, fontsize=11, color=INK)
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper center", frameon=False, fontsize=9)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(3, len(labels)), frameon=False, fontsize=9)
     figure.savefig(file, dpi=130, format="png")
 
 

@@ -84,7 +84,9 @@ def table(
     """
     scores = [one.scores() for one in results]
     width = max(12, *(len(label) + 2 for label in labels))
-    wide = max(34, *(len(task.name) + 2 for task in tasks)) if tasks else 34
+    averages = [[average(one, own) for own in scores] for one in aggregates(name, tasks)]
+    names = [min(own, key=lambda one: one.complete).name for own in averages]
+    wide = 2 + max(len(first) for first in [*names, *(task.name for task in tasks)])
 
     def line(first: str, metric: str, samples: str, cells: Sequence[str]) -> str:
         return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
@@ -105,9 +107,7 @@ def table(
     if odd:
         lines.append("* another number of samples than the task has: not comparable with published scores")
     lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
-    for aggregate in aggregates(name, tasks) if tasks else ():
-        averages = [average(aggregate, own) for own in scores]
-        shown = min(averages, key=lambda one: one.complete).name
-        if any(one.value is not None for one in averages):
-            lines.append(line(shown, "mean", "", [percent(one.value) for one in averages]))
+    for first, values in zip(names, averages, strict=True):
+        if any(one.value is not None for one in values):
+            lines.append(line(first, "mean", "", [percent(one.value) for one in values]))
     return "\n".join(lines)
