@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import open_clip
 import torch
 import torch.distributed as dist
-from open_clip_train.distributed import broadcast_object, init_distributed_device, world_info_from_env
+from open_clip_train.distributed import init_distributed_device, world_info_from_env
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
@@ -117,7 +117,9 @@ def run(argv: list[str]) -> None:
         job, results = check(args)
     device = init_distributed_device(args)
     if args.distributed:
-        job = broadcast_object(args, job)
+        jobs = [job]
+        dist.broadcast_object_list(jobs, src=0)
+        job = jobs[0]
     assert job is not None
     if args.rank == 0:
         logging.getLogger().setLevel(logging.WARNING)

@@ -116,6 +116,7 @@ class Shards(Source):
                         if own(number):
                             yield number, self._sample(tar, members, path)
                         number += 1
+                    check_end(tar)
             except (OSError, tarfile.TarError) as error:
                 raise self.wrong(f"{path!r} is damaged: {one_line(error)}") from None
 
@@ -302,6 +303,14 @@ def grouped(tar: tarfile.TarFile) -> Iterator[dict[str, tarfile.TarInfo]]:
         members[extension.lower()] = member
     if members:
         yield members
+
+
+def check_end(tar: tarfile.TarFile) -> None:
+    """tarfile takes an archive that was cut between or in headers for a whole one."""
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("it has no end mark")
 
 
 def read_array(source: Source, content: bytes, place: str) -> NDArray:

@@ -51,7 +51,7 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
         if len(points):
             axis.scatter(
                 # Smaller and smaller: of equal scores each is seen.
-                points[:, 0], points[:, 1], s=24 + 30 / (number + 1), zorder=2, label=label, linewidths=0,
+                points[:, 0], points[:, 1], s=20 + 60 / (number + 1), zorder=2, label=label, linewidths=0,
                 color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
             )
     axis.set_yticks(places, [name for name, _ in rows])
