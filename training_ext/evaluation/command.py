@@ -167,7 +167,8 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     sources: dict[str, Source] = {}
     if args.data is not None:
         name, tasks, folders = find_tasks(args)
-        sources = {task.key: open_task(task, folders[task.key]) for task in tasks if task.key in folders}
+        wanted = [task for task in tasks if task.key in folders and is_wanted(task, args)]
+        sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
     elif args.tasks:
         raise InputError(f"--tasks: {' '.join(args.tasks)} without --data")
     if args.zeroshot_data is not None:
@@ -201,12 +202,17 @@ def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str
     for task in tasks:
         paths = [os.path.join(args.data, folder) for folder in task.folder_names()]
         found = next((path for path in paths if os.path.isdir(path)), None)
-        if found is not None and (not args.tasks or {task.key, task.name} & set(args.tasks)):
+        if found is not None:
             folders[task.key] = found
-    if not folders:
-        looked_for = f"{tasks[0].folder_names()[0]} for {tasks[0].name}"
+    wanted = [task for task in tasks if is_wanted(task, args)]
+    if not any(task.key in folders for task in wanted):
+        looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
         raise InputError(f"--data: {args.data!r} has the folder of no task, such as {looked_for}")
     return name, tasks, folders
+
+
+def is_wanted(task: Task, args: argparse.Namespace) -> bool:
+    return not args.tasks or task.key in args.tasks or task.name in args.tasks
 
 
 def evaluate_checkpoint(
@@ -255,7 +261,10 @@ def finish(job: Job, results: list[Results]) -> None:
     """The table and the picture."""
     labels = [checkpoint.label for checkpoint in job.checkpoints]
     if job.tasks:
-        missing = [task for task in job.tasks if not any(task.key in own.rows for own in results)]
+        missing = [
+            task for task in job.tasks
+            if task.key not in job.folders and not any(task.key in own.rows for own in results)
+        ]
         print(table(job.table, job.tasks, labels, results, missing))
     for label, out, own in zip(labels, job.outs, results, strict=True):
         for row in own.rows.values():

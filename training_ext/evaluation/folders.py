@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from open_clip import OPENAI_IMAGENET_TEMPLATES
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -242,7 +242,9 @@ class Images(IterableDataset):
                 with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
                     tensor = self.transform(image.convert("RGB"))
             except Exception as error:  # decoders raise whatever they like
-                raise self.source.wrong(f"the image of {sample.place!r} cannot be read: {one_line(error)}") from None
+                unknown = isinstance(error, UnidentifiedImageError)
+                reason = f"it is none of {', '.join(FORMATS)}" if unknown else one_line(error)
+                raise self.source.wrong(f"the image of {sample.place!r} cannot be read: {reason}") from None
             yield number, tensor, sample.target, sample.fields
 
 
@@ -255,7 +257,7 @@ def open_own_classes(flag: str, folder: str) -> Source:
     if not os.path.isdir(folder):
         raise InputError(f"{flag}: there is no folder {folder!r}")
     source: Source
-    if os.path.exists(os.path.join(folder, "test", "nshards.txt")):
+    if any(os.path.exists(os.path.join(folder, "test", name)) for name in ("nshards.txt", "0.tar")):
         source = Shards(flag, folder)
     else:
         source = ClassFolders(flag, folder)

@@ -177,13 +177,15 @@ def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path
     assert "another program" in refused(arguments)
 
 
-def test_other_data_are_done_again(tasks, checkpoints, tmp_path):
+def test_other_data_are_done_again(tasks, checkpoints, tmp_path, capsys):
     arguments = f"--checkpoint {checkpoints[0]} --data {tasks} --tasks Background --out {tmp_path}/results.jsonl"
     run(arguments)
     before = lines_of(tmp_path / "results.jsonl")["evalset/background"]
     templates = tasks / "wds_evalset-background_test" / "zeroshot_classification_templates.txt"
     templates.write_text("{c}\n")
     run(arguments)
+    shown = capsys.readouterr().out
+    assert "[1 of 9 tasks] evalset: average of 9" in shown and "missing" not in shown
     after = lines_of(tmp_path / "results.jsonl")["evalset/background"]
     assert after["data"] != before["data"] and after["samples"] == before["samples"] == 42
 
