@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -184,7 +185,11 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
 
 
 def about(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    return {"checkpoint": checkpoint.digest, "model": checkpoint.model, "precision": args.precision}
+    """What a score depends on beside the data."""
+    settings = json.loads(json.dumps(checkpoint.flags))  # JSON has lists for tuples
+    return {
+        "checkpoint": checkpoint.digest, "model": checkpoint.model, "precision": args.precision, "settings": settings
+    }
 
 
 def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str]]:

@@ -36,7 +36,7 @@ class Results:
 
     Args:
         path: of the file.
-        about: what the rows are of: checkpoint, model, precision. A file of something else is refused.
+        about: what the rows are of: checkpoint, model, precision, settings. A file of something else is refused.
     """
 
     def __init__(self, path: str, about: dict[str, Any]):

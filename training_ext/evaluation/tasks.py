@@ -21,7 +21,7 @@ class Task:
         size: samples, or instances of WinoGAViL; None if it is not known.
         main_metric: the score, one of the names that `scores` gives.
         folders: names of its folder, in any of the forms of `folder_names`; the key's own if empty.
-        kind: what is done: classification (or multilabel), retrieval or winogavil.
+        kind: classification, with one label or several as its folder says, retrieval or winogavil.
         fields: what the columns of each sample's .npy are.
         group_by: the fields whose groups are scored apart.
         top_k: how many answers a group's accuracy allows.

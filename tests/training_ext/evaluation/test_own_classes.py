@@ -73,7 +73,7 @@ def test_after_each_epoch_with_any_loss(loss, classes, datasets, tmp_path):
         assert kept["zeroshot-data-balanced"] == max(line["zeroshot-data-balanced"] for line in lines)
 
 
-def test_an_image_that_breaks_later_does_not_end_the_training(classes, datasets, tmp_path, caplog):
+def test_an_image_that_breaks_later_does_not_end_the_training(datasets, tmp_path):
     (tmp_path / "data").mkdir()
     for name in ("a", "b"):
         (tmp_path / "data" / name).mkdir()
