@@ -53,11 +53,11 @@ def check(args: Namespace) -> DataRows | None:
     if rank != 0:
         # Another machine may hold other data; `check_alike` compares.
         return find_rows(args) if local_rank == 0 and needs_rows else None
+    check_own_classes(args)
     # What is quick comes before the scan of shards.
     check_experiment(args)
     resumed = find_resumed(args)
     rows = None
-    check_own_classes(args)
     monitor.check_metric(args)
     check_pretrained(args)
     check_recovery(args, resumes_training=resumed is not None)
