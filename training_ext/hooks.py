@@ -204,7 +204,8 @@ SEAMS = (
     ),
     Seam(
         MAIN, "get_data",
-        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations",
+        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations; "
+        "one's own classes must make OpenCLIP evaluate",
         contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
         replacement=lambda original, session: partial(session.get_data, original),
         for_ext_loss=False,
@@ -235,7 +236,7 @@ SEAMS = (
     ),
     Seam(
         "open_clip_train.train", "zero_shot_eval",
-        why="zero-shot classification of generated scenes",
+        why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
         contract="evaluate adds what zero_shot_eval(model, data, epoch, args, tokenizer=) returns to its metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,

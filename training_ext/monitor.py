@@ -14,6 +14,7 @@ from open_clip_ext.files import whole_file
 from training_ext import zero_shot
 from training_ext.checkpoint import atomic_save, keeps_files, plain_name
 from training_ext.data import trains
+from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
 from training_ext.loading import load_mapped, one_line
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
@@ -30,6 +31,8 @@ def known_metrics(args: Namespace) -> list[str]:
     names = []
     if args.val_data and args.val_frequency:
         names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
+    if args.zeroshot_data and args.val_frequency:
+        names += OWN_CLASSES
     if args.zeroshot_frequency:
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
     return names

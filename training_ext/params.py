@@ -140,6 +140,12 @@ class Parser(argparse.ArgumentParser):
             help="train on scenes in other colours and with noisy captions; those to evaluate on stay as they are",
         )
         group.add_argument(
+            "--zeroshot-data",
+            metavar="DIR",
+            help="classify one's own images after each epoch, with any loss: class folders of images, or shards as "
+            "open_clip_ext.evaluate reads them",
+        )
+        group.add_argument(
             "--osr-epochs",
             type=float,
             metavar="EPOCHS",

@@ -24,6 +24,7 @@ from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
+from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
@@ -57,6 +58,7 @@ def check(args: Namespace) -> DataRows | None:
         if local_rank == 0 and trains(args) and not needs_rows:
             check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
+    check_own_classes(args)
     # What is quick comes before the scan of shards.
     path, resumed = check_flags(args, world_size)
     check_machine(args)
@@ -266,7 +268,7 @@ def check_combination(args: Namespace) -> None:
             raise InputError(f"{flag}: {value!r} with {given}, which does not distill; use --loss clip for that")
     if "coca" in args.model.lower():
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
-    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2):
+    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
         raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
     build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
 

@@ -25,6 +25,7 @@ from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, recipes
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
+from training_ext.evaluation import during_training
 from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.monitor import Monitor, known_metrics
@@ -165,7 +166,7 @@ class Session:
             steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
             if args.warmup > steps:
                 logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
-        return data
+        return during_training.marked(data, args)
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
         """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""
@@ -382,11 +383,14 @@ class Session:
     def zero_shot_eval(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
     ) -> dict[str, float]:
-        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
-        at = args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs)
-        if args.dataset_type == "shapes" and "val" in data and at:
-            model = model.module if args.distributed and not args.horovod else model
+        metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
+        if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
+            return metrics
+        model = model.module if args.distributed and not args.horovod else model
+        if args.dataset_type == "shapes" and "val" in data:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
+        if args.zeroshot_data is not None:
+            metrics = metrics | during_training.score_epoch(model, self._transforms[1], tokenizer, epoch, args)
         return metrics
 
     @staticmethod
