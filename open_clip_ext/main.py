@@ -8,8 +8,10 @@ from typing import NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.losses import NonFiniteError
+
+STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
 
 # Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
@@ -42,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
-    run has ended."""
+    """Run a command: 0; 2 after one line on stderr that says what to change; 143 after one line if it was stopped by
+    SIGTERM and has saved its state; 1 after one line if another process of the run has ended."""
     try:
         command()
         return 0
@@ -52,6 +54,9 @@ def exit_code(command: Callable[[], None]) -> int:
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
         return 2
+    except Stopped as stopped:
+        print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
+        return STOPPED
     except RuntimeError as error:
         if not lost_another_process(error):
             raise

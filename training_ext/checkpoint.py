@@ -17,7 +17,8 @@ from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
 
 KEY = "open_clip_ext"
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # 2: at the end of an epoch only
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -44,8 +45,11 @@ def keeps_files(args: Namespace) -> bool:
     return bool(args.logs) and args.logs.lower() != "none"
 
 
-def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
-    """What goes under `KEY`."""
+def make_entry(
+    args: Namespace, rows: DataRows, loss_state: dict[str, Any], order: dict[str, int],
+    position: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What goes under `KEY`; `order` and `position` as in `midepoch`, None at the end of an epoch."""
     return {
         "format": FORMAT,
         "loss": args.loss,
@@ -54,6 +58,8 @@ def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> d
         "osr_epochs": args.osr_epochs,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
+        "order": order,
+        "position": position,
     }
 
 
@@ -104,7 +110,7 @@ def check_entry(
         if args.uses_ext_loss:
             raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
         return
-    if entry["format"] != FORMAT:
+    if entry["format"] not in READABLE:
         age = "a newer" if entry["format"] > FORMAT else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):

@@ -21,7 +21,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of, positive
-from training_ext import checkpoint, monitor, recovered
+from training_ext import checkpoint, midepoch, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
@@ -33,6 +33,7 @@ MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save",
+    "save_every_steps",
 )
 AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
@@ -57,6 +58,7 @@ def check(args: Namespace) -> DataRows | None:
     resumed = find_resumed(args)
     rows = None
     monitor.check_metric(args)
+    midepoch.check_flag(args)
     check_pretrained(args)
     check_recovery(args, resumes_training=resumed is not None)
     if args.uses_ext_loss:
