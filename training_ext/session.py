@@ -34,7 +34,7 @@ from training_ext.preflight import check_alike
 from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSeed, kept_random_state, seed_all
 from training_ext.shards import ShardRows
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
-from training_ext.stopping import outlive
+from training_ext.stopping import Outlive
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
@@ -57,6 +57,7 @@ class Session:
         self._seeded_epochs: SeededEpochs | None = None
         self._stream: SampleStream
         self._shared_epoch = SharedEpoch()
+        self._outlive = Outlive()
         self._building = TRAIN_DATA
         self._epoch = 0
         self._recovering = False
@@ -183,7 +184,7 @@ class Session:
                 order.shared_epoch = info.shared_epoch
             else:
                 loader.batch_sampler.sampler = order
-                loader.worker_init_fn = outlive
+                loader.worker_init_fn = self._outlive
             self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order)
             return replace(info, dataloader=self.loader)
 
@@ -209,7 +210,7 @@ class Session:
     def seeded_loader(self, original: Callable) -> Callable:
         def build(dataset: IterableDataset, **kwargs: Any) -> Any:
             self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
-            return original(self._seeded_epochs, **kwargs, worker_init_fn=outlive)
+            return original(self._seeded_epochs, **kwargs, worker_init_fn=self._outlive)
 
         return build
 
@@ -305,7 +306,8 @@ class Session:
             logging.warning(f"No sheet of temperatures: {error!r}")
 
     def close(self) -> None:
-        """The training has ended."""
+        """The run has ended, in whatever way."""
+        self._outlive.close()
         if self._interruptions is not None:
             self._interruptions.close()
 

@@ -1,5 +1,7 @@
 """SIGTERM, the warning that a machine will be taken away: the run ends between two steps, on all processes the same."""
 
+import multiprocessing
+import os
 import signal
 import threading
 from typing import Any
@@ -8,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from open_clip_ext.distributed import world_size
-
-GRACE = 60  # seconds that a loader's worker lives on after the first SIGTERM
 
 
 class StopRequest:
@@ -58,12 +58,24 @@ class StopRequest:
             signal.signal(signal.SIGTERM, self._handler)
 
 
-def outlive(worker: int) -> None:
-    """`worker_init_fn` of a loader: a SIGTERM to the whole process group, as of Slurm, must not take the workers from
-    the step in progress. A second one ends them, and so does the time, if nobody else does."""
-    signal.signal(signal.SIGTERM, _outlive)
+class Outlive:
+    """`worker_init_fn` of loaders: while the run goes on, SIGTERM does not end their workers.
 
+    It comes to the whole process group where Slurm sends it, and the step in progress needs its batches. A worker whose
+    process is gone ends by itself.
+    """
 
-def _outlive(*_: Any) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.alarm(GRACE)
+    def __init__(self) -> None:
+        self._running = multiprocessing.Value("b", 1, lock=False)
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, *_: Any) -> None:
+        if not self._running.value:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def close(self) -> None:
+        """The run has ended."""
+        self._running.value = 0
