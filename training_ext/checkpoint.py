@@ -40,6 +40,14 @@ def plain_name(name: str) -> str:
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
+def fit_names(checkpoint: Any, wrapped: bool) -> None:
+    """Name the model's state as a model does that DistributedDataParallel wraps, or none does: OpenCLIP resumes with
+    fewer processes, but not with several what one has saved."""
+    if isinstance(checkpoint, dict) and isinstance(weights := checkpoint.get("state_dict"), dict):
+        before = "module." if wrapped else ""
+        checkpoint["state_dict"] = {before + name.removeprefix("module."): value for name, value in weights.items()}
+
+
 def keeps_files(args: Namespace) -> bool:
     """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
     return bool(args.logs) and args.logs.lower() != "none"

@@ -20,7 +20,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
 from torch.utils.data import IterableDataset
 
-from open_clip_ext.losses import Loss, NonFiniteError
+from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, midepoch
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
@@ -144,6 +144,7 @@ class Session:
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
         loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
+        checkpoint.fit_names(loaded, self.args.distributed and not self.args.horovod)
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
@@ -230,7 +231,7 @@ class Session:
                 logging.info(f"{what}: its gradients are exact without it.")
         loss = build_loss(args, self.train_rows.num_rows, args.device)
         if self._restored is not None:
-            loss.load_full_state(self._restored["state"])
+            loss.load_full_state(self._restored.pop("state"))
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         self.loss = TrainingLoss(loss, self.loader, args.device)
@@ -266,31 +267,28 @@ class Session:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
 
         def save(place: dict[str, Any]) -> None:
-            self._prepare_entry(model, **place)
+            self._raise_if_not_finite(model)
+            self._prepare_entry(**place)
             if args.rank == 0:
                 midepoch.write(args, epoch, place["position"], model, optimizer, scaler)
             self._entry_to_save = None
 
         with self._interruptible(epoch, data["train"].dataloader.num_batches, saved, save):
             result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
-        if self._interruptions is not None and checkpoint.saves_after(args, epoch + 1):
-            taus = self._prepare_entry(model, self._interruptions.order).get("temperature.tau")
-            if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
-                self._show_temperatures(taus)
+        if self._interruptions is not None:
+            self._raise_if_not_finite(model)
+            if checkpoint.saves_after(args, epoch + 1):
+                taus = self._prepare_entry(self._interruptions.order).get("temperature.tau")
+                if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
+                    self._show_temperatures(taus)
         return result
 
     def _interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
 
-    def _prepare_entry(
-        self, model: torch.nn.Module, order: dict[str, int], position: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Gather the state that only some processes hold, for the next checkpoint; called by every process.
-
-        Nothing of a broken epoch may be saved.
-        """
+    def _prepare_entry(self, order: dict[str, int], position: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Gather the state that only some processes hold, for the next checkpoint; called by every process."""
         assert self.loss is not None
-        self._raise_if_not_finite(self.loss.loss, model)
         state = self.loss.loss.full_state()
         if self.args.rank == 0:
             self._entry_to_save = checkpoint.make_entry(self.args, self.train_rows, state, order, position)
@@ -401,9 +399,10 @@ class Session:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         return metrics
 
-    @staticmethod
-    def _raise_if_not_finite(loss: Loss, model: torch.nn.Module) -> None:
+    def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
+        assert self.loss is not None
+        loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():

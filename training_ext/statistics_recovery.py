@@ -304,7 +304,7 @@ class StatisticsRecovery:
         recovered.save(path, content)
 
     def load(self, path: str, flag: str = "--osr-load") -> dict[str, Any]:
-        """Take over a file; its content.
+        """Take over a file; what it says of how far the recovery went.
 
         Raises:
             InputError: it is of another model, data set, loss or optimizer.
@@ -323,7 +323,7 @@ class StatisticsRecovery:
             self.scaler.load_state_dict(content["scaler"])
         if self.loss is not None:
             self.loss.loss.load_full_state(content["loss_state"])
-        return content
+        return {name: content.get(name) for name in ("done", "order", "position")}
 
     def _resume(self) -> dict[str, Any] | None:
         """What an interrupted run of this experiment has saved."""

@@ -13,10 +13,10 @@ ITERATE = RowLoader.__iter__
 
 @dataclass
 class StopAt:
-    """In place of `RowLoader.__iter__`: the signal comes while the batch-th batch, the recovery's counted, is trained on.
+    """In place of `RowLoader.__iter__`: the signal comes while a batch is trained on.
 
     Args:
-        batch: from 1 on, of this run.
+        batch: its number from 1 on in this run, the recovery's batches counted.
         rank: the one process that gets the signal.
         signal: or 0 for an exception.
     """

@@ -112,7 +112,8 @@ def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
 @pytest.mark.parametrize("data, workers", [("shapes", 0), ("shards", 1)])
 def test_a_recovery_goes_on_at_its_step(run, stopped, datasets, data, workers):
     """9 batches of recovery and 12 of training, stopped in each of its parts, one after the other."""
-    common = f"{datasets[data]} --loss tuneclip --osr-epochs 1.5 --tau-init 0.05 --lr 1e-3 --workers {workers} --epochs 2"
+    flags = f"--loss tuneclip --osr-epochs 1.5 --tau-init 0.05 --lr 1e-3 --workers {workers}"
+    common = f"{datasets[data]} {flags} --epochs 2"
     whole = run("whole", common)
     for batch in (3, 5, 4):
         unfinished = stopped("resumed", f"{common} --resume latest", StopAt(batch)).path / UNFINISHED
@@ -134,8 +135,7 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     stopped("resumed", f"{common} --resume latest", StopAt(1))
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
-    assert len(resumed.logged()) == 12 + 1  # step 11 was logged by the run that died after it
-    same(resumed.checkpoint(2), whole.checkpoint(2))
+    equal(resumed, whole)
 
 
 def test_latest_is_the_newest(tmp_path):
@@ -149,7 +149,7 @@ def test_a_stop_after_an_epoch_s_last_step_comes_before_its_evaluation(run, stop
     common = f"{datasets['shapes']} --val-num-samples 8 {LOSSES['neuclip']} --workers 0 --epochs 1"
     experiment = stopped("x", common, StopAt(6))
     assert "Eval Epoch" not in experiment.log
-    assert run("x", f"{common} --resume latest").log.count("image_to_text_R@1") == 1
+    assert run("x", f"{common} --resume latest").log.count("image_to_text_R@1:") == 1
     assert len(experiment.logged()) == 6
 
 

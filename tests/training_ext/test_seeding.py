@@ -72,7 +72,7 @@ def test_an_epoch_draws_the_same_whatever_came_before(workers):
 
 
 class Samples(IterableDataset):
-    """Batches of two of 10 samples, again and again, each with its number, its own one and what its augmentation drew."""
+    """Batches of two of 10 samples, again and again, each with its numbers and what its augmentation drew."""
 
     def __init__(self, stream: SampleStream):
         self.stream = stream.shuffled_by(self.shuffle)
