@@ -5,7 +5,7 @@ They are OpenCLIP's own files with the number of epochs that are done and, in ou
     order       what the order of the data depends on, besides data and epoch
     position    batches   done in the epoch, by each process
                 of        batches of the whole epoch
-                samples   that left each loader worker's stream, (processes, workers), or (processes, 0)
+                samples   that left each loader worker's stream, (processes, workers); (1, 0) with a sampler
                 shown     what the loss's diagnostics remember
 
 The order of an epoch is a function of its number (see `seeding`), so that the rest of it comes as it would have come:
@@ -115,7 +115,7 @@ class Interruptions:
             return None
         batches, workers, keep = position["batches"], self.loss.loader.streams, self.args.accum_freq
         if not changed and position["of"] == self._batches:
-            samples = position["samples"][self.args.rank].tolist()
+            samples = position["samples"][self.args.rank].tolist() if workers else []
             self.loss.load_diagnostics_state(position["shown"])
         else:
             batches = batches * self._batches // position["of"] // keep * keep
@@ -140,9 +140,8 @@ class Interruptions:
             )
 
     def _position(self, batches: int) -> dict[str, Any]:
-        samples = torch.tensor([self.loss.loader.numbers], dtype=torch.int64)
-        if self.loss.loader.streams:
-            samples = all_gather(samples.to(self.loss.device)).cpu()
+        own = torch.tensor([self.loss.loader.numbers], dtype=torch.int64, device=self.loss.device)
+        samples = all_gather(own).cpu() if self.loss.loader.streams else own.cpu()
         shown = self.loss.loss.diagnostics_state()
         return {"batches": batches, "of": self._batches, "samples": samples, "shown": shown}
 

@@ -84,7 +84,7 @@ RESUMED = [
     ("fastclip-v2", "shards", 1, "--save-most-recent", 10),
     ("amorlip", "shapes", 0, "--accum-freq 2", 10),
     ("joint", "shapes", 0, "", 9),
-    ("cyclip", "shapes", 0, "", 9),
+    ("cyclip", "shapes", 0, "--precision amp", 9),
     ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1", 9),
 ]
 
