@@ -18,8 +18,10 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +161,13 @@ def phase(folder: Path, name: str, size: int) -> str:
     return PHASES[said[-1]] if said else "start-up"
 
 
-def kill(run: Run, draw: random.Random, kind: signal.Signals) -> None:
+def kill(run: Run, draw: random.Random, kind: signal.Signals, phase_now: Callable[[], str]) -> None:
     """Kill one process; all must end, with the codes that docs/resume.md names."""
     victim = draw.choice(list(run.codes))
     if run.codes[victim] is None:
         os.kill(victim, kind)
+    if not run.wait(time.monotonic() + 20) and phase_now() == "start-up":
+        run.clean()  # it waits for the other to join, for which torchrun does the same
     run.wait()
     expected = {signal.SIGKILL: {-9, 1, 0}, signal.SIGTERM: {-15, 143, 1, 0}}[kind]
     if not set(run.codes.values()) <= expected:
@@ -188,7 +192,8 @@ def go_through(case: Case, folder: Path, kills: int, draw: random.Random) -> Non
             over = sum(case.kills.values()) >= kills
             if run.wait(None if over else run.began + draw.uniform(0, case.seconds)):
                 break
-            kill(run, draw, signal.SIGTERM if sum(case.kills.values()) % 2 else signal.SIGKILL)
+            kind = signal.SIGTERM if sum(case.kills.values()) % 2 else signal.SIGKILL
+            kill(run, draw, kind, partial(phase, folder, name, size))
             run.clean()
             at = phase(folder, name, size)
             case.kills[at] = case.kills.get(at, 0) + 1

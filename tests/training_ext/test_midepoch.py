@@ -195,8 +195,8 @@ def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log
-    table = experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"]
-    assert table.isfinite().all()
+    assert experiment.log.count("=> going on after step") == 2
+    assert experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
 
 
 class Slow(IterableDataset):
