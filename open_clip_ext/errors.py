@@ -1,4 +1,4 @@
-"""Errors that the user can put right."""
+"""Why a command ends before it is done."""
 
 import difflib
 from collections.abc import Collection
@@ -18,6 +18,13 @@ class InputError(ValueError):
         super().__init__(text if argument is None else f"{argument}: {text}")
         self.text = text
         self.argument = argument
+
+
+class Stopped(Exception):
+    """The run was asked to stop (SIGTERM) and has saved where it was; one line that says how it goes on.
+
+    The command prints it and exits with code 143, by which schedulers know a run that was ended by SIGTERM (128 + 15).
+    """
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:

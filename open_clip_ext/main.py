@@ -8,9 +8,11 @@ from typing import NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
+
+STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
 
 # Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
@@ -47,8 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def exit_code(command: Callable[[], None]) -> int:
-    """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
-    run has ended; 130 after one line, of process 0, if it was interrupted."""
+    """Run a command and return 0; or after one line on stderr 2, which says what to change, 1 if another process of the
+    run has ended, 130 if it was interrupted (process 0 says so), 143 if SIGTERM stopped it and its state is saved."""
     try:
         command()
         return 0
@@ -63,6 +65,9 @@ def exit_code(command: Callable[[], None]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("open_clip_ext: interrupted; the checkpoints are complete", file=sys.stderr, flush=True)
         return 130
+    except Stopped as stopped:
+        print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
+        return STOPPED
     except RuntimeError as error:
         if not lost_another_process(error):
             raise

@@ -21,7 +21,8 @@ from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
 
 KEY = "open_clip_ext"
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # 2: at the end of an epoch only
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -73,13 +74,24 @@ def plain_name(name: str) -> str:
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
+def fit_names(checkpoint: Any, wrapped: bool) -> None:
+    """Name the model's state as a model does that DistributedDataParallel wraps, or none does: OpenCLIP resumes with
+    fewer processes, but not with several what one has saved."""
+    if isinstance(checkpoint, dict) and isinstance(weights := checkpoint.get("state_dict"), dict):
+        before = "module." if wrapped else ""
+        checkpoint["state_dict"] = {before + name.removeprefix("module."): value for name, value in weights.items()}
+
+
 def keeps_files(args: Namespace) -> bool:
     """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
     return bool(args.logs) and args.logs.lower() != "none"
 
 
-def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
-    """What goes under `KEY`."""
+def make_entry(
+    args: Namespace, rows: DataRows, loss_state: dict[str, Any], order: dict[str, int],
+    position: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What goes under `KEY`; `order` and `position` as in `midepoch`, None at the end of an epoch."""
     return {
         "format": FORMAT,
         "loss": args.loss,
@@ -88,6 +100,8 @@ def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> d
         "osr_epochs": args.osr_epochs,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
+        "order": order,
+        "position": position,
     }
 
 
@@ -138,7 +152,7 @@ def check_entry(
         if args.uses_ext_loss:
             raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
         return
-    if entry["format"] != FORMAT:
+    if entry["format"] not in READABLE:
         age = "a newer" if entry["format"] > FORMAT else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):

@@ -14,9 +14,9 @@ from open_clip_train.main import main as open_clip_main
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
-from training_ext.checkpoint import atomic_save
 from training_ext.flag_ranges import likely_cause
 from training_ext.loading import load_weights, without_remote_code
+from training_ext.midepoch import enumerate_from_first, save_checkpoint
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
 from training_ext.skips import Complete
@@ -64,9 +64,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "torch.save",
-        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick",
+        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick; "
+        "the epoch's file takes the place of those within it",
         contract="checkpoints are written by torch.save(dict, path)",
-        replacement=lambda original, session: partial(atomic_save, original),
+        replacement=lambda original, session: partial(save_checkpoint, original),
         for_ext_loss=False,
     ),
     Seam(
@@ -129,15 +130,18 @@ SEAMS = (
     ),
     Seam(
         DATA, "wds.shuffle",
-        why="webdataset seeds its shuffle buffer by time and process number",
-        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples",
+        why="webdataset seeds its shuffle buffer by time and process number; behind it, before anything is decoded, a "
+        "resumed epoch passes over the samples that it has had",
+        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
+        "follow take one sample at a time",
         replacement=lambda original, session: session.seeded_shuffle(original),
         scopes=(TRAIN_DATA,),
     ),
     Seam(
         DATA, "wds.WebLoader",
-        why="loader workers outlive an epoch, and with them the state of their generators",
-        contract="get_wds_dataset builds wds.WebLoader(dataset, ...) and returns a DataInfo with shared_epoch",
+        why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is shorter",
+        contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a batch "
+        "each, and returns a DataInfo with shared_epoch",
         replacement=lambda original, session: session.seeded_loader(original),
         scopes=(TRAIN_DATA,),
     ),
@@ -171,6 +175,13 @@ SEAMS = (
         why="OpenCLIP's schedules set one rate for every group",
         contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
+    ),
+    Seam(
+        "open_clip_train.train", "enumerate",
+        why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs",
+        contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
+        "alone it tells the step, and asks for the next batch when the optimizer's step is done",
+        replacement=lambda original, session: partial(enumerate_from_first, original),
     ),
     Seam(
         "open_clip_train.train", "unwrap_model",
@@ -268,6 +279,7 @@ def run(session: Session) -> None:
     Raises:
         InputError: OpenCLIP ended early.
         NonFiniteError: the training broke; the message names the step, the tensor and the likely cause.
+        Stopped: after a SIGTERM.
     """
     try:
         with scoped(session, RUN):
@@ -275,4 +287,6 @@ def run(session: Session) -> None:
                 raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
+    finally:
+        session.close()
     session.finish()

@@ -68,10 +68,10 @@ class Monitor:
 
     Args:
         args: completed by OpenCLIP.
-        first_epoch: 0, or the epoch that a resumed training goes on with.
+        begun: whether an earlier run began this training.
     """
 
-    def __init__(self, args: Namespace, first_epoch: int):
+    def __init__(self, args: Namespace, begun: bool):
         self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
         self.metric = args.keep_best
         self.start: dict[str, float] = {}
@@ -79,7 +79,7 @@ class Monitor:
         if self.folder is None:
             return
         folders = [self.folder]
-        if args.resume and first_epoch > 0:  # under another name, it began in the folder of its checkpoint
+        if args.resume and begun:  # under another name, it began in the folder of its checkpoint
             folders.append(os.path.dirname(os.path.dirname(args.resume)))
         for folder in folders:
             self.start = self.start or _read_start(os.path.join(folder, START))

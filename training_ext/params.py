@@ -161,6 +161,12 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--osr-save", metavar="PATH", help="file for what was recovered, for other runs")
         group.add_argument("--osr-load", metavar="PATH", help="such a file, instead of a recovery")
         group.add_argument(
+            "--save-every-steps",
+            type=int,
+            metavar="STEPS",
+            help="save also within epochs, for --resume latest; the newest is kept until the epoch's own is there",
+        )
+        group.add_argument(
             "--keep-best",
             metavar="METRIC",
             help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
@@ -198,7 +204,7 @@ class ListRecipes(Print):
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
-OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
+OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best")
 
 
 def starts_from_weights(args: argparse.Namespace) -> bool:

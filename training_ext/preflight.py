@@ -22,7 +22,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint, monitor, recovered
+from training_ext import checkpoint, midepoch, monitor, recovered
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
@@ -38,6 +38,7 @@ MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
+    "save_every_steps",
 )
 
 
@@ -98,6 +99,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     path = resumed_path(args)
     resumed = find_resumed(path)
     monitor.check_metric(args)
+    midepoch.check_flag(args)
     check_distillation(args)
     check_pretrained("--pretrained", args.model, args.pretrained)
     check_recovery(args, resumes_training=resumed is not None)

@@ -150,6 +150,14 @@ class Loss(Part, nn.Module):
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
         return {}
 
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        """What `diagnostics` remembers of earlier steps of this epoch, on the CPU, the same on every process. Training
+        does not depend on it."""
+        return {}
+
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        """Take over what `diagnostics_state` gave, once `set_epoch` was called. Tensors are where the features are."""
+
     def note(self, problems: Tensor) -> None:
         """Remember, on the device, the first step at which something was wrong, and what.
 

@@ -281,6 +281,12 @@ class GlobalContrastiveLoss(Loss):
             return f"the {self.normalizer.name} normalizer"
         return f"the {self.temperature.name} temperature"
 
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        return self.online_error.state()
+
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        self.online_error.load_state(state)
+
     def full_state(self) -> dict[str, Tensor | int | str]:
         state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
         state |= {f"temperature.{name}": value for name, value in self.temperature.full_state().items()}
