@@ -283,7 +283,9 @@ def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
-    modules = list(build_loss(args, 1, "cpu").modules())
+    loss = build_loss(args, 1, "cpu")
+    loss.limit_to(num_rows)
+    modules = list(loss.modules())
     row_bytes = 4 * sum(module.columns for module in modules if isinstance(module, ShardedRows))
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -298,6 +300,8 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
     for module in modules:
+        if isinstance(module, Normalizer):
+            module.check_batch(args.batch_size * world_size * args.accum_freq)
         if isinstance(module, Normalizer) and dimension is not None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 

@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint
+from training_ext.advice import advise
 from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
@@ -221,6 +222,9 @@ class Session:
             self._restored = None
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
+        if is_master(args):
+            for sentence in advise(args, self.train_rows.num_rows, self.loader.num_batches // args.accum_freq):
+                logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 

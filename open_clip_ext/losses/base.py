@@ -86,6 +86,10 @@ class Loss(nn.Module):
         """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
         where they are not given."""
 
+    def limit_to(self, num_samples: int) -> None:
+        """Called before the first step with n, the rows of the data set, where they are known: no part then holds more
+        than n samples, so that none counts twice."""
+
     def description(self) -> str:
         """What the loss is made of, for the log; empty where its name says it."""
         return ""

@@ -124,6 +124,9 @@ class GlobalContrastiveLoss(Loss):
     def set_steps_per_epoch(self, steps: int) -> None:
         self.normalizer.set_steps_per_epoch(steps)
 
+    def limit_to(self, num_samples: int) -> None:
+        self.normalizer.limit_to(num_samples)
+
     def description(self) -> str:
         parts = {
             "normalizers": self.normalizer.description(), "temperature": self.temperature.name,

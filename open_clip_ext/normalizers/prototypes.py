@@ -75,13 +75,20 @@ class Prototypes(NetworkNormalizer):
     ):
         self.options[0].check(npn_prototypes)
         super().__init__(**network)
-        self.capacity = npn_prototypes
+        self.wanted_capacity = self.capacity = npn_prototypes
         self.wants_split = npn_split
         self.split = npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing  # in the places of their prototypes
+
+    def limit_to(self, num_samples: int) -> None:
+        self.capacity = min(self.wanted_capacity, num_samples)
+
+    def description(self) -> str:
+        capped = f", {self.capacity} for as many samples" if self.capacity < self.wanted_capacity else ""
+        return super().description() + capped
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring

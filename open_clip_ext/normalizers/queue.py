@@ -4,7 +4,14 @@
 
 over the k queued texts q_j (for texts as anchors, images) that are not of the step's own batch: among those is the
 anchor's own positive, whose gap of 0 would hide every log-normalizer below -log k. While the queue holds nothing but
-the batch, alpha is the batch's own estimate. As plain equations, with the mixing: `equations.queue_u`,
+the batch, alpha is the batch's own estimate.
+
+Where n, the number of samples, is known, the queue holds at most n. One that spans half of the data or more begins
+every epoch empty: what is left of the epoch before holds stale copies of the batch's own samples, the anchors' own
+positives among them. (300 samples in batches of 64, two seeds, mean over the second half of 40 epochs: error of the
+log-normalizers 0.93 so, 1.27 without, 1.52 and 2.27 without mixing.)
+
+As plain equations, with the mixing: `equations.queue_u`,
 `equations.queue`.
 
 Shapes: m = length of the queue, d = embedding dimension, B = global batch.
@@ -18,6 +25,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.distributed import rank
+from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.log_sum import log_sum
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
@@ -49,10 +57,36 @@ class Queue(Normalizer):
     ):
         super().__init__()
         self.options[0].check(queue_size)
-        self.capacity = queue_size
+        self.wanted_capacity = self.capacity = queue_size
+        self.num_in_data: int | None = None  # n, where it is known
+        self._starts_anew = False
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing
+
+    def limit_to(self, num_samples: int) -> None:
+        self.num_in_data = num_samples
+        self.capacity = min(self.wanted_capacity, num_samples)
+
+    def description(self) -> str:
+        if self.capacity == self.wanted_capacity:
+            return self.name
+        return f"{self.name} (of {self.capacity}, for as many samples)"
+
+    def check_batch(self, size: int) -> None:
+        if self.wanted_capacity <= size:
+            raise InputError(
+                f"--queue-size: {self.wanted_capacity} holds nothing beside a global batch of {size} pairs; give "
+                f"several times {size}, or use --normalizer batch"
+            )
+        if self.num_in_data is not None and self.num_in_data < 2 * size:
+            raise InputError(
+                f"--queue-size: {self.num_in_data} samples in global batches of {size} pairs leave nothing to queue; "
+                f"lower --batch-size to at most {self.num_in_data // 2} pairs in all, or use --normalizer batch"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        self._starts_anew = self.num_in_data is not None and 2 * self.capacity >= self.num_in_data
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = 4 * 2 * self.capacity * dimension
@@ -67,6 +101,9 @@ class Queue(Normalizer):
         """Returns:
         The places of the batch in the ring.
         """
+        self.check_batch(batch.size)
+        if self._starts_anew:
+            self.ring.active, self.ring.head, self._starts_anew = 0, 0, False
         return self.ring.push(batch)
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
