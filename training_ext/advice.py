@@ -76,11 +76,8 @@ def _on_sizes(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
     for flag, size in (("--queue-size", args.queue_size), ("--npn-prototypes", args.npn_prototypes)):
         if size is not None and size > num_samples:
             yield f"{flag}: {size} for {num_samples} samples; {num_samples} are held, so that none counts twice"
-    if args.npn_updates is None or args.npn_joint:  # no network, or one without restarts
-        return
-    every = args.npn_restart_every
-    if every == 1 or every is None and steps_per_epoch < 2 * 5:
+    if args.npn_restart_every == 1:
         yield (
-            f"--npn-restart-every: the network restarts at every step{'' if every else ', a fifth of an epoch'}, which "
-            "leaves it no memory between steps; give a smaller --batch-size, or --loss queue, which trains nothing"
+            "--npn-restart-every: 1 starts the network anew at every step, so that it learns nothing; a pass over the "
+            f"data is {steps_per_epoch} step(s)"
         )

@@ -132,10 +132,10 @@ def test_a_queue_of_a_small_part_of_the_data_goes_on_over_epochs():
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (dict(queue_size=64), "--queue-size: 64 holds nothing beside a global batch of 64 pairs; give several times 64"),
-        (dict(num_samples=100), "--queue-size: 100 samples in global batches of 64 .* lower --batch-size to at most 50"),
+        (dict(queue_size=64), "--queue-size: 64 holds nothing beside a global batch of 64 pairs; give several times"),
+        (dict(num_samples=100), "--queue-size: 100 samples in global batches of 64 .* lower --batch-size to .* 50"),
     ],
-)  # fmt: skip
+)
 def test_a_queue_that_would_do_nothing_is_refused(settings, message):
     with pytest.raises(InputError, match=message):
         fed(create_loss("queue", **settings), 64)

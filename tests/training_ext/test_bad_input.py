@@ -82,7 +82,7 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
             ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
         ),
-        (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 16", "GiB", "lower"]),
+        (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of", "GiB", "lower"]),
         (f"{SHAPES} --loss queue --queue-size 8", ["--queue-size: 8 holds nothing beside", "batch of 8 pairs"]),
         (f"{SHAPES} --loss queue --batch-size 10", ["--queue-size: 16 samples in global batches of 10", "at most 8"]),
         (f"{HUGE} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
