@@ -156,7 +156,8 @@ def create_loss(
 
     Args:
         name: one of `list_losses()` that is not OpenCLIP's own.
-        num_samples: n, rows of the data set; needed by normalizers with state per sample.
+        num_samples: n, rows of the data set; needed by normalizers with state per sample. A queue or a network of
+            prototypes then holds at most n, see `Loss.description`.
         epochs: length of the training; schedules that are not given a length take theirs from it. A loss with a
             schedule wants `set_epoch(epoch)` before each epoch.
         accum_freq: calls per optimiser step, see `Loss`.
@@ -193,6 +194,8 @@ def create_loss(
         loss = build(preset.loss, **calls)
     if steps_per_epoch is not None:
         loss.set_steps_per_epoch(steps_per_epoch)
+    if num_samples is not None:
+        loss.limit_to(num_samples)
     return loss.to(device)
 
 

@@ -352,6 +352,7 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
     loss = build_loss(args, 1, "cpu")
+    loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -366,6 +367,8 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
     for module in loss.modules():
+        if isinstance(module, Normalizer):
+            module.check_batch(args.batch_size * world_size * args.accum_freq)
         if isinstance(module, Normalizer) and dimension is not None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 

@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, midepoch, recipes
+from training_ext.advice import advise
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.evaluation import during_training
 from training_ext.loading import decode_pairs, load_resumed
@@ -263,6 +264,9 @@ class Session:
             loss.load_full_state(self._restored.pop("state"))
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
+        if is_master(args):
+            for sentence in advise(args, self.train_rows.num_rows, self.loader.num_batches // args.accum_freq):
+                logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 

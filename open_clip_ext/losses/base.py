@@ -74,6 +74,10 @@ class Loss(Part, nn.Module):
         and what a step alone needs."""
         return {}
 
+    def limit_to(self, num_samples: int) -> None:
+        """Called before the first step with n, the rows of the data set, where they are known: no part then holds more
+        than n samples, so that none counts twice."""
+
     def description(self) -> str:
         """What the loss is made of, for the log; empty where its name says it."""
         return ""

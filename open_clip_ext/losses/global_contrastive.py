@@ -120,6 +120,9 @@ class GlobalContrastiveLoss(Loss):
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         return self.normalizer.memory(dimension, processes)
 
+    def limit_to(self, num_samples: int) -> None:
+        self.normalizer.limit_to(num_samples)
+
     def description(self) -> str:
         parts = {
             "normalizers": self.normalizer.description(), "temperature": self.temperature.name,

@@ -36,6 +36,12 @@ class Normalizer(Part, nn.Module):
     def set_steps_per_epoch(self, steps: int) -> None:
         """As `Loss.set_steps_per_epoch`."""
 
+    def limit_to(self, num_samples: int) -> None:
+        """As `Loss.limit_to`."""
+
+    def check_batch(self, size: int) -> None:
+        """Raise InputError if global batches of `size` pairs leave nothing for the estimator to do."""
+
     def description(self) -> str:
         """Its name, and what is worth knowing about it in the log."""
         return self.name

@@ -71,6 +71,13 @@ class Prototypes(NetworkNormalizer):
         self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing  # in the places of their prototypes
 
+    def limit_to(self, num_samples: int) -> None:
+        self.capacity = min(self.npn_prototypes, num_samples)
+
+    def description(self) -> str:
+        capped = f", {self.capacity} for as many samples" if self.capacity < self.npn_prototypes else ""
+        return super().description() + capped
+
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.wants_split else 1
         each = 4 * 2 * self.capacity * dimension // parts

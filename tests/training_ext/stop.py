@@ -11,6 +11,10 @@ from training_ext.data import RowLoader
 ITERATE = RowLoader.__iter__
 
 
+class Killed(BaseException):
+    """In place of a kill: nothing catches it."""
+
+
 @dataclass
 class StopAt:
     """In place of `RowLoader.__iter__`: the signal comes while a batch is trained on.
@@ -32,7 +36,7 @@ class StopAt:
                 self.seen += 1
                 if self.seen == self.batch and int(os.environ.get("RANK", 0)) == self.rank:
                     if not self.signal:
-                        raise KeyboardInterrupt
+                        raise Killed
                     os.kill(os.getpid(), self.signal)
                 yield item
 

@@ -20,6 +20,7 @@ from training_ext.hooks import SEAMS
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
+HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
 
 
 @pytest.mark.parametrize(
@@ -84,8 +85,10 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
             ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
         ),
-        (f"{NEUCLIP} --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 16", "GiB", "lower"]),
-        (f"{SHAPES} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
+        (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of", "GiB", "lower"]),
+        (f"{SHAPES} --loss queue --queue-size 8", ["--queue-size: 8 holds nothing beside", "batch of 8 pairs"]),
+        (f"{SHAPES} --loss queue --batch-size 10", ["--queue-size: 16 samples in global batches of 10", "at most 8"]),
+        (f"{HUGE} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
         (f"{NEUCLIP} --normalizer mlp --surrogate hinge", ["--surrogate: 'hinge'", "mlp", "'identity'"]),
         (f"{NEUCLIP} --negatives both", ["--negatives: 'both'", "prototypes", "'cross'"]),
         (f"{SHAPES} --loss amorlip --normalizer mlp", ["--normalizer: the loss 'amorlip' does not use it"]),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
-from stop import StopAt
+from stop import Killed, StopAt
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -48,7 +48,7 @@ def killed(logs, monkeypatch):
     """killed(name, arguments, batch) -> the experiment, which saved nothing when it died."""
 
     def killed(name: str, arguments: str, batch: int) -> Experiment:
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
             run_main(ext_main, f"{arguments} --name {name}", logs)
         return Experiment(logs, name)

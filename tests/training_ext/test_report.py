@@ -13,6 +13,7 @@ import torch
 from conftest import LOSSES, Experiment, run_main
 from PIL import Image
 from safetensors.torch import load_file
+from stop import Killed
 from torch.nn.functional import normalize
 
 from open_clip_ext.data import Scenes
@@ -238,12 +239,12 @@ def test_an_interrupted_embedding_goes_on_after_its_whole_blocks(report, tmp_pat
     def counting(model, piece, args):
         embedded.extend(piece.rows)
         if piece.block == stop:
-            raise KeyboardInterrupt
+            raise Killed
         return original(model, piece, args)
 
     monkeypatch.setattr(embeddings, "_embed_piece", counting)
     stop = 3
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         report("table")
     assert not (tmp_path / "out/normalizers.json").exists()
     stop, embedded[:] = None, []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 from safetensors.torch import save_file
+from stop import Killed
 from torch.nn.functional import normalize
 
 from training_ext.data import RowLoader
@@ -82,7 +83,7 @@ def killed(monkeypatch) -> Callable[[int | None], list[int]]:
         def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
             begun.append(epoch)
             if epoch == at:
-                raise KeyboardInterrupt
+                raise Killed
             return original(model, data, loss, epoch, *rest, **kwargs)
 
         monkeypatch.setattr(open_clip_train.main, "train_one_epoch", epoch_or_death)
@@ -268,7 +269,7 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
     flags = f"{common} --name broken"
     for at, first in ((FIRST_EPOCH + 1, FIRST_EPOCH), (0, FIRST_EPOCH + 1)):
         seen = killed(at)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
         assert seen[0] == first and seen[-1] == at
         assert not list((tmp_path / "logs/broken").rglob("*.pt"))
@@ -571,7 +572,7 @@ def pretrained_weights(folder) -> str:
 def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed, tmp_path, capsys):
     killed(FIRST_EPOCH + 1)
     common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --epochs 1 --workers 0 --name x"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         run_main(ext_main, f"{common} --osr-epochs 2", tmp_path)
     before = (tmp_path / "x" / UNFINISHED).read_bytes()
     for flags, part in [
