@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
@@ -155,6 +156,12 @@ def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
                 yield case, replace(outcome, output=outcome.output.replace(str(data), "DATA"))
     finally:
         shutil.rmtree(data)
+
+
+def send_all(pipe: Connection, only: str = "") -> None:
+    """For a process of its own: the fork of one that has run a backward pass cannot run one."""
+    warm()
+    pipe.send(list(run_all(only)))
 
 
 def shortened(text: str, most: int = 100) -> str:
