@@ -237,9 +237,10 @@ def check_numbers(args: Namespace, world_size: int) -> None:
         raise InputError(f"--seed: {args.seed} is out of range; it must be from 0 to {2**32 - world_size}")
     if args.lr is None and trains(args):
         raise InputError(f"--lr: --opt {args.opt} needs a learning rate")
-    if args.uses_ext_loss and args.batch_size * world_size * args.accum_freq < 2:
+    has_negatives = not args.siglip and "coca" not in args.model.lower()
+    if trains(args) and has_negatives and args.batch_size * world_size * args.accum_freq < 2:
         raise InputError(
-            f"--batch-size: {args.batch_size} in {world_size} process; --loss {args.loss} needs at least 2 pairs per "
+            f"--batch-size: {args.batch_size} in {world_size} process; a contrastive loss needs at least 2 pairs per "
             "step, since the other pairs are the negatives"
         )
 

@@ -10,17 +10,11 @@ import wrong_flags
 PAGE = Path(__file__).parents[2] / "docs/wrong-flags.md"
 
 
-def run_all(pipe) -> None:
-    wrong_flags.warm()
-    pipe.send(list(wrong_flags.run_all()))
-
-
 @pytest.fixture(scope="module")
 def outcomes():
-    """From a process of its own: a fork of one that has run a backward pass cannot run one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_all, args=(theirs,))
+    process = context.Process(target=wrong_flags.send_all, args=(theirs,))
     process.start()
     theirs.close()
     yield ours.recv()

@@ -21,6 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
@@ -157,6 +158,16 @@ def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
         shutil.rmtree(data)
 
 
+def send_all(pipe: Connection, only: str = "") -> None:
+    """For a process of its own: the fork of one that has run a backward pass cannot run one."""
+    warm()
+    pipe.send(list(run_all(only)))
+
+
+def shortened(text: str, most: int = 100) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def table(outcomes: list[tuple[Case, Outcome]]) -> str:
     """Markdown: the counts, and for each flag its values by how they ended, with one of the answers."""
     counts = Counter(outcome.kind for _, outcome in outcomes)
@@ -167,12 +178,12 @@ def table(outcomes: list[tuple[Case, Outcome]]) -> str:
         own = [(case.value.replace("{data}", "DATA"), outcome) for case, outcome in outcomes if case.flag == flag]
         kinds = sorted({outcome.kind for _, outcome in own})
         values = "; ".join(
-            f"{kind}: " + ", ".join(f"`{value or ' '}`" for value, outcome in own if outcome.kind == kind)
+            f"{kind}: " + ", ".join(f"`{shortened(value) or ' '}`" for value, outcome in own if outcome.kind == kind)
             for kind in kinds
         )
         # The longest says most; the parser's own come first.
         answer = max((outcome.line for _, outcome in own if outcome.kind == ANSWERED), key=len, default="")
-        lines.append(f"| `{flag}` | {values} | {answer} |".replace("\t", " "))
+        lines.append(f"| `{flag}` | {values} | {shortened(answer, 300)} |".replace("\t", " "))
     return "\n".join(lines) + "\n"
 
 
