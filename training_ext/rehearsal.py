@@ -188,7 +188,12 @@ def _timm_optimizer(args: Namespace, numbers: nn.Module) -> torch.optim.Optimize
     more: dict[str, Any] = {} if args.beta1 is None else {"betas": (args.beta1, args.beta2)}
     if args.momentum is not None:
         more["momentum"] = args.momentum
-    return create_optimizer_v2(numbers, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **more)
+    try:
+        return create_optimizer_v2(numbers, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **more)
+    except TypeError:
+        if args.eps is not None:
+            raise
+        raise InputError(f"--eps: --opt {args.opt} needs one from OpenCLIP; give for example 1e-8") from None
 
 
 def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, args: Namespace) -> None:

@@ -1,5 +1,6 @@
 """What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
 
+import builtins
 import importlib.metadata
 import os
 import re
@@ -27,7 +28,7 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
     "arguments, parts",
     [
         (f"{SHAPES} --loss neuclipp", ["--loss: 'neuclipp'", "clip, siglip, cyclip", "did you mean 'neuclip'?"]),
-        (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "--npn-prototypes?"]),
+        (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "'--npn-prototypes'?"]),
         (f"{NEUCLIP} --zzzz", ["--zzzz", "--help"]),
         (f"{NEUCLIP} --npn-lr fast", ["--npn-lr", "float", "'fast'"]),
         (f"{NEUCLIP} --batch-size many", ["--batch-size", "int", "'many'"]),
@@ -273,7 +274,10 @@ def test_an_unsupported_open_clip(refused, monkeypatch, version, parts):
     assert all(part in line for part in ["open_clip_torch", *parts]), line
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+IN_OPEN_CLIP = [seam for seam in SEAMS if not hasattr(builtins, seam.path)]
+
+
+@pytest.mark.parametrize("seam", IN_OPEN_CLIP, ids=lambda seam: seam.path)
 def test_a_missing_seam(refused, monkeypatch, seam):
     monkeypatch.delattr(f"{seam.module}.{seam.path}")
     line = refused(NEUCLIP)

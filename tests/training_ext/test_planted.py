@@ -277,7 +277,7 @@ def test_images_of_a_csv(refused, tmp_path, ghostscript):
     for name, images in (("a", ["a.jpg", "a.jpg"]), ("b", ["b.png", "a.jpg"])):
         lines = [f"{tmp_path}/{image}\t{number}" for number, image in enumerate(images)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["filepath\ttitle", *lines]))
-    common = "--workers 0 --batch-size 2 --epochs 1"
+    common = "--workers 0 --batch-size 2 --epochs 1 --warmup 1"
     assert "Ghostscript" in refused(f"--train-data {tmp_path}/a.csv {common}")
     assert not run_main(ext_main, f"--train-data {tmp_path}/b.csv {common} --name x", tmp_path / "logs")
     assert (tmp_path / "logs/x/out.log").read_text().count("Ghostscript") == 1

@@ -375,7 +375,7 @@ def refused(trained, tmp_path, capsys):
         ("--gradient-batches 1", "--gradient-batches: 1 is out of range; it must be 0 or at least 2"),
         ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: none, and --gradient-batches 4 needs at least one"),
         ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
-        ("--wrokers 2", "unknown: --wrokers 2; did you mean --workers?"),
+        ("--wrokers 2", "unknown: --wrokers 2; did you mean '--workers'?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),
         ("--batch-size 0", "--batch-size: 0 is out of range"),
         ("--model RN50", "--model: "),

@@ -299,6 +299,8 @@ def test_an_optimizer_that_moves_at_learning_rate_0(datasets, pretrained, tmp_pa
 
     def step(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
+        if len(self.param_groups) == 1:  # of the rehearsal, which is made before anything is written
+            return result
         steps.append(1)
         with torch.no_grad():
             self.param_groups[1]["params"][3].view(-1)[0] += 1e-6
@@ -376,7 +378,8 @@ def test_distillation_is_recovered_too(run, datasets, pretrained, epochs):
 @pytest.mark.parametrize("flags", ["--epochs 1", "--epochs 2 --save-frequency 0", "--epochs 2 --save-most-recent"])
 def test_the_file_of_the_recovery_goes_with_the_last_checkpoint(run, datasets, pretrained, flags):
     experiment = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 {flags} --workers 0")
-    assert sorted(path.name for path in experiment.path.iterdir()) == ["checkpoints", "out.log", "params.txt"]
+    files = {path.name for path in experiment.path.iterdir()}
+    assert files == {"checkpoints", "data.jsonl", "out.log", "params.txt", "recipe.yaml"}
 
 
 def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
@@ -482,8 +485,7 @@ REFUSED = [
     ("--loss tuneclip --shapes-seed 1", ["another data", "48 rows"]),
     ("--loss tuneclip --shapes-shifted", ["another data", "48 rows"]),
     ("--loss tuneclip --beta2 0.95", ["another optimizer", "0.98", "0.95"]),
-    ("--loss tuneclip --opt timm/adamw", ["another optimizer", "adamw with", "timm/adamw"]),
-    ("--loss tuneclip --model ViT-B-32", ["another model", "ViT-test", "ViT-B-32"]),
+    ("--loss tuneclip --opt timm/adamw --eps 1e-6", ["another optimizer", "adamw with", "timm/adamw"]),
     ("--loss tuneclip --force-quick-gelu", ["another model", "--force-quick-gelu True"]),
     ("--loss tuneclip --osr-epochs 2", ["--osr-epochs", "2", "0.5"]),
     ("--loss tuneclip --osr-save x.state", ["--osr-save", "--osr-load"]),
