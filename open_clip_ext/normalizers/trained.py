@@ -8,9 +8,9 @@ Readings fixed here, where the paper is silent:
 
 - T_r is the paper's 500 steps, which are 0.11 to 0.19 passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and
   0.0026 over DFN-1B, but at most a fifth of a pass where its length is known: with 2 passes between restarts the
-  network lags behind the encoders (`docs/results.md`). A fifth that is a single step would leave no network to train: then it is a
-  whole pass (300 generated scenes, batch 64, 6 epochs: an error of 0.03 in place of 0.14). What a training began with it keeps, from checkpoint to
-  checkpoint, unless another is given.
+  network lags behind the encoders (`docs/results.md`). A fifth that is a single step would leave no network to train:
+  then it is a whole pass (300 generated scenes, batch 64, 6 epochs: an error of 0.03 in place of 0.14). What a
+  training began with it keeps, from checkpoint to checkpoint, unless another is given.
 - The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
   forgets it.
 - The network's gradient has Eq. 12's factor tau (Algorithm 1, line 7). AdaGrad and Adam are blind to a constant
