@@ -66,9 +66,7 @@ def test_restarts_go_by_the_length_of_an_epoch_unless_given(settings, restarts, 
     assert seen == restarts
 
 
-@pytest.mark.parametrize(
-    "steps, every", [(None, 500), (2723, 500), (2500, 500), (2404, 480), (10, 2), (9, 9), (4, 4), (1, 1)]
-)
+@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2404, 480), (10, 2), (9, 9), (1, 1)])
 def test_restarts_by_default(steps, every):
     """Without the length of an epoch, and with CC3M's, the paper's; a whole pass where a fifth is one step."""
     assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every

@@ -327,7 +327,7 @@ def test_shards_without_a_pair_that_nobody_could_see(ends, unseen, shards, monke
 
 @pytest.mark.parametrize("loss", ["clip", "neuclip"])
 def test_fewer_samples_than_a_batch(ends, shards, loss):
-    line, _ = ends(f"{COMMON} {LOSSES[loss]} {shards()} --batch-size 33")
+    line, _ = ends(f"{COMMON} {LOSSES[loss]} {shards()} --batch-size 33 --warmup 1")
     assert "a loader's shards hold 32 samples that can be used where --batch-size is 33" in line
 
 
