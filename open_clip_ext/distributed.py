@@ -22,6 +22,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+
+
 def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate (b, ...) of every process along the first axis to (B, ...), in the order of ranks, detached."""
     tensor = tensor.detach().contiguous()

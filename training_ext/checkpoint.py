@@ -34,11 +34,6 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
         save(content, file, *args, **kwargs)
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
-
-
 def keeps_files(args: Namespace) -> bool:
     """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
     return bool(args.logs) and args.logs.lower() != "none"

@@ -21,6 +21,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
 from torch.utils.data import IterableDataset
 
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import Loss, NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint
@@ -365,7 +366,7 @@ class Session:
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
-                name = checkpoint.plain_name(name)
+                name = plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 
 
