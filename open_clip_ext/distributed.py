@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from open_clip_ext.options import Option
 
-
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # what `wait_for_others` allows before it warns, and ends
 _gatherings = count()
 
