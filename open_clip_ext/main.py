@@ -1,9 +1,13 @@
-"""The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`."""
+"""The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`, and the same from Python."""
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from PIL import EpsImagePlugin
@@ -15,6 +19,27 @@ from open_clip_ext.losses import NonFiniteError
 EpsImagePlugin.gs_binary = False
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training has left.
+
+    Attributes:
+        by_epoch: the metrics of every evaluation of this run, by name, `epoch` among them (0: before the first step);
+            empty without one, and on every process but 0.
+        folder: with `out.log`, `params.txt` and, if asked for, `best.pt`; None with `--logs none`.
+        checkpoints: the files `epoch_N.pt` in it, in order.
+    """
+
+    by_epoch: list[dict[str, float]]
+    folder: Path | None
+    checkpoints: list[Path]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the last evaluation; empty without one."""
+        return self.by_epoch[-1] if self.by_epoch else {}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run OpenCLIP's training with a loss of ours, or without `--loss` just as OpenCLIP does.
 
@@ -24,24 +49,61 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, see `exit_code`.
     """
-
-    def train() -> None:
-        from training_ext import versions
-
-        versions.check_version()
-        try:
-            from training_ext import hooks, params, preflight
-            from training_ext.session import Session
-        except ImportError as error:
-            raise InputError(versions.cannot_import(error)) from None
-        hooks.check_seams()
-        args = params.parse_args(sys.argv[1:] if argv is None else argv)
-        hooks.run(Session(args, preflight.check(args)))
-
-    return exit_code(train)
+    return exit_code(lambda: train(sys.argv[1:] if argv is None else argv))
 
 
-def exit_code(command: Callable[[], None]) -> int:
+def train(flags: Iterable[object]) -> Trained:
+    """The command from Python: the same training, with errors as exceptions.
+
+    In a process started by torchrun once, since a group of processes is formed once; else as often as wanted.
+
+    Args:
+        flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
+
+    Raises:
+        InputError: bad input; the message is one line that says what to change, and nothing is written.
+        NonFiniteError: the training met a NaN or an infinity.
+    """
+    from training_ext import versions
+
+    versions.check_version()
+    try:
+        from training_ext import checkpoint, hooks, params, preflight
+        from training_ext.session import Session
+    except ImportError as error:
+        raise InputError(versions.cannot_import(error)) from None
+    hooks.check_seams()
+    args = params.parse_args([str(flag) for flag in flags])
+    session = Session(args, preflight.check(args))
+    with _logging_as_before():
+        hooks.run(session)
+    by_epoch = session.metrics
+    del session
+    gc.collect()  # loader workers and the model's memory go with it
+    if not checkpoint.keeps_files(args):
+        return Trained(by_epoch, None, [])
+    folder = Path(args.logs, args.name)
+    checkpoints = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda path: (len(path.name), path.name))
+    return Trained(by_epoch, folder, checkpoints)
+
+
+@contextmanager
+def _logging_as_before() -> Iterator[None]:
+    """OpenCLIP adds log handlers and sets levels, and would write the next training's log into this one's file, too."""
+    loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
+    levels = [logger.level for logger in loggers]
+    handlers = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+            logging.root.removeHandler(handler)
+            handler.close()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def exit_code(command: Callable[[], object]) -> int:
     """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
     run has ended."""
     try:

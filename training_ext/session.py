@@ -58,6 +58,7 @@ class Session:
         self._building = TRAIN_DATA
         self._epoch = 0
         self._recovering = False
+        self.metrics: list[dict[str, float]] = []  # of every evaluation, on process 0
         self._monitor: Monitor | None = None
         self._tokenizer: Any = None
         self._transforms: Any = None
@@ -344,6 +345,8 @@ class Session:
         **kwargs: Any,
     ) -> dict[str, Any]:
         metrics = original(model, data, epoch, args, **kwargs)
+        if metrics:
+            self.metrics.append({name: float(value) for name, value in metrics.items()})
         if self._monitor is not None and metrics:
             if epoch == 0:
                 self._monitor.begin(metrics)
