@@ -112,8 +112,9 @@ assert image_features.shape == (1, 64) and abs(image_features.norm().item() - 1)
 assert probabilities.shape == (1, 2) and abs(probabilities.sum().item() - 1) < 1e-5
 for pretrained in (checkpoint, "model.safetensors"):
     other, _, others_preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained)
-    assert repr(preprocess) == repr(others_preprocess)
-    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in other.state_dict().items())
+    assert torch.equal(preprocess(Image.open("picture.png")), others_preprocess(Image.open("picture.png")))
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), (pretrained, key)
 assert torch.equal(tokenizer(captions), open_clip.get_tokenizer(name)(captions))
 """
 
