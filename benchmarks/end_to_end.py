@@ -18,7 +18,7 @@ from pathlib import Path
 from measuring import begin, finish, parser, table
 from tqdm import tqdm
 
-from training_ext.preflight import MODEL_CONFIGS
+from open_clip_ext import MODEL_CONFIGS
 
 LINE = re.compile(r"Train Epoch: 0 .*? Batch \(t\): ([\d.]+),")
 # OpenCLIP does not know our tiny model's configuration without being told.

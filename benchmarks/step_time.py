@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import open_clip_ext
-from training_ext.preflight import MODEL_CONFIGS
+from open_clip_ext import MODEL_CONFIGS
 
 
 class Steps:

@@ -4,14 +4,20 @@ Shapes: b = samples of this process, W = processes, B = b * W, n = rows, c = col
 With one process nothing here communicates.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from open_clip_ext.options import option
+
+SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # what `wait_for_others` allows before it warns, and ends
+_gatherings = count()
 
 
 def world_size() -> int:
@@ -22,6 +28,11 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+def plain_name(name: str) -> str:
+    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
+
+
 def all_gather(tensor: Tensor) -> Tensor:
     """Concatenate (b, ...) of every process along the first axis to (B, ...), in the order of ranks, detached."""
     tensor = tensor.detach().contiguous()
@@ -30,6 +41,38 @@ def all_gather(tensor: Tensor) -> Tensor:
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
     dist.all_gather_into_tensor(gathered, tensor)
     return gathered
+
+
+def wait_for_others() -> None:
+    """Before state is gathered: process 0 waits until every other process has come here, too.
+
+    They say so in the group's store. Without it, what one process sends for the state would meet what another sends for
+    its next step, and fail without a word about why, or wait for half an hour.
+
+    Raises:
+        RuntimeError: one has not come in 5 minutes.
+    """
+    if world_size() == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    key = f"open_clip_ext/gathering {next(_gatherings)}/"
+    if rank() > 0:
+        store.set(f"{key}{rank()}", "here")
+        return
+    keys = [f"{key}{other}" for other in range(1, world_size())]
+    for seconds in (SOON, AT_LAST):
+        try:
+            store.wait(keys, seconds)
+            return
+        except dist.DistStoreError:
+            missing = ", ".join(other.removeprefix(key) for other in keys if not store.check([other]))
+            message = (
+                f"the loss's state_dict() or full_state(): process 0 waits for process {missing}; every process must "
+                "call it, also where process 0 alone writes the file"
+            )
+            if seconds == SOON:
+                logging.warning(message)
+    raise RuntimeError(message)
 
 
 def log_sum_over_processes(own: Tensor) -> Tensor:
@@ -103,6 +146,7 @@ class ShardedRows(nn.Module):
 
     def gather(self) -> Tensor | None:
         """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it."""
+        wait_for_others()
         table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype) if rank() == 0 else None
         for owner in range(world_size()):
             for start in range(0, self._rows_of(owner), self.CHUNK):

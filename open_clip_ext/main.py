@@ -1,9 +1,13 @@
-"""The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`."""
+"""The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`, and the same from Python."""
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from PIL import EpsImagePlugin
@@ -18,6 +22,27 @@ STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
 EpsImagePlugin.gs_binary = False
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training has left.
+
+    Attributes:
+        by_epoch: the metrics of every evaluation of this run, by name, `epoch` among them (0: before the first step);
+            empty without one, and on every process but 0.
+        folder: with `out.log`, `params.txt` and, if asked for, `best.pt`; None with `--logs none`, without checkpoints.
+        checkpoints: the files `epoch_N.pt` in it, in order.
+    """
+
+    by_epoch: list[dict[str, float]]
+    folder: Path | None
+    checkpoints: list[Path]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Those of the last evaluation; empty without one."""
+        return self.by_epoch[-1] if self.by_epoch else {}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run OpenCLIP's training with a loss of ours, or without `--loss` just as OpenCLIP does.
 
@@ -27,28 +52,72 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, see `exit_code`.
     """
-
-    def train() -> None:
-        from training_ext import versions
-
-        versions.check_version()
-        try:
-            from training_ext import hooks, params, preflight, recipes
-            from training_ext.recipes import plan
-            from training_ext.session import Session
-        except ImportError as error:
-            raise InputError(versions.cannot_import(error)) from None
-        hooks.check_seams()
-        args = params.parse_args(sys.argv[1:] if argv is None else argv)
-        if args.dry_run:
-            return plan.show(args)
-        flags = recipes.resolved_flags(args)  # before anything is added to them
-        hooks.run(Session(args, preflight.check(args), flags))
-
-    return exit_code(train)
+    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
-def exit_code(command: Callable[[], None]) -> int:
+def train(flags: Iterable[object]) -> Trained:
+    """The command from Python: the same training, with errors as exceptions.
+
+    In a process started by torchrun once, since a group of processes is formed once; else as often as wanted.
+
+    Args:
+        flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
+
+    Raises:
+        InputError: bad input; the message is one line that says what to change, and nothing is written.
+        NonFiniteError: the training met a NaN or an infinity.
+        Stopped: SIGTERM stopped it, and its state is saved.
+    """
+    return _run([str(flag) for flag in flags])
+
+
+def _run(argv: Sequence[str]) -> Trained:
+    from training_ext import versions
+
+    versions.check_version()
+    try:
+        from training_ext import checkpoint, hooks, params, preflight, recipes
+        from training_ext.recipes import plan
+        from training_ext.session import Session
+    except ImportError as error:
+        raise InputError(versions.cannot_import(error)) from None
+    hooks.check_seams()
+    args = params.parse_args(argv)
+    if args.dry_run:
+        plan.show(args)
+        return Trained([], None, [])
+    flags = recipes.resolved_flags(args)  # before anything is added to them
+    session = Session(args, preflight.check(args), flags)
+    with _logging_as_before():
+        hooks.run(session)
+    by_epoch = session.metrics
+    del session
+    gc.collect()  # loader workers and the model's memory go with it
+    if not checkpoint.keeps_files(args):
+        return Trained(by_epoch, None, [])
+    folder = Path(args.logs, args.name)
+    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if "_step_" not in path.name]
+    checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
+    return Trained(by_epoch, folder, checkpoints)
+
+
+@contextmanager
+def _logging_as_before() -> Iterator[None]:
+    """OpenCLIP adds log handlers and sets levels, and would write the next training's log into this one's file, too."""
+    loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
+    levels = [logger.level for logger in loggers]
+    handlers = list(logging.root.handlers)
+    try:
+        yield
+    finally:
+        for handler in [handler for handler in logging.root.handlers if handler not in handlers]:
+            logging.root.removeHandler(handler)
+            handler.close()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def exit_code(command: Callable[[], object]) -> int:
     """Run a command and return 0; or after one line on stderr 2, which says what to change, 1 if another process of the
     run has ended, 130 if it was interrupted (process 0 says so), 143 if SIGTERM stopped it and its state is saved."""
     try:

@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from documents import code
 
 from open_clip_ext import InputError, plugins
 from open_clip_ext.normalizers import NORMALIZERS, MovingAverageTable, Normalizer
@@ -20,13 +20,6 @@ TINY = (
     "--dataset-type shapes --train-num-samples 32 --model ViT-shapes-tiny --device cpu --precision fp32 --batch-size 8 "
     "--workers 0 --epochs 1 --warmup 2 --lr 1e-3 --rho 5 --log-every-n-steps 1"
 )
-
-
-def code(heading: str) -> list[str]:
-    """The indented blocks below a heading, in order, without their indentation; blank lines stay inside a block."""
-    section = (ROOT / "README.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    blocks = re.findall(r"(?:^    .*\n(?:\n+(?=    ))?)+", section, re.MULTILINE)
-    return [textwrap.dedent(block) for block in blocks]
 
 
 def run(command, folder, **environment):

@@ -69,11 +69,6 @@ def _size(content: Any) -> int:
     return sum(map(_size, values))
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
-    return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
-
-
 def fit_names(checkpoint: Any, wrapped: bool) -> None:
     """Name the model's state as a model does that DistributedDataParallel wraps, or none does: OpenCLIP resumes with
     fewer processes, but not with several what one has saved."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext import zero_shot
-from training_ext.checkpoint import atomic_save, keeps_files, plain_name
+from training_ext.checkpoint import atomic_save, keeps_files
 from training_ext.data import trains
 from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
 from training_ext.loading import load_mapped, one_line

@@ -14,8 +14,7 @@ from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
-import open_clip_ext
-from open_clip_ext import factory
+from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
@@ -34,7 +33,6 @@ from training_ext.rehearsal import check_model, check_optimizer, check_resumed
 from training_ext.shards import check_missing, shard_urls
 from training_ext.statistics_recovery import unfinished_path
 
-MODEL_CONFIGS = Path(open_clip_ext.__file__).parent / "model_configs"
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",

@@ -18,9 +18,9 @@ from open_clip_train import params as open_clip_params
 from PIL import Image
 from torch import nn
 
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
-from training_ext.checkpoint import plain_name
 from training_ext.loading import load_mapped, one_line
 from training_ext.overlay import replaced
 from training_ext.params import SCHEMAS, trains_logit_scale

@@ -20,6 +20,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
 from torch.utils.data import IterableDataset
 
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, midepoch, recipes
@@ -68,6 +69,7 @@ class Session:
         self._building = TRAIN_DATA
         self._epoch = 0
         self._recovering = False
+        self.metrics: list[dict[str, float]] = []  # of every evaluation, on process 0
         self._monitor: Monitor | None = None
         self._interruptions: Interruptions | None = None
         self._tokenizer: Any = None
@@ -419,6 +421,8 @@ class Session:
         **kwargs: Any,
     ) -> dict[str, Any]:
         metrics = original(model, data, epoch, args, **kwargs)
+        if metrics:
+            self.metrics.append({name: float(value) for name, value in metrics.items()})
         if self._monitor is not None and metrics:
             if epoch == 0:
                 self._monitor.begin(metrics)
@@ -445,6 +449,6 @@ class Session:
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
-                name = checkpoint.plain_name(name)
+                name = plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 

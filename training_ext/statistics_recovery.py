@@ -1,30 +1,6 @@
-"""Optimizer statistics recovery (OSR), TuneCLIP's first stage: TuneCLIP, Section 4.1, Algorithm 1.
+"""The recovery of optimizer statistics (OSR, see `open_clip_ext.recovery`) in the command: its data, log and files.
 
-A pretrained model comes without the state of its optimizer. Started from zero, Adam's moments and the moving averages
-of the normalizers are wrong at first, and the first epoch of fine-tuning makes the model worse. So E epochs go over the
-data with the weights standing still at omega_0 and move only
-
-    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)    (n, 2): one per sample and side, kept by the loss as log u
-    m <- beta_1 m + (1 - beta_1) g                       as each parameter
-    v <- beta_2 v + (1 - beta_2) g^2                     as each parameter
-
-Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in
-Algorithm 2) is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with
-u (Eq. 4).
-
-They are OpenCLIP's own epochs with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is
-checked after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and
-buffers are what they were to the last bit. What is recovered is whatever the loss keeps (a table, a network,
-temperatures' momentum), and with OpenCLIP's own losses the moments alone.
-
-Readings fixed here:
-
-- Adam's step counter goes with the moments. m and v are sums over t steps, which bias correction divides by
-  1 - beta^t; a counter reset to 0 would multiply the recovered m by 1 / (1 - beta_1) = 10 in the first step.
-- The loss's schedules (gamma) run on one clock from the start of the recovery; a broken epoch counts as a whole one.
-- The recovery's data come in other orders than those of the training's epochs.
-- Phi divides by B - 1, the number of negatives, as everywhere here. The paper divides by B; the factor (B - 1) / B, the
-  same for all samples, cancels in the gradients but for eps.
+Its epochs are OpenCLIP's own, at learning rate 0. Their data come in other orders than those of the training's epochs.
 """
 
 import hashlib
@@ -38,57 +14,22 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import islice
-from math import ceil, floor
+from math import ceil
 from typing import Any
 
 import torch
 from open_clip_train.distributed import broadcast_object
-from torch import Tensor
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.recovery import StandingWeights, check_still, epoch_lengths, standing_still
 from training_ext import recovered
-from training_ext.checkpoint import keeps_files, plain_name
+from training_ext.checkpoint import keeps_files
 from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
 
 FIRST_EPOCH = 1 << 20  # the recovery's epochs are numbered from here, where numbers seed the order of the data
 OPEN_CLIPS_LINE = re.compile(r"Train Epoch: (?P<epoch>\d+) (?P<rest>\[ *(?P<seen>\d+)/(?P<of>\d+) .*)")
 UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would pick
-
-
-class StandingWeights:
-    """A copy, on the host, of what must be the same after the recovery."""
-
-    def __init__(self, model: torch.nn.Module):
-        self._parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        self._now = {plain_name(name): tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-        self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
-
-    @torch.no_grad()
-    def restore(self) -> str | None:
-        """Put everything back to the last bit; the first parameter whose value had moved, or None."""
-        first_moved = None
-        for name, tensor in self._now.items():
-            now, then = tensor.cpu(), self._then[name]
-            if torch.equal(_bits(now), _bits(then)):
-                continue
-            # p - 0 * update turns -0.0 into 0.0
-            if name in self._parameters and not torch.equal(now, then):
-                first_moved = first_moved or name
-            tensor.copy_(then)
-        return first_moved
-
-    def digest(self) -> str:
-        total = hashlib.sha256()
-        for name, tensor in sorted(self._then.items()):
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(_bits(tensor).numpy().data)
-        return total.hexdigest()[:16]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 class ShortLoader:
@@ -167,7 +108,6 @@ class StatisticsRecovery:
         self.optimizer = optimizer
         self.scaler = scaler
         self.weights = StandingWeights(model)
-        self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
     # Algorithm 1
 
@@ -183,11 +123,12 @@ class StatisticsRecovery:
         saved = self._resume()
         done = 0 if saved is None else saved["done"]
         progress = ShownProgress(lengths, done)
-        with self._standing_still(), _filtered(progress):
+        loss = None if self.loss is None else self.loss.loss
+        with standing_still(self.optimizer, loss), _filtered(progress):
             for epoch in range(done, len(lengths)):
                 progress.epoch = epoch
-                if self.loss is not None:
-                    self.loss.loss.set_epoch(epoch)
+                if loss is not None:
+                    loss.set_epoch(epoch)
                 short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
                 run_epoch(short, FIRST_EPOCH + epoch, saved, partial(self._save_within, epoch))
                 saved = None
@@ -197,50 +138,13 @@ class StatisticsRecovery:
             self._save(self.args.osr_save, len(lengths))
 
     def _lengths(self, loader: Any) -> list[int]:
-        """Batches of each epoch: whole ones, and what is left of --osr-epochs, at least one step."""
+        """Batches of each epoch."""
         accum_freq = self.args.accum_freq
-        whole = loader.num_batches // accum_freq * accum_freq
-        rest = round((self.args.osr_epochs - floor(self.args.osr_epochs)) * whole / accum_freq) * accum_freq
-        lengths = [whole] * floor(self.args.osr_epochs)
-        if len(lengths) < ceil(self.args.osr_epochs):
-            lengths.append(max(rest, accum_freq))
-        return lengths
-
-    @contextmanager
-    def _standing_still(self) -> Iterator[None]:
-        """Every learning rate 0; what the groups hold besides a step counter is put back after."""
-        groups = self.optimizer.param_groups
-        kept = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
-        for group in groups:
-            group["lr"] = 0.0
-        if self.loss is not None:
-            self.loss.loss.hold_temperatures(True)
-        try:
-            yield
-        finally:
-            for group, values in zip(groups, kept, strict=True):
-                group.update(values)
-            if self.loss is not None:
-                self.loss.loss.hold_temperatures(False)
+        return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
 
     def _check(self) -> None:
-        if self.loss is not None:
-            self.loss.loss.raise_if_not_finite()
-        for parameter, state in self.optimizer.state.items():
-            for name, moment in state.items():
-                if torch.is_tensor(moment) and not moment.isfinite().all():
-                    raise NonFiniteError(
-                        f"recovery of statistics: {name} of {self.names[parameter]} is not finite; the data or the "
-                        "pretrained weights have a NaN or an infinity"
-                    )
-        instead = "so that statistics of standing weights cannot be recovered; use adamw, or --osr-epochs 0"
-        if name := self.weights.restore():
-            raise InputError(f"--opt: {self.args.opt} moves the weights ({name}) at learning rate 0, {instead}")
-        first_moments = [state["exp_avg"] for state in self.optimizer.state.values() if "exp_avg" in state]
-        # Without a gradient, as where a hinge leaves nothing to do, 0 is right.
-        has_gradient = any(parameter.grad is not None and parameter.grad.any() for parameter in self.names)
-        if first_moments and has_gradient and not any(moment.any() for moment in first_moments):
-            raise InputError(f"--opt: the moments of {self.args.opt} stay 0 at learning rate 0, {instead}")
+        loss = None if self.loss is None else self.loss.loss
+        check_still(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
 
     # What the training takes over
 
@@ -272,7 +176,7 @@ class StatisticsRecovery:
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""
-        return [self.names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
         self._check()
@@ -295,7 +199,7 @@ class StatisticsRecovery:
             "settings": recovered.settings(self.args),
             "epochs": self.args.osr_epochs,
             "done": done,
-            "moments": {self.names[p]: dict(moments) for p, moments in self.optimizer.state.items()},
+            "moments": {self.weights.names[p]: dict(moments) for p, moments in self.optimizer.state.items()},
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,

@@ -258,6 +258,9 @@ class Loss(Part, nn.Module):
 
         It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
         call it. `state_dict()` contains it too, and then must be called by every process.
+
+        Raises:
+            RuntimeError: the state is divided over the processes, and one has not called it in 5 minutes.
         """
         return {
             "format": STATE_FORMAT, "loss": self.name, "steps": self.steps,

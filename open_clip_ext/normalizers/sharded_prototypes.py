@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import all_gather, log_sum_over_processes, rank, world_size
+from open_clip_ext.distributed import all_gather, log_sum_over_processes, rank, wait_for_others, world_size
 from open_clip_ext.kernels.log_sum import log_sums
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.surrogates import Surrogate
@@ -31,6 +31,7 @@ def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
 
     Every process must call it. Process 0 holds one other part at a time beside the whole.
     """
+    wait_for_others()
     if rank() != 0:
         dist.send(part.contiguous(), dst=0)
         return None

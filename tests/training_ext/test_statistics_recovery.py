@@ -15,9 +15,11 @@ from safetensors.torch import save_file
 from stop import Killed
 from torch.nn.functional import normalize
 
+from open_clip_ext.distributed import plain_name
+from open_clip_ext.recovery import StandingWeights
 from training_ext.data import RowLoader
 from training_ext.params import parse_args
-from training_ext.statistics_recovery import FIRST_EPOCH, UNFINISHED, StandingWeights, plain_name
+from training_ext.statistics_recovery import FIRST_EPOCH, UNFINISHED
 
 TUNE = "--loss tuneclip --lr 1e-3"
 RN = {
@@ -357,7 +359,7 @@ def test_weights_that_are_not_finite(datasets, pretrained, tmp_path, capsys, los
 def test_an_optimizer_whose_moments_stay_zero(datasets, pretrained, tmp_path, capsys):
     command = f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 --epochs 1 --workers 0"
     assert run_main(ext_main, f"{command} --opt timm/laprop --eps 1e-8 --name x", tmp_path) == 2
-    assert "the moments of timm/laprop stay 0" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--opt: timm/laprop leaves its moments 0" in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_hinge_that_leaves_nothing_to_do(run, datasets, pretrained, epochs, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 from conftest import LOSSES
 from open_clip_train.main import main as open_clip_main
 
-from training_ext.preflight import MODEL_CONFIGS
+from open_clip_ext import MODEL_CONFIGS
 
 
 def same(a: dict, b: dict, path: str = "") -> None:

@@ -14,8 +14,8 @@ import torch
 from open_clip.pretrained import get_pretrained_cfg, is_pretrained_cfg
 from safetensors import SafetensorError, safe_open
 
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.checkpoint import plain_name
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.overlay import replaced
 

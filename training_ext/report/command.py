@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, init_distributed_device, world_info_from_env
 
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
 from training_ext import params, preflight
@@ -90,7 +91,7 @@ def run(argv: list[str]) -> None:
     """
     options, args = parse(argv)
     check_options(options)
-    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    open_clip.add_model_config(MODEL_CONFIGS)
     preflight.prepare_shapes(args)
     # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
     job: Job | None = None

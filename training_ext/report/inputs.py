@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext import factory
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
 from training_ext import checkpoint
@@ -56,7 +57,7 @@ class Saved:
             reason = one_line(error)
             raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
-        weights = {checkpoint.plain_name(name): value for name, value in weights.items()}
+        weights = {plain_name(name): value for name, value in weights.items()}
         if "logit_scale" not in weights:
             raise InputError(f"--checkpoint: {path!r} holds no CLIP model")
         return cls(weights, checkpoint.take_entry(content), content.get("epoch"))

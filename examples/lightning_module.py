@@ -1,0 +1,117 @@
+"""A LightningModule with a loss of this package: `pip install lightning`, then
+
+    python examples/lightning_module.py --loss fastclip-v3 --epochs 4
+
+It trains OpenCLIP's ViT-shapes-tiny on generated scenes, on one device or several. To use one's own model and data keep
+the class, and let the data set give (images, texts, rows).
+"""
+
+import argparse
+import math
+
+import lightning
+import open_clip
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from open_clip_ext import MODEL_CONFIGS, create_loss
+from open_clip_ext.data import Scenes
+
+
+class WithRow(Dataset):
+    """Scenes with the sample's row, which stays the same from epoch to epoch."""
+
+    def __init__(self, scenes: Scenes):
+        self.scenes = scenes
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def __getitem__(self, row: int) -> tuple:
+        return *self.scenes[row], row
+
+
+class Contrastive(lightning.LightningModule):
+    """An OpenCLIP model and a loss of `create_loss`.
+
+    `accumulate_grad_batches` would leave the loss only a part's negatives: take a larger batch (docs/custom-loop.md).
+    """
+
+    def __init__(self, model: torch.nn.Module, loss: torch.nn.Module, lr: float):
+        super().__init__()
+        self.model = model
+        self.lr = lr
+        model.logit_scale.requires_grad_(loss.trains_logit_scale)
+        # In a list it is no submodule: DistributedDataParallel would replace each process's part of the loss's state by
+        # that of process 0.
+        self.held = [loss]
+
+    def training_step(self, batch, batch_number):
+        images, texts, rows = batch
+        image_features, text_features, logit_scale = self.model(images, texts)[:3]
+        value = self.held[0](image_features, text_features, logit_scale, index=rows)
+        self.log("loss", value.detach(), prog_bar=True)
+        return value
+
+    def validation_step(self, batch, batch_number):
+        images, texts, _ = batch
+        image_features, text_features = self.model(images, texts)[:2]
+        nearest = (image_features @ text_features.T).argmax(dim=1)
+        found = (nearest == torch.arange(len(images), device=self.device)).float().mean()
+        self.log("recall_at_1", found, prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=self.lr)
+
+    def on_train_epoch_start(self):
+        self.held[0].set_epoch(self.current_epoch)
+
+    def on_train_batch_end(self, outputs, batch, batch_number):
+        with torch.no_grad():
+            self.model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
+
+    def on_train_epoch_end(self):
+        self.held[0].raise_if_not_finite()
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["contrastive_loss"] = self.held[0].state_dict()  # Lightning calls this on every process
+
+    def on_load_checkpoint(self, checkpoint):
+        self.held[0].load_state_dict(checkpoint["contrastive_loss"])
+
+
+def loader(num_samples: int, seed: int, batch_size: int, preprocess, tokenizer, shuffle: bool) -> DataLoader:
+    data = Scenes(num_samples, seed, image_size=48, transform=preprocess, tokenizer=tokenizer)
+    return DataLoader(WithRow(data), batch_size, shuffle=shuffle, drop_last=True)
+
+
+def main(argv: list[str] | None = None) -> tuple[lightning.Trainer, Contrastive]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", default="fastclip-v3")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
+    parser.add_argument("--out", default="lightning")
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--resume", metavar="CHECKPOINT")
+    given = parser.parse_args(argv)
+    lightning.seed_everything(0, workers=True)
+    open_clip.add_model_config(MODEL_CONFIGS)
+    name = "ViT-shapes-tiny"
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    tokenizer = open_clip.get_tokenizer(name)
+    train = loader(given.samples, 0, given.batch_size, preprocess, tokenizer, shuffle=True)
+    held_out = loader(256, 1, 64, preprocess, tokenizer, shuffle=False)
+    steps = max(1, len(train) // given.devices)
+    loss = create_loss(given.loss, num_samples=given.samples, epochs=given.epochs, steps_per_epoch=steps)
+    module = Contrastive(model, loss, lr=1e-3)
+    trainer = lightning.Trainer(
+        max_epochs=given.epochs, devices=given.devices, default_root_dir=given.out, logger=False,
+        callbacks=[lightning.pytorch.callbacks.ModelCheckpoint(save_top_k=-1, filename="{epoch}")],
+    )
+    trainer.fit(module, train, held_out, ckpt_path=given.resume, weights_only=True)
+    return trainer, module
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""A CLIP model of transformers, trained by its Trainer with a loss of this package: `pip install accelerate`, then
+
+    python examples/transformers_trainer.py --loss fastclip-v3 --epochs 4
+
+It trains a tiny CLIPModel from scratch on generated scenes, on one process or under torchrun; --resume resumes. To use
+one's own model and data keep the two classes for it, and let the data set give each sample's row as `index`.
+"""
+
+import argparse
+import math
+from pathlib import Path
+
+import open_clip
+import torch
+from torch.utils.data import Dataset
+from transformers import CLIPConfig, CLIPModel, Trainer, TrainerCallback, TrainingArguments
+
+from open_clip_ext import create_loss
+from open_clip_ext.data import Scenes
+from open_clip_ext.distributed import world_size
+from open_clip_ext.files import whole_file
+
+STATE = "contrastive_loss.pt"  # in each of the Trainer's checkpoints
+
+
+class WithRow(Dataset):
+    """Scenes as CLIPModel takes them, with the sample's row, which stays the same from epoch to epoch."""
+
+    def __init__(self, scenes: Scenes):
+        self.scenes = scenes
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def __getitem__(self, row: int) -> dict:
+        image, tokens = self.scenes[row]
+        return {"pixel_values": image, "input_ids": tokens, "attention_mask": (tokens != 0).long(), "index": row}
+
+
+class ContrastiveTrainer(Trainer):
+    """A Trainer whose loss is one of `create_loss`.
+
+    Gradient accumulation would leave the loss only a part's negatives: take a larger batch (docs/custom-loop.md).
+    """
+
+    def __init__(self, *args, contrastive_loss, **kwargs):
+        super().__init__(*args, callbacks=[LossState(contrastive_loss)], **kwargs)
+        self.contrastive_loss = contrastive_loss
+        self.can_return_loss = True  # or an evaluation would compute none without labels
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        inputs = dict(inputs)
+        rows = inputs.pop("index")
+        if not model.training:  # pairs for validation have no rows: CLIP's own loss
+            outputs = model(**inputs, return_loss=True)
+            return (outputs.loss, {"loss": outputs.loss}) if return_outputs else outputs.loss
+        outputs = model(**inputs)  # its embeddings are unit vectors
+        scale = self.accelerator.unwrap_model(model).logit_scale.exp()
+        value = self.contrastive_loss(outputs.image_embeds, outputs.text_embeds, scale, index=rows)
+        return (value, outputs) if return_outputs else value
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:  # of a training step
+            self.contrastive_loss.raise_if_not_finite()
+            logs = logs | {name: value.item() for name, value in self.contrastive_loss.diagnostics().items()}
+        super().log(logs, *args, **kwargs)
+
+
+class LossState(TrainerCallback):
+    """Tells the loss the epoch, and keeps its state in the Trainer's checkpoints."""
+
+    def __init__(self, loss):
+        self.loss = loss
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step > 0:  # resumed
+            path = Path(args.output_dir, f"checkpoint-{state.global_step}", STATE)
+            self.loss.load_state_dict(torch.load(path, weights_only=True))
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.loss.set_epoch(int(state.epoch or 0))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
+
+    def on_save(self, args, state, control, **kwargs):
+        loss_state = self.loss.state_dict()  # on every process
+        if state.is_world_process_zero:
+            with whole_file(Path(args.output_dir, f"checkpoint-{state.global_step}", STATE)) as file:
+                torch.save(loss_state, file)
+
+
+def tiny_model() -> CLIPModel:
+    tower = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+    tokens = dict(vocab_size=49408, max_position_embeddings=32, bos_token_id=49406, eos_token_id=49407)
+    vision = dict(**tower, image_size=48, patch_size=8)
+    return CLIPModel(CLIPConfig(text_config={**tower, **tokens}, vision_config=vision, projection_dim=64))
+
+
+def scenes(num_samples: int, seed: int) -> Scenes:
+    tokenizer = open_clip.SimpleTokenizer(context_length=32)
+    transform = open_clip.image_transform(48, is_train=False)
+    return Scenes(num_samples, seed, image_size=48, transform=transform, tokenizer=tokenizer)
+
+
+def main(argv: list[str] | None = None) -> ContrastiveTrainer:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--loss", default="fastclip-v3")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
+    parser.add_argument("--out", default="trainer")
+    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
+    given = parser.parse_args(argv)
+    settings = TrainingArguments(
+        given.out, num_train_epochs=given.epochs, per_device_train_batch_size=given.batch_size, learning_rate=1e-3,
+        per_device_eval_batch_size=64, save_strategy="epoch", eval_strategy="epoch", logging_steps=10, report_to="none",
+        remove_unused_columns=False,  # which would drop `index`
+        dataloader_drop_last=True,  # every process has as many pairs as every other
+    )
+    train, held_out = (WithRow(scenes(size, seed)) for size, seed in ((given.samples, 0), (256, 1)))
+    loss = create_loss(
+        given.loss, num_samples=len(train), epochs=given.epochs, device=settings.device,
+        steps_per_epoch=max(1, len(train) // (given.batch_size * world_size())),
+    )
+    torch.manual_seed(settings.seed)
+    model = tiny_model()
+    model.logit_scale.requires_grad_(loss.trains_logit_scale)
+    trainer = ContrastiveTrainer(model, settings, train_dataset=train, eval_dataset=held_out, contrastive_loss=loss)
+    trainer.train(resume_from_checkpoint=given.resume)
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Recovery of the optimizer's statistics before fine-tuning: TuneCLIP, Section 4.1, Algorithm 1.
+
+A pretrained model comes without the state of its optimizer. Started from zero, Adam's moments and the moving averages
+of the normalizers are wrong at first, and the first epoch of fine-tuning makes the model worse. So E epochs go over the
+data with the weights standing still at omega_0 and move only
+
+    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)    (n, 2): one per sample and side, kept by the loss as log u
+    m <- beta_1 m + (1 - beta_1) g                       as each parameter
+    v <- beta_2 v + (1 - beta_2) g^2                     as each parameter
+
+Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in
+Algorithm 2) is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with
+u (Eq. 4).
+
+They are ordinary steps with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is checked
+after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and buffers are
+what they were to the last bit. What is recovered is whatever the loss keeps (a table, a network, temperatures'
+momentum), and with a loss that keeps nothing the moments alone.
+
+Readings fixed here:
+
+- Adam's step counter goes with the moments. m and v are sums over t steps, which bias correction divides by
+  1 - beta^t; a counter reset to 0 would multiply the recovered m by 1 / (1 - beta_1) = 10 in the first step.
+- The loss's schedules (gamma) run on one clock from the start of the recovery; a broken epoch counts as a whole one.
+- Phi divides by B - 1, the number of negatives, as everywhere here. The paper divides by B; the factor (B - 1) / B, the
+  same for all samples, cancels in the gradients but for eps.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from math import ceil, floor, isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import plain_name
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss, NonFiniteError
+
+
+def recover_statistics(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss | None,
+    batches: Iterable[Any],
+    epochs: float = 5,
+    step: Callable[[Any], Any] | None = None,
+) -> int:
+    """Fill the optimizer's moments and the loss's state while the weights stand still, before the first step of a loop.
+
+    Every process calls it, in training mode, with model and optimizer as they are trained (DistributedDataParallel
+    included). Learning rates are 0 meanwhile and as before afterwards; a schedule of theirs does not go on.
+
+    Args:
+        model: holds every parameter of the optimizer; several modules go into an `nn.ModuleDict`.
+        optimizer: one that keeps moments and at learning rate 0 leaves the weights, such as AdamW.
+        loss: as `create_loss` gives it, its `epochs` those of recovery and training together; None for a loss that
+            keeps nothing, which then is in `step` alone.
+        batches: the train data, iterated anew for each epoch, in another order where possible. With a length if
+            `epochs` is no whole number.
+        epochs: of recovery, or parts of one; the paper takes 5.
+        step: the loop's own step on one item of `batches`, from zero_grad to optimizer.step, without a schedule of
+            learning rates. Without it an item is (images, texts, rows) and `model(images, texts)` gives, as OpenCLIP's
+            models do, image features, text features and 1 / tau, as a tuple or as a dict.
+
+    Returns:
+        Epochs by the loss's clock: in epoch e of the training call `loss.set_epoch(that + e)`.
+
+    Raises:
+        InputError: an argument does not fit, the optimizer moves the weights, or its moments stay 0.
+        NonFiniteError: the data or the weights have a NaN or an infinity.
+    """
+    if not (isfinite(epochs) and epochs > 0):
+        raise InputError(f"epochs: {epochs} is out of range; it must be a number > 0")
+    if epochs != int(epochs) and not hasattr(batches, "__len__"):
+        raise InputError(f"epochs: {epochs:g} of batches without a length; give a whole number")
+    if step is None and loss is None:
+        raise InputError("step: needed without a loss, to compute one")
+    if loss is not None and not loss.training:
+        raise InputError("loss: in evaluation mode its state does not move; call loss.train()")
+    weights = StandingWeights(model)
+    known = {*weights.names, *(loss.parameters() if loss is not None else ())}
+    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+        raise InputError("model: the optimizer has parameters that are not in it; give a module that holds them all")
+    name = f"optimizer: {type(optimizer).__name__}"
+    lengths: list[int | None] = [None] * int(epochs)
+    if epochs != int(epochs):
+        lengths = [*epoch_lengths(epochs, len(batches))]  # type: ignore[arg-type]  # it has a length, see above
+    with standing_still(optimizer, loss):
+        for epoch, length in enumerate(lengths):
+            if loss is not None:
+                loss.set_epoch(epoch)
+            number = -1
+            for number, batch in enumerate(islice(batches, length)):
+                if step is not None:
+                    step(batch)
+                else:
+                    assert loss is not None
+                    _step(model, optimizer, loss, batch)
+                if any(group["lr"] != 0 for group in optimizer.param_groups):
+                    raise InputError("step: it sets a learning rate, which is 0 here; leave the schedule out of it")
+                if epoch == number == 0:
+                    check_still(weights, optimizer, loss, name)
+            if number < 0:
+                raise InputError(f"batches: none in epoch {epoch}; give what can be iterated again, as a DataLoader")
+            check_still(weights, optimizer, loss, name)
+    optimizer.zero_grad()
+    return len(lengths)
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, batch: Any) -> None:
+    device = next(model.parameters()).device
+    images, texts, rows = (tensor.to(device) for tensor in batch)
+    features = model(images, texts)
+    if isinstance(features, dict):
+        value = loss(**features, index=rows)
+    else:
+        value = loss(*features[:3], index=rows)
+    optimizer.zero_grad()
+    value.backward()
+    optimizer.step()
+
+
+def epoch_lengths(epochs: float, steps: int) -> list[int]:
+    """Steps of each epoch: `steps` in whole ones, and in what is left of `epochs` a part of them, at least 1."""
+    lengths = [steps] * floor(epochs)
+    if len(lengths) < ceil(epochs):
+        lengths.append(max(1, round((epochs - floor(epochs)) * steps)))
+    return lengths
+
+
+class StandingWeights:
+    """A copy, on the host, of what must be the same after the recovery.
+
+    Attributes:
+        names: of the model's parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+        self._now = {plain_name(name): tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
+
+    @torch.no_grad()
+    def restore(self) -> str | None:
+        """Put everything back to the last bit; the first parameter whose value had moved, or None."""
+        parameters = set(self.names.values())
+        first_moved = None
+        for name, tensor in self._now.items():
+            now, then = tensor.cpu(), self._then[name]
+            if torch.equal(_bits(now), _bits(then)):
+                continue
+            # p - 0 * update turns -0.0 into 0.0
+            if name in parameters and not torch.equal(now, then):
+                first_moved = first_moved or name
+            tensor.copy_(then)
+        return first_moved
+
+    def digest(self) -> str:
+        total = hashlib.sha256()
+        for name, tensor in sorted(self._then.items()):
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(_bits(tensor).numpy().data)
+        return total.hexdigest()[:16]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@contextmanager
+def standing_still(optimizer: torch.optim.Optimizer, loss: Loss | None) -> Iterator[None]:
+    """Every learning rate 0; what the groups hold besides a step counter is put back after."""
+    groups = optimizer.param_groups
+    kept = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
+    for group in groups:
+        group["lr"] = 0.0
+    if loss is not None:
+        loss.hold_temperatures(True)
+    try:
+        yield
+    finally:
+        for group, values in zip(groups, kept, strict=True):
+            group.update(values)
+        if loss is not None:
+            loss.hold_temperatures(False)
+
+
+def check_still(
+    weights: StandingWeights,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss | None,
+    name: str,
+    instead: str = "use AdamW",
+) -> None:
+    """Put the weights back, and raise unless the last steps moved the moments and nothing else.
+
+    Args:
+        name, instead: of the optimizer, and what would do, for the message.
+
+    Raises:
+        InputError: a weight has moved, or the moments stay 0 though there are gradients.
+        NonFiniteError: a moment is not finite, or what the loss has met.
+    """
+    if loss is not None:
+        loss.raise_if_not_finite()
+    for parameter, state in optimizer.state.items():
+        for moment_name, moment in state.items():
+            if torch.is_tensor(moment) and not moment.isfinite().all():
+                whose = weights.names.get(parameter, "a parameter of the loss")
+                raise NonFiniteError(
+                    f"recovery of statistics: {moment_name} of {whose} is not finite; the data or the pretrained "
+                    "weights have a NaN or an infinity"
+                )
+    why = f"so that statistics of standing weights cannot be recovered; {instead}"
+    if moved := weights.restore():
+        raise InputError(f"{name} moves the weights ({moved}) at learning rate 0, {why}")
+    first_moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
+    # Without a gradient, as where a hinge leaves nothing to do, 0 is right.
+    has_gradient = any(parameter.grad is not None and parameter.grad.any() for parameter in weights.names)
+    if first_moments and has_gradient and not any(moment.any() for moment in first_moments):
+        raise InputError(f"{name} leaves its moments 0 at learning rate 0, {why}")

@@ -1,0 +1,134 @@
+"""The code in docs/ runs as it stands, and does what the text says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from documents import ROOT, code
+from ports import free_ports
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.main import train
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+LOOP, INFERENCE = "docs/custom-loop.md", "docs/inference.md"
+
+
+@pytest.fixture
+def loop(tmp_path, monkeypatch):
+    """loop(heading) -> what the first block and then the heading's have defined, and the state between them."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(heading: str) -> tuple[dict, dict]:
+        names: dict = {}
+        exec("\n".join(code(None, LOOP)), names)
+        between = {name: names[name].state_dict() for name in ("loss", "optimizer")}
+        exec("\n".join(code(heading, LOOP)), names)
+        return names, between
+
+    return run
+
+
+def equal(one, other) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_every_section_is_tried():
+    headings = re.findall(r"^## (.*)$", (ROOT / LOOP).read_text(), re.MULTILINE)
+    tests = Path(__file__).read_text()
+    assert all(f'"{heading}"' in tests for heading in headings)
+
+
+def test_evaluation(loop):
+    names, before = loop("Evaluation")
+    assert names["recall"] > 0.2  # of 1,000
+    assert equal(names["loss"].state_dict(), before["loss"])
+
+
+def test_gradient_accumulation(loop):
+    """The gradient is that of the whole batch. Bound: two orders of float32 sums, amplified by 1 / tau."""
+    names, _ = loop("Gradient accumulation")
+    assert names["loss"].steps == 3 * 20 + 10
+    model, loss = names["model"], names["loss"]
+    names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.0)
+    state, rows = loss.state_dict(), torch.arange(60)
+    names["accumulated_step"](rows)
+    accumulated = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    loss.load_state_dict(state)
+    names["train_step"](rows)
+    assert accumulated["logit_scale"] != 0
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - accumulated[name]).abs().max() <= 1e-4 * parameter.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("heading", ["Mixed precision", "GradScaler"])
+def test_mixed_precision(loop, heading):
+    names, _ = loop(heading)
+    names["loss"].raise_if_not_finite()
+    assert names["loss"].steps == 4 * 20
+    exec("\n".join(code("Evaluation", LOOP)), names)
+    assert names["recall"] > 0.2
+
+
+def test_saving(loop, tmp_path):
+    names, before = loop("Saving")
+    assert equal(names["loss"].state_dict(), before["loss"])
+    assert equal(names["optimizer"].state_dict()["state"], before["optimizer"]["state"])
+    assert (tmp_path / "state.pt").exists()
+
+
+def test_recovery(loop):
+    names, _ = loop("Recovery of optimizer statistics")
+    assert names["done"] == 2 and names["loss"].steps == (2 + 3) * 20
+    steps = {int(state["step"]) for state in names["optimizer"].state.values()}
+    assert steps == {100}
+
+
+def test_several_processes(tmp_path):
+    (script,) = code("Several processes", LOOP)
+    (tmp_path / "train.py").write_text(script)
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            env={**ENVIRONMENT, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate()[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    state = torch.load(tmp_path / "state.pt", weights_only=True)["loss"]["_extra_state"]
+    assert state["state.log_u"].isfinite().all() and state["temperature.tau"].shape == (1000, 2)
+
+
+CHECKS = """
+assert image_features.shape == (1, 64) and abs(image_features.norm().item() - 1) < 1e-5
+assert probabilities.shape == (1, 2) and abs(probabilities.sum().item() - 1) < 1e-5
+for pretrained in (checkpoint, "model.safetensors"):
+    other, _, others_preprocess = open_clip.create_model_and_transforms(name, pretrained=pretrained)
+    assert torch.equal(preprocess(Image.open("picture.png")), others_preprocess(Image.open("picture.png")))
+    for key, tensor in other.state_dict().items():
+        assert torch.equal(model.state_dict()[key], tensor), (pretrained, key)
+assert torch.equal(tokenizer(captions), open_clip.get_tokenizer(name)(captions))
+"""
+
+
+def test_inference(tmp_path):
+    """In a process of its own, in which nothing else has told OpenCLIP about the model."""
+    flags = "--dataset-type shapes --train-num-samples 16 --model ViT-shapes-tiny --device cpu --precision fp32 "
+    flags += "--batch-size 8 --workers 0 --epochs 1 --warmup 1 --lr 1e-3 --loss queue --rho 5 --name NAME"
+    trained = train([*flags.split(), "--logs", tmp_path / "logs"])
+    assert trained.checkpoints == [tmp_path / "logs/NAME/checkpoints/epoch_1.pt"]
+    next(iter(Scenes(1, image_size=48)))[0].save(tmp_path / "picture.png")
+    headings = re.findall(r"^## (.*)$", (ROOT / INFERENCE).read_text(), re.MULTILINE)
+    script = "\n".join(block for heading in headings for block in code(heading, INFERENCE)) + CHECKS
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

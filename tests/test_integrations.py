@@ -1,0 +1,57 @@
+"""The examples for other trainers, where those are installed: `pip install accelerate lightning`."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+EXAMPLES = Path(__file__).parent.parent / "examples"
+FLAGS = "--loss fastclip-v3 --epochs 2 --samples 32 --batch-size 8 --out out".split()
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def check_equal(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]) if torch.is_tensor(value) else value == other[name], name
+
+
+def check_state(loss) -> dict:
+    """Every row visited, and no step but the training's; the state."""
+    state = loss.full_state()
+    assert state["state.log_u"].isfinite().all() and loss.steps == 8
+    assert loss.normalizer.epoch == 1
+    return state
+
+
+def test_the_trainer_of_transformers():
+    pytest.importorskip("accelerate")
+    from transformers_trainer import main
+
+    trainer = main(FLAGS)
+    state = check_state(trainer.contrastive_loss)
+    logged = [name for entry in trainer.state.log_history for name in entry]
+    assert logged.count("eval_loss") == 2
+    shutil.rmtree("out/checkpoint-8")
+    resumed = main([*FLAGS, "--resume"])
+    check_equal(check_state(resumed.contrastive_loss), state)
+    check_equal(resumed.model.state_dict(), trainer.model.state_dict())
+
+
+def test_lightning():
+    pytest.importorskip("lightning")
+    from lightning_module import main
+
+    trainer, module = main(FLAGS)
+    check_state(module.held[0])
+    assert "recall_at_1" in trainer.callback_metrics
+    _, resumed = main([*FLAGS, "--resume", "out/checkpoints/epoch=0.ckpt"])
+    check_state(resumed.held[0])  # half of the steps are the first run's; Lightning does not restore the data's order
