@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ def train(flags: Iterable[object]) -> Trained:
     return _run([str(flag) for flag in flags])
 
 
-def _run(argv: Sequence[str]) -> Trained:
+def _run(argv: list[str]) -> Trained:
     from training_ext import versions
 
     versions.check_version()
