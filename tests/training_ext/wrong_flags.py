@@ -139,7 +139,7 @@ def warm() -> None:
 
 
 def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
-    """Each case and how it ended, with the folder of data written as DATA.
+    """Each case and how it ended, with the folder of data written as DATA and that of Python as PREFIX.
 
     Args:
         only: a part of the flags' names.
@@ -153,7 +153,7 @@ def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
         for case in wrong_cases.all_cases():
             if only in case.flag:
                 outcome = run_case(case, data)
-                yield case, replace(outcome, output=outcome.output.replace(str(data), "DATA"))
+                yield case, replace(outcome, output=outcome.output.replace(str(data), "DATA").replace(sys.prefix, "PREFIX"))
     finally:
         shutil.rmtree(data)
 
