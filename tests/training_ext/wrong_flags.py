@@ -153,7 +153,8 @@ def run_all(only: str = "") -> Iterator[tuple[Case, Outcome]]:
         for case in wrong_cases.all_cases():
             if only in case.flag:
                 outcome = run_case(case, data)
-                yield case, replace(outcome, output=outcome.output.replace(str(data), "DATA").replace(sys.prefix, "PREFIX"))
+                output = outcome.output.replace(str(data), "DATA").replace(sys.prefix, "PREFIX")
+                yield case, replace(outcome, output=output)
     finally:
         shutil.rmtree(data)
 
