@@ -40,7 +40,10 @@ setup(
     ],
     python_requires=">=3.10",
     packages=find_packages(include=["open_clip_ext*", "training_ext*"]),
-    package_data={"open_clip_ext": ["model_configs/*.json", "py.typed"], "training_ext": ["py.typed"]},
+    package_data={
+        "open_clip_ext": ["model_configs/*.json", "py.typed"],
+        "training_ext": ["recipes/published/*.yaml", "py.typed"],
+    },
     install_requires=[
         "open_clip_torch[training]>=3.3,<4",
         "torch>=2.6",  # before it, weights_only=True could be got round (CVE-2025-32434)
@@ -52,6 +55,7 @@ setup(
         "safetensors",
         "pillow>=10.1",  # its EPS reader can be kept from starting ghostscript
         "fsspec",
+        "pyyaml",
         "tqdm",
         # From 2.4 on, float() refuses the one-element arrays of OpenCLIP 3.3's zero-shot accuracy.
         "numpy<2.4",

@@ -169,7 +169,8 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
         runs = Runs(args.folder / "logs", bar)
 
         def one(cell: Cell) -> list[dict]:
-            recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=6400 // cell.batch)
+            warmup = min(6400, samples // 2) // cell.batch
+            recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=warmup)
             flags = f"{recipe} {args.data.replace('{n}', str(cell.n))}"
             flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]} {args.flags}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)

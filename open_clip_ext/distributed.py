@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from open_clip_ext.options import Option
+from open_clip_ext.options import option
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # what `wait_for_others` allows before it warns, and ends
 _gatherings = count()
@@ -80,6 +80,11 @@ def log_sum_over_processes(own: Tensor) -> Tensor:
     return all_gather(own[None]).logsumexp(dim=0)
 
 
+ROWS_ON = option(
+    "device", "where rows per sample are kept: beside the model, or in host memory", choices=("device", "host")
+)
+
+
 class ShardedRows(nn.Module):
     """A table of n rows of c float32 values of which process r keeps the rows r, r + W, r + 2W, ...
 
@@ -90,11 +95,6 @@ class ShardedRows(nn.Module):
         device: where the rows are kept; lookups answer on the device of the index.
         on_host: keep them in host memory, wherever `device` or `Module.to` point; each lookup then waits for a copy.
     """
-
-    OPTION = Option(
-        "rows_on", str, "device", "where rows per sample are kept: beside the model, or in host memory",
-        choices=("device", "host"),
-    )
 
     rows: Tensor
     CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns

@@ -239,13 +239,13 @@ def neuclip_alpha(w1: Tensor, w2: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, e
 
 
 def neuclip(g: Tensor, tau: Tensor, alpha: Tensor, rho: float, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 12 on the batch, 0-d, with its gradient through alpha as well. Fast: `Unified`, `UnifiedFit`."""
+    """NeuCLIP, Eq. 12 on the batch, 0-d, with its gradient through alpha as well. Fast: `Unified`."""
     bound = (-alpha).exp() * (eps + g) + alpha
     return tau * bound.mean(dim=1).sum() + 2 * tau * (rho - 1)
 
 
 def neuclip_separate(g: Tensor, alpha: Tensor, eps: float) -> Tensor:
-    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate", AmorLIP's. Fast: `L2LogFit`."""
+    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate", AmorLIP's. Fast: `L2Log`."""
     return (alpha - (eps + g).log()).square().mean(dim=1).sum() / 2
 
 

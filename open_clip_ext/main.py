@@ -12,8 +12,11 @@ from typing import NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.options import flag_of
+
+STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
 
 # Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
@@ -63,18 +66,24 @@ def train(flags: Iterable[object]) -> Trained:
     Raises:
         InputError: bad input; the message is one line that says what to change, and nothing is written.
         NonFiniteError: the training met a NaN or an infinity.
+        Stopped: SIGTERM ended it; its state is saved.
     """
     from training_ext import versions
 
     versions.check_version()
     try:
-        from training_ext import checkpoint, hooks, params, preflight
+        from training_ext import checkpoint, hooks, params, preflight, recipes
+        from training_ext.recipes import plan
         from training_ext.session import Session
     except ImportError as error:
         raise InputError(versions.cannot_import(error)) from None
     hooks.check_seams()
     args = params.parse_args([str(flag) for flag in flags])
-    session = Session(args, preflight.check(args))
+    if args.dry_run:
+        plan.show(args)
+        return Trained([], None, [])
+    resolved = recipes.resolved_flags(args)  # before anything is added to them
+    session = Session(args, preflight.check(args), resolved)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics
@@ -104,16 +113,25 @@ def _logging_as_before() -> Iterator[None]:
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run a command: 0; 2 after one line on stderr that says what to change; 1 after one line if another process of the
-    run has ended."""
+    """Run a command and return 0; or after one line on stderr 2, which says what to change, 1 if another process of the
+    run has ended, 130 if it was interrupted (process 0 says so), 143 if SIGTERM stopped it and its state is saved."""
     try:
         command()
         return 0
     except (InputError, NonFiniteError) as error:
+        if isinstance(error, InputError) and error.argument is not None:
+            error = InputError(error.text, flag_of(error.argument))
         # An error of a loader's worker comes with the worker's traceback; its last line is the message.
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
         return 2
+    except KeyboardInterrupt:
+        if os.environ.get("RANK", "0") == "0":
+            print("open_clip_ext: interrupted; the checkpoints are complete", file=sys.stderr, flush=True)
+        return 130
+    except Stopped as stopped:
+        print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
+        return STOPPED
     except RuntimeError as error:
         if not lost_another_process(error):
             raise

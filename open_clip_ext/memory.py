@@ -14,15 +14,15 @@ def total_memory(device: torch.device | str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_fits(what: str, needed: int, device: torch.device | str, instead: str) -> None:
+def check_fits(argument: str, what: str, needed: int, device: torch.device | str, instead: str) -> None:
     """Raise InputError if `needed` bytes are more than the device has.
 
     Args:
-        what: flag and value that ask for it, for the message; `instead` says what would be right.
+        argument: its name, for the message; `what` is its value, and `instead` says what would be right.
     """
     there = total_memory(device)
     if needed > there:
         place = str(device) if torch.device(device).type == "cuda" else "the host"
         raise InputError(
-            f"{what} needs {needed / 2**30:.1f} GiB on {place}, which has {there / 2**30:.1f} GiB; {instead}"
+            f"{what} needs {needed / 2**30:.1f} GiB on {place}, which has {there / 2**30:.1f} GiB; {instead}", argument
         )

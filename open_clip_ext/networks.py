@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from open_clip_ext.options import Option
+from open_clip_ext.options import option
 
-WIDTH = Option(
-    "mlp_width", float, 0.5, "f_d, width of the predicting MLP over the embeddings' dimension",
-    valid=lambda value: 0 < value <= 64, wanted="in (0, 64]", in_state=True,
+WIDTH = option(
+    0.5, "f_d, width of the predicting MLP over the embeddings' dimension",
+    valid=lambda value: 0 < value <= 64, expected="in (0, 64]", in_state=True,
 )
 
 
@@ -66,6 +66,13 @@ class PartitionNetwork:
     def hidden(dimension: int, width: float) -> int:
         """h, the width of the inner layer."""
         return max(1, round(width * dimension))
+
+    @staticmethod
+    def size(dimension: int, width: float) -> int:
+        """Parameters of both sides."""
+        with torch.device("meta"):  # which neither allocates nor draws
+            mlp = PartitionMLP(dimension, width)
+        return 2 * sum(parameter.numel() for parameter in mlp.parameters())
 
     def named(self) -> dict[str, Tensor]:
         """The parameters by name, without graph."""

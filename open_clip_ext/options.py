@@ -1,10 +1,13 @@
-"""An option of one replaceable part, declared beside the part and turned into a command-line flag."""
+"""An option of one replaceable part: declared beside the part, a keyword of its constructor and a command-line flag."""
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from typing import Any
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, not_one_of
+
+ACCEPTED = {int: Integral, float: Real}  # NumPy's numbers, too
 
 
 def flag_of(name: str) -> str:
@@ -13,44 +16,80 @@ def flag_of(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Option:
-    """One setting of a part.
+class Derived:
+    """A default that follows from something else; the part gets None until that is known.
 
     Args:
-        name: keyword argument of the part; the flag is the same with hyphens (`npn_lr`, `--npn-lr`).
-        type: int, float, str or bool; a bool is a switch.
-        default: value where neither the user nor the preset gives one; None if the part works it out.
-        help: one line for `--help`, without the default.
-        choices: the valid values of a str.
-        valid: predicate on a value; `wanted` says in words what it accepts.
-        in_state: the form of the part's state depends on it, so that a checkpoint goes on with the same value only.
+        words: what it is, for `--help`.
+        from_epochs: its value from the length of the training in epochs; None if the part works it out.
     """
 
-    name: str
-    type: type
+    words: str
+    from_epochs: Callable[[int], Any] | None = None
+
+    def value(self, epochs: int | None) -> Any:
+        """The value, or None while it is not known."""
+        return None if self.from_epochs is None or epochs is None else self.from_epochs(epochs)
+
+
+def default_value(default: Any, epochs: int | None = None) -> Any:
+    """What an option has if it is not given, `Derived` or not; None if that is not known yet."""
+    return default.value(epochs) if isinstance(default, Derived) else default
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting of a part, see `option`; `Part` fills in the name and the type."""
+
     default: Any
     help: str
     choices: tuple[str, ...] = ()
     valid: Callable[[Any], bool] | None = None
-    wanted: str = ""
+    expected: str = ""
     in_state: bool = False
+    name: str = ""
+    type: type = str
 
     @property
     def flag(self) -> str:
         return flag_of(self.name)
 
+    def with_default(self, default: Any) -> Any:
+        """The same option with another default."""
+        return replace(self, default=default)
+
     def check(self, value: Any) -> Any:
-        """Return `value`; raise InputError naming the option and what would be right if it is out of range."""
+        """Return `value`; raise InputError naming the option and what would be right if it is not valid."""
+        if not isinstance(value, ACCEPTED.get(self.type, self.type)):
+            raise InputError(f"{value!r} is not of type {self.type.__name__}", self.name)
         if self.choices and value not in self.choices:
-            raise InputError(f"{self.flag}: {value!r} is not one of {', '.join(self.choices)}")
+            raise InputError(not_one_of(value, self.choices), self.name)
         if self.valid is not None and not self.valid(value):
-            raise InputError(f"{self.flag}: {value!r} is out of range; it must be {self.wanted}")
+            raise InputError(f"{value!r} is out of range; it must be {self.expected}", self.name)
         return value
 
-    def check_given(self, given: dict[str, Any]) -> None:
-        """`check` the value of this option among keyword arguments, where it is not None."""
-        if given[self.name] is not None:
-            self.check(given[self.name])
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    valid: Callable[[Any], bool] | None = None,
+    expected: str = "",
+    in_state: bool = False,
+) -> Any:
+    """Declare a setting of a part: `gamma: float = option(0.2, "weight of the new estimate")` in the class's body.
+
+    The annotation is its type: int, float, str or bool, `| None` if the part may be left without; a bool is a switch.
+
+    Args:
+        default: value where neither the user nor the preset gives one, or `Derived`.
+        help: one line for `--help`, without the default.
+        choices: the valid values of a str.
+        valid: predicate on a value; `expected` says in words what it accepts.
+        in_state: the form of the part's state depends on it, so that a checkpoint goes on with the same value only.
+    """
+    return Option(default, help, choices, valid, expected, in_state)
 
 
 def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:
@@ -61,7 +100,7 @@ def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> Non
     """
     for name in names:
         if name in given:
-            raise InputError(f"{flag_of(name)}: has no effect {why}; leave it out")
+            raise InputError(f"has no effect {why}; leave it out", name)
 
 
 def positive(value: float) -> bool:

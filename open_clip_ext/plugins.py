@@ -15,13 +15,13 @@ from typing import Any
 from open_clip_ext.errors import InputError
 
 
-def load(group: str, table: dict[str, Any], is_valid: Callable[[Any], bool], wanted: str) -> None:
+def load(group: str, table: dict[str, Any], is_valid: Callable[[Any], bool], expected: str) -> None:
     """Add the entry points of a group to its table.
 
     Args:
         group: as in the table above.
         table: what there is already, by name.
-        is_valid: predicate on a loaded object; `wanted` says in words what it accepts.
+        is_valid: predicate on a loaded object; `expected` says in words what it accepts.
 
     Raises:
         InputError: one cannot be imported, is of another kind or name, or has a name that is taken; the message names
@@ -35,7 +35,7 @@ def load(group: str, table: dict[str, Any], is_valid: Callable[[Any], bool], wan
         except Exception as error:
             raise InputError(f"{given}: {point.value!r} cannot be imported: {error!r}") from None
         if not is_valid(loaded) or loaded.name != point.name:
-            raise InputError(f"{given}: {point.value!r} must be {wanted} with that name")
+            raise InputError(f"{given}: {point.value!r} must be {expected} with that name")
         if table.get(point.name, loaded) is not loaded:
             raise InputError(f"{given}: the name is taken; choose another")
         table[point.name] = loaded

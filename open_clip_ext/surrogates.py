@@ -3,24 +3,16 @@
 g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 """
 
-from collections.abc import Collection
-from typing import ClassVar
+from typing import Any
 
 from torch import Tensor
 
-from open_clip_ext.options import Option, not_negative
+from open_clip_ext.options import not_negative, option
+from open_clip_ext.parts import Part
 
 
-class Surrogate:
+class Surrogate(Part):
     """Base of the surrogates."""
-
-    name: ClassVar[str]
-    options: ClassVar[tuple[Option, ...]] = ()
-    needs_index: ClassVar[bool] = False
-
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """As `Loss.complete`."""
 
     def value(self, gap: Tensor) -> Tensor:
         """l(x), of the shape of `gap`; the caller may overwrite both."""
@@ -54,22 +46,16 @@ class PowerHinge(Surrogate):
     """
 
     name = "hinge"
-    options = (
-        Option(
-            "margin", float, 0.1, "how far below the positive a negative stops counting",
-            valid=not_negative, wanted="at least 0",
-        ),
-        Option(
-            "margin_power", float, 2.0, "power of the hinge",
-            valid=lambda value: 1 <= value <= 100, wanted="from 1 to 100",
-        ),
+    margin: float = option(
+        0.1, "how far below the positive a negative stops counting", valid=not_negative, expected="at least 0"
+    )
+    margin_power: float = option(
+        2.0, "power of the hinge", valid=lambda value: 1 <= value <= 100, expected="from 1 to 100"
     )
 
-    def __init__(self, margin: float = 0.1, margin_power: float = 2.0):
-        for option, value in zip(self.options, (margin, margin_power), strict=True):
-            option.check(value)
-        self.margin = margin
-        self.power = margin_power
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.power = self.margin_power
 
     def value(self, gap: Tensor) -> Tensor:
         return (gap + self.margin).clamp_(min=0).pow_(self.power)

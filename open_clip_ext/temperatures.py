@@ -12,29 +12,25 @@ Temperatures have the shape (2, B), images as anchors first, also where all are 
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import EqualRows, ShardedRows
+from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import Option, not_negative, positive, refuse_unused
+from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
+from open_clip_ext.parts import Part
 
-RHO = Option(
-    "rho", float, 8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
-    valid=not_negative, wanted="a number >= 0",
+RHO = option(
+    8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
+    valid=not_negative, expected="a number >= 0",
 )
-INIT = Option(
-    "tau_init", float, None, "temperature at the start; where it is fixed, throughout (default: the model's own)",
-    valid=lambda value: 0 < value <= 10, wanted="in (0, 10]",
+TAU_MIN = option(
+    0.01, "tau_0, lower bound of the temperature", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
 )
-MIN = Option(
-    "tau_min", float, None,
-    "tau_0, lower bound of the temperature (default: 0.01, as OpenCLIP; of individual temperatures: 0.005)",
-    valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
-)
-FASTCLIP_CODE = Option(
-    "fastclip_code", bool, False,
+FASTCLIP_CODE = option(
+    False,
     "do as FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
     "temperature's gradient; individual: the encoders' gradient lacks the factor tau_i",
 )
@@ -44,31 +40,45 @@ def refuse_fastclip_code(settings: dict) -> None:
     """Raise InputError where `fastclip_code` has no meaning: FastCLIP's normalizers are constants for the encoders."""
     if settings["fastclip_code"] and settings["encoder_objective"] != "compositional":
         raise InputError(
-            f"--fastclip-code: with --encoder-objective {settings['encoder_objective']}, which FastCLIP does not have; "
-            "use 'compositional'"
+            f"with encoder_objective {settings['encoder_objective']!r}, which FastCLIP does not have; "
+            "use 'compositional'", "fastclip_code",
         )
 
 
-class Temperature(nn.Module):
+class FixedLogitScale(Part):
+    """Settings of the optimizer group of a logit_scale that stays as it is; not a constructor's, but the command's."""
+
+    tau_init: float = option(
+        Derived("the model's own"), "temperature at the start; where it is fixed, throughout",
+        valid=lambda value: 0 < value <= 10, expected="in (0, 10]",
+    )
+
+
+class LearnedLogitScale(FixedLogitScale):
+    """The same of one that learns; its lower bound is OpenCLIP's."""
+
+    tau_min: float = TAU_MIN
+    lr_tau: float = option(
+        Derived("a share of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
+    )
+    lr_tau_scheduler: str = option(
+        "model", "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
+        choices=("model", "fastclip"),
+    )
+
+
+class Temperature(Part, nn.Module):
     """Base of the schemes.
 
     `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
     `hold`: freeze the temperatures kept per sample; their momentum still updates, as an optimizer's at learning rate 0.
-    `optimizer_options`: settings of the optimizer group of logit_scale, which is not the loss's business.
     """
 
-    name: str
-    options: tuple[Option, ...] = ()
-    optimizer_options: tuple[Option, ...] = (INIT,)
+    optimizer_options = FixedLogitScale.options
     trains_logit_scale = False
-    needs_index = False
     hold = False
     rho = 0.0
     num_samples: int  # where `needs_index`
-
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """As `Loss.complete`."""
 
     def lookup(self, index: Tensor | None) -> Tensor | None:
         """What is kept of the samples, (B, c), or None where nothing is.
@@ -129,22 +139,6 @@ class Temperature(nn.Module):
         """Take over what `full_state` gave."""
 
 
-LOGIT_SCALE_OPTIONS = (
-    INIT,
-    MIN,
-    Option(
-        "lr_tau", float, None,
-        "learning rate of logit_scale (default: --lr / 8; fastclip-v3, amorlip: --lr / 4; fastclip-v0, cyclip: --lr)",
-        valid=positive, wanted="a number > 0",
-    ),
-    Option(
-        "lr_tau_scheduler", str, "model",
-        "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
-        choices=("model", "fastclip"),
-    ),
-)
-
-
 class FixedTemperature(Temperature):
     """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it.
 
@@ -159,21 +153,19 @@ class LearnableTemperature(Temperature):
 
     As printed: `equations.fastclip_v3`.
 
-    Args:
-        rho: a larger one pulls tau down; larger data, larger rho (NeuCLIP, Table 3).
-        fastclip_code: count dg/dtau twice, as FastCLIP's released code does: tau then settles elsewhere, and the rho
-            published with that code were tuned so.
+    A larger rho pulls tau down; larger data, larger rho (NeuCLIP, Table 3). With dg/dtau counted twice, as
+    FastCLIP's released code does, tau settles elsewhere, and the rho published with that code were tuned so.
     """
 
     name = "learnable"
-    options: tuple[Option, ...] = (RHO, FASTCLIP_CODE)
-    optimizer_options = LOGIT_SCALE_OPTIONS
+    optimizer_options = LearnedLogitScale.options
     trains_logit_scale = True
+    rho: float = RHO
+    fastclip_code: bool = FASTCLIP_CODE
 
-    def __init__(self, rho: float = 8.5, fastclip_code: bool = False):
-        super().__init__()
-        self.rho = RHO.check(rho)
-        self.slope_weight = 2 if fastclip_code else 1
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.slope_weight = 2 if self.fastclip_code else 1
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -184,21 +176,15 @@ class LearnableTemperature(Temperature):
         return (values + self.rho + self.slope_weight * tau_terms).sum() / batch
 
 
-class UnscaledTemperature(LearnableTemperature):
+class UnscaledTemperature(Temperature):
     """FastCLIP-v0's: the objective without the factor tau and without rho, log(eps + g_i) alone, tau learned.
 
     As a plain equation: `equations.fastclip_v0`.
     """
 
     name = "unscaled"
-    options = ()
-
-    def __init__(self) -> None:
-        super().__init__(rho=0.0)
-
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """There is nothing to complete."""
+    optimizer_options = LearnedLogitScale.options
+    trains_logit_scale = True
 
     def scale(self, taus: Tensor) -> Tensor:
         return torch.ones_like(taus)
@@ -224,9 +210,10 @@ class IndividualTemperature(Temperature):
 
     Args:
         num_samples: n.
+        device: where the rows are kept, unless `rows_on` says otherwise.
         rho: pulls every tau_i up against its own loss (iSogCLR: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
-        tau_start: tau_i before its first visit (0.01; FastCLIP-v2: 0.03).
-        tau_min, tau_max: tau_0 and the upper bound (0.005 and 1; FastCLIP-v2: 0.01 and 1).
+        tau_start: tau_i before its first visit (FastCLIP-v2: 0.03).
+        tau_min, tau_max: tau_0 (iSogCLR, Section 6.2; FastCLIP-v2: 0.01) and the upper bound.
         tau_lr: eta; the authors' scripts have 0.03 (iSogCLR does not say), FastCLIP-v2's 0.0133.
         tau_lr_schedule: eta by epoch e of E, as the authors' code offers it: constant; cosine, a quarter of a period,
             1e-4 + (eta - 1e-4) cos(pi e / 2 E); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
@@ -236,92 +223,61 @@ class IndividualTemperature(Temperature):
             0.5 in that for images.
         fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. iSogCLR,
             Eq. 21 and its authors' code have it: an anchor with a lower tau_i weighs no more for it.
-        rows_on, device: where the rows are kept.
     """
 
     name = "individual"
     needs_index = True
     optimizer_options = ()
-    options = (
-        RHO,
-        Option(
-            "tau_start", float, 0.01, "a sample's temperature before its first visit",
-            valid=positive, wanted="a number > 0",
-        ),
-        MIN,
-        Option("tau_max", float, 1.0, "upper bound of a sample's temperature", valid=positive, wanted="a number > 0"),
-        Option("tau_lr", float, 0.03, "step size of a sample's temperature", valid=positive, wanted="a number > 0"),
-        Option(
-            "tau_lr_schedule", str, "constant", "that step size by epoch, towards 1e-4",
-            choices=("constant", "cosine", "exponential"),
-        ),
-        Option(
-            "tau_lr_epochs", int, None, "epochs of its cosine (default: --epochs)",
-            valid=lambda value: value >= 1, wanted="at least 1",
-        ),
-        Option("tau_optimizer", str, "momentum", "how it moves", choices=("momentum", "adam"), in_state=True),
-        Option(
-            "tau_beta", float, 0.9, "weight of the new gradient in its momentum",
-            valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
-        ),
-        FASTCLIP_CODE,
-        ShardedRows.OPTION,
+    rho: float = RHO.with_default(6.0)
+    tau_start: float = option(
+        0.01, "a sample's temperature before its first visit", valid=positive, expected="a number > 0"
     )
-    LEAST = 0.005  # iSogCLR, Section 6.2
+    tau_min: float = TAU_MIN.with_default(0.005)
+    tau_max: float = option(1.0, "upper bound of a sample's temperature", valid=positive, expected="a number > 0")
+    tau_lr: float = option(0.03, "step size of a sample's temperature", valid=positive, expected="a number > 0")
+    tau_lr_schedule: str = option(
+        "constant", "that step size by epoch, towards 1e-4", choices=("constant", "cosine", "exponential")
+    )
+    tau_lr_epochs: int | None = option(
+        Derived("all epochs", lambda epochs: epochs), "epochs of its cosine",
+        valid=lambda value: value >= 1, expected="at least 1",
+    )
+    tau_optimizer: str = option("momentum", "how it moves", choices=("momentum", "adam"), in_state=True)
+    tau_beta: float = option(
+        0.9, "weight of the new gradient in its momentum", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
+    )
+    fastclip_code: bool = FASTCLIP_CODE
+    rows_on: str = ROWS_ON
     CLIP = 5.0
     BETAS = (0.9, 0.999)
     ADAM_EPS = 1e-8
     LAST_LR, LR_DECAY = 1e-4, 0.8
 
-    def __init__(
-        self,
-        num_samples: int,
-        rho: float = 6.0,
-        tau_start: float = 0.01,
-        tau_min: float = LEAST,
-        tau_max: float = 1.0,
-        tau_lr: float = 0.03,
-        tau_lr_schedule: str = "constant",
-        tau_lr_epochs: int | None = None,
-        tau_optimizer: str = "momentum",
-        tau_beta: float = 0.9,
-        fastclip_code: bool = False,
-        rows_on: str = "device",
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__()
-        given = locals()
-        for option in self.options:
-            option.check_given(given)
+    def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
+        super().__init__(**options)
         self.num_samples = num_samples
-        self.rho = rho
-        self.bounds = (tau_min, tau_max)
-        self.lr = tau_lr
-        self.lr_schedule = tau_lr_schedule
-        if tau_lr_schedule == "cosine" and tau_lr_epochs is None:
-            raise InputError("tau_lr_epochs: a cosine needs its length in epochs")
-        self.lr_epochs = tau_lr_epochs or 0  # of the cosine alone
-        self.optimizer = tau_optimizer
-        self.beta = tau_beta
-        self.scales_encoders = not fastclip_code
+        self.bounds = (self.tau_min, self.tau_max)
+        self.lr = self.tau_lr
+        self.lr_schedule = self.tau_lr_schedule
+        if self.tau_lr_schedule == "cosine" and self.tau_lr_epochs is None:
+            raise InputError("a cosine needs its length, or the number of epochs", "tau_lr_epochs")
+        self.lr_epochs = self.tau_lr_epochs or 0  # of the cosine alone
+        self.optimizer = self.tau_optimizer
+        self.beta = self.tau_beta
+        self.scales_encoders = not self.fastclip_code
         self.epoch = 0
-        self.columns = ("tau", "first_moment", *(("second_moment",) if tau_optimizer == "adam" else ()))
-        fill = [tau_start, tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
-        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=rows_on == "host")
+        self.columns = ("tau", "first_moment", *(("second_moment",) if self.tau_optimizer == "adam" else ()))
+        fill = [self.tau_start, self.tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
+        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=self.rows_on == "host")
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         refuse_fastclip_code(settings)
-        if settings["tau_min"] is None:
-            settings["tau_min"] = cls.LEAST
         if settings["tau_lr_schedule"] != "cosine":
-            refuse_unused(given, ["tau_lr_epochs"], f"with --tau-lr-schedule {settings['tau_lr_schedule']}")
-        elif settings["tau_lr_epochs"] is None:
-            if epochs is None:
-                raise InputError("tau_lr_epochs: a cosine needs its length, or the number of epochs")
-            settings["tau_lr_epochs"] = epochs
+            refuse_unused(given, ["tau_lr_epochs"], f"with tau_lr_schedule {settings['tau_lr_schedule']!r}")
+            settings["tau_lr_epochs"] = None
         if settings["tau_optimizer"] == "adam":
-            refuse_unused(given, ["tau_beta"], "with --tau-optimizer adam")
+            refuse_unused(given, ["tau_beta"], "with tau_optimizer 'adam'")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch

@@ -64,3 +64,13 @@ def test_what_is_sent_is_counted(tmp_path):
     results = {(r["loss"], r["processes"]): r for r in json.loads(path.read_text()) if "loss" in r}
     assert results["clip", 1]["bytes"] == 0 and results["fastclip-v3", 1]["calls"] == 0
     assert 0 < results["fastclip-v3", 2]["bytes"] < results["clip", 2]["bytes"]
+
+
+@pytest.mark.slow
+def test_killed_trainings_end_equal(tmp_path):
+    """One kill of each of two cases: a recovery, and two processes."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "kills.py"), "--kills", "2", "--cases", "4", "5"]
+    shown = subprocess.check_output(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True)
+    for line in shown.strip().splitlines()[-2:]:
+        *_, kills, runs, equal = line.split()
+        assert int(kills) == 1 and int(runs) == int(equal) >= 1

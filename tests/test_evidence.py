@@ -218,6 +218,7 @@ def test_a_real_run(evidence, monkeypatch, tmp_path):
     assert not make_shards(arguments.split())
     folder = tmp_path / "data" / "zeroshot-concepts"
     (folder / "test").mkdir(parents=True)
+    (folder / "test" / "nshards.txt").write_text("1\n")
     (folder / "classnames.txt").write_text("red\nblue\n")
     (folder / "zeroshot_classification_templates.txt").write_text("{c} square\na {c} square\n")
     with tarfile.open(folder / "test" / "0.tar", "w") as tar:

@@ -4,10 +4,14 @@ It is one extra key of the optimizer's state, made of plain tensors, numbers and
 stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
 """
 
+import errno
 import os
+import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
@@ -17,7 +21,8 @@ from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
 
 KEY = "open_clip_ext"
-FORMAT = 2
+FORMAT = 3
+READABLE = (2, FORMAT)  # 2: at the end of an epoch only
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -27,11 +32,49 @@ def state_settings(args: Namespace) -> list[str]:
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`."""
+    """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`.
+
+    Raises:
+        InputError: the disk is full.
+    """
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
-    with whole_file(path) as file:
-        save(content, file, *args, **kwargs)
+    try:
+        with whole_file(path) as file:
+            save(content, file, *args, **kwargs)
+    except (OSError, RuntimeError) as error:
+        if not _is_full(error):
+            raise
+        needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
+        raise InputError(
+            f"{os.fspath(path)!r} cannot be written: it needs {needed:.1f} MiB, and the disk or the quota is full "
+            f"({free:.1f} MiB free); make room, and --resume the checkpoint before it"
+        ) from None
+
+
+def _is_full(error: BaseException | None) -> bool:
+    """Whether there was no room for a file: torch's writer raises a RuntimeError over the OSError."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _size(content: Any) -> int:
+    """Bytes of the tensors in a checkpoint."""
+    if isinstance(content, torch.Tensor):
+        return content.numel() * content.element_size()
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, (list, tuple)) else ()
+    return sum(map(_size, values))
+
+
+def fit_names(checkpoint: Any, wrapped: bool) -> None:
+    """Name the model's state as a model does that DistributedDataParallel wraps, or none does: OpenCLIP resumes with
+    fewer processes, but not with several what one has saved."""
+    if isinstance(checkpoint, dict) and isinstance(weights := checkpoint.get("state_dict"), dict):
+        before = "module." if wrapped else ""
+        checkpoint["state_dict"] = {before + name.removeprefix("module."): value for name, value in weights.items()}
 
 
 def keeps_files(args: Namespace) -> bool:
@@ -39,8 +82,11 @@ def keeps_files(args: Namespace) -> bool:
     return bool(args.logs) and args.logs.lower() != "none"
 
 
-def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> dict[str, Any]:
-    """What goes under `KEY`."""
+def make_entry(
+    args: Namespace, rows: DataRows, loss_state: dict[str, Any], order: dict[str, int],
+    position: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What goes under `KEY`; `order` and `position` as in `midepoch`, None at the end of an epoch."""
     return {
         "format": FORMAT,
         "loss": args.loss,
@@ -49,6 +95,8 @@ def make_entry(args: Namespace, rows: DataRows, loss_state: dict[str, Any]) -> d
         "osr_epochs": args.osr_epochs,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
+        "order": order,
+        "position": position,
     }
 
 
@@ -99,7 +147,7 @@ def check_entry(
         if args.uses_ext_loss:
             raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
         return
-    if entry["format"] != FORMAT:
+    if entry["format"] not in READABLE:
         age = "a newer" if entry["format"] > FORMAT else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):

@@ -1,7 +1,8 @@
-"""Train data whose samples carry their row.
+"""Train data whose samples carry their row, and whose epochs can be begun at any batch.
 
 The row travels as one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
-collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees the batch.
+collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees the batch. So does a sample's number in
+the stream of a loader worker.
 """
 
 import hashlib
@@ -9,19 +10,21 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import pandas as pd
 import torch
 from open_clip_train import data as open_clip_data
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.seeding import AFTER_FIRST_BATCH, AT_EPOCH
-from training_ext.shards import Shards, digest_of_list, find_shards, split_row
+from training_ext.first_look import look_at_lines, look_at_shards
+from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
+from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
@@ -53,6 +56,21 @@ def needs_index(args: Namespace) -> bool:
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
+def check_usable(args: Namespace) -> None:
+    """Look whether the train data are there, and pairs among the first of them.
+
+    Raises:
+        InputError: shards or lines are missing, more than --max-bad-samples allows, or nothing can be used.
+    """
+    kind = kind_of(args, args.train_data)
+    if kind == "csv":
+        read_csv(args, args.train_data, max_bad=args.max_bad_samples)
+    elif kind == "webdataset":
+        urls = shard_urls(args.train_data)
+        missing = check_missing(urls, max_bad=args.max_bad_samples)
+        look_at_shards([url for url in urls if url not in missing])
+
+
 def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
@@ -66,13 +84,15 @@ def find_rows(args: Namespace) -> DataRows:
         if args.train_num_samples is not None and not needs_index(args):
             if args.shard_sizes:
                 raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
+            check_usable(args)
             return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
-        shards = find_shards(args.train_data, args.shard_sizes)
+        shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
+        look_at_shards([url for url in shards.urls if shards.size_of(url)])
         return DataRows(kind, shards.num_rows, shards.digest, shards)
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
     if kind == "csv":
-        captions = read_csv(args, args.train_data)[args.csv_caption_key]
+        captions = read_csv(args, args.train_data, max_bad=args.max_bad_samples)[args.csv_caption_key]
         if len(captions) == 0:
             raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
         # Captions but not paths, so that moved images are the same data.
@@ -99,8 +119,15 @@ def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
         ) from None
 
 
-def read_csv(args: Namespace, path: str, flag: str = "--train-data") -> pd.DataFrame:
-    """The csv as OpenCLIP reads it; InputError if it cannot be read or lacks the named columns."""
+def read_csv(
+    args: Namespace, path: str, flag: str = "--train-data", max_bad: float | None = None
+) -> pd.DataFrame:
+    """The csv as OpenCLIP reads it.
+
+    Raises:
+        InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
+            `max_bad` of its lines (none by default), or none of its first images can be read.
+    """
     try:
         table = pd.read_csv(path, sep=args.csv_separator)
     except (OSError, ValueError) as error:
@@ -115,32 +142,61 @@ def read_csv(args: Namespace, path: str, flag: str = "--train-data") -> pd.DataF
                 f"{key}: {path!r} has no column {column!r}; its columns with --csv-separator "
                 f"{args.csv_separator!r} are {columns}"
             )
+    cells = table[[args.csv_img_key, args.csv_caption_key]].isna()
+    empty = cells.any(axis=1).to_numpy().nonzero()[0]
+    if len(empty) > (max_bad or 0) * len(table):
+        column = cells.columns[cells.iloc[empty[0]]][0]
+        instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
+        raise InputError(
+            f"{flag}: {len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
+            f"in column {column!r} (words such as NA and null count as empty); {instead}"
+        )
+    look_at_lines(table, args.csv_img_key, path, flag)
     return table
 
 
 class WithRow(Dataset):
-    """A map-style data set of (image, tokens) whose tokens end in the sample's row."""
+    """A map-style data set of (image, tokens) whose tokens end in the sample's row.
 
-    def __init__(self, dataset: Dataset):
+    Args:
+        dataset: OpenCLIP's, whose augmentations draw from the global generators.
+        seed: the run's seed.
+        epoch: OpenCLIP's SharedEpoch; each epoch, each sample has random numbers of its own.
+    """
+
+    def __init__(self, dataset: Dataset, seed: int, epoch: Any):
         self.dataset = dataset
+        self.seed = seed
+        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
 
     def __getitem__(self, row: int) -> tuple[Any, Tensor]:
+        seed_host(self.seed, IN_SAMPLE, self.epoch.get_value(), row)
         image, tokens = self.dataset[row]
         return image, append_row(tokens, row)
 
 
 class RowTokenizer:
-    """Tokenizer for captions that `ShardRows` put a row in front of: the row becomes the last token."""
+    """Tokenizer for captions with numbers in front, which become the last tokens.
 
-    def __init__(self, tokenizer: Callable):
+    Args:
+        tokenizer: OpenCLIP's.
+        has_rows: whether `ShardRows` has put a row there, besides the number of `SampleStream`.
+    """
+
+    def __init__(self, tokenizer: Callable, has_rows: bool):
         self.tokenizer = tokenizer
+        self.has_rows = has_rows
 
     def __call__(self, text: str) -> Tensor:
-        row, caption = split_row(text)
-        return append_row(self.tokenizer(caption)[0], row)[None]
+        number, text = split_row(text)
+        row, caption = split_row(text) if self.has_rows else (None, text)
+        tokens = self.tokenizer(caption)[0]
+        if row is not None:
+            tokens = append_row(tokens, row)
+        return append_row(tokens, number)[None]
 
 
 def append_row(tokens: Tensor, row: int) -> Tensor:
@@ -148,33 +204,86 @@ def append_row(tokens: Tensor, row: int) -> Tensor:
     return torch.cat([tokens.long(), torch.tensor([row])])
 
 
+class LateSampler(Sampler[int]):
+    """A sampler whose next epoch can begin later.
+
+    Args:
+        sampler: OpenCLIP's.
+        batch_size: of this process.
+    """
+
+    def __init__(self, sampler: Sampler[int], batch_size: int):
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self._skipped = 0
+
+    def start_at(self, start: Start) -> None:
+        self._skipped = start.batches * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self._skipped = self._skipped, 0
+        return islice(iter(self.sampler), skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # torch's class does not declare the length
+
+
 class RowLoader:
-    """A train loader without the row column; the rows of the last `keep` batches wait for the loss.
+    """A train loader without the columns of numbers; the rows of the last `keep` batches wait for the loss.
 
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
         keep: batches per optimiser step.
-        has_rows: whether the tokens end in a row.
-        seed_epoch: seeds this process's generators for a use (of `seeding`) in this epoch.
+        has_rows: whether the tokens hold a row.
+        streams: loader workers whose samples are numbered, which then is the last token; 0 for map-style data.
+        seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
+        order: a LateSampler or SeededEpochs, which decides what the loader gives.
+
+    Attributes:
+        first: batches of the epoch that an earlier run has had.
+        numbers: of the latest sample of each stream that came out.
+        after_step: called between two optimiser steps with the number of batches of the epoch that are done.
     """
 
-    def __init__(self, loader: Any, keep: int, has_rows: bool, seed_epoch: Callable[[int], None]):
+    def __init__(
+        self, loader: Any, keep: int, has_rows: bool, streams: int, seed: Callable[..., None],
+        order: LateSampler | SeededEpochs | None = None,
+    ):
         self.loader = loader
+        self.keep = keep
         self.has_rows = has_rows
-        self.seed_epoch = seed_epoch
+        self.streams = streams
+        self.seed = seed
+        self.order = order
+        self.first = 0
+        self.numbers = [0] * streams
+        self.after_step: Callable[[int], None] = lambda batches: None
         self._latest: deque[Tensor] = deque(maxlen=keep)
+
+    def start_at(self, start: Start | None) -> None:
+        """Begin the next epoch there; None for its first batch."""
+        self.first = 0 if start is None else start.batches
+        self.numbers = [0] * self.streams if start is None else list(start.samples)
+        if start is not None:
+            assert self.order is not None
+            self.order.start_at(start)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self._latest.clear()
-        self.seed_epoch(AT_EPOCH)
-        for number, (images, tokens) in enumerate(self.loader):
-            if number == 0:
-                # The first batch starts workers, which draws from our generators, unless they are there already.
-                self.seed_epoch(AFTER_FIRST_BATCH)
+        self.seed(AT_EPOCH)
+        empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
+        for done, (images, tokens) in enumerate(islice(self.loader, empty, None), self.first + 1):
+            # Nothing that the loader has drawn in this process matters to the model.
+            self.seed(AT_BATCH, done)
+            if self.streams:
+                self.numbers[(done - 1) % self.streams] = int(tokens[-1, -1])
+                tokens = tokens[:, :-1]
             if self.has_rows:
                 self._latest.append(tokens[:, -1].contiguous())
-                tokens = tokens[:, :-1].contiguous()
-            yield images, tokens
+                tokens = tokens[:, :-1]
+            yield images, tokens.contiguous()
+            if done % self.keep == 0:
+                self.after_step(done)
 
     def __len__(self) -> int:
         return len(self.loader)

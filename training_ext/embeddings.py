@@ -88,7 +88,7 @@ class ShardSource:
                     yield sample
 
         wds = open_clip_data.wds
-        tagged = ShardRows(self.shards, open_clip_data.tarfile_to_samples_nothrow)([{"url": url}], tell)
+        tagged = ShardRows(self.shards, lambda url, error, *place: tell(error))([{"url": url}])
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(tagged))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
             try:

@@ -13,10 +13,13 @@ from typing import Any
 from open_clip_train.main import main as open_clip_main
 
 from open_clip_ext.errors import InputError
-from training_ext.checkpoint import atomic_save
-from training_ext.loading import decode_pairs, load_weights, without_remote_code
+from open_clip_ext.losses import NonFiniteError
+from training_ext.flag_ranges import likely_cause
+from training_ext.loading import load_weights, without_remote_code
+from training_ext.midepoch import enumerate_from_first, save_checkpoint
 from training_ext.overlay import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.skips import Complete
 from training_ext.versions import SUPPORTED, open_clip_version
 
 MAIN, DATA = "open_clip_train.main", "open_clip_train.data"
@@ -61,9 +64,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "torch.save",
-        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick",
+        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick; "
+        "the epoch's file takes the place of those within it",
         contract="checkpoints are written by torch.save(dict, path)",
-        replacement=lambda original, session: partial(atomic_save, original),
+        replacement=lambda original, session: partial(save_checkpoint, original),
         for_ext_loss=False,
     ),
     Seam(
@@ -90,37 +94,54 @@ SEAMS = (
     ),
     Seam(
         DATA, "CsvDataset",
-        why="carries the rows",
-        contract="get_csv_dataset builds CsvDataset(...), whose items are (image, tokens) by line",
-        replacement=lambda original, session: session.rowed(original),
-        scopes=(TRAIN_DATA,),
+        why="carries the rows; one image that cannot be read would end the run",
+        contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
+        "cells in images and captions",
+        replacement=lambda original, session: session.csv_lines(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
     ),
     Seam(
         DATA, "tarfile_to_samples_nothrow",
-        why="a sample's position in its shard is known only where the tar is read",
-        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt",
-        replacement=lambda original, session: session.shard_rows(original),
+        why="a sample's position in its shard is known only where the tar is read; shards that cannot be read are "
+        "tried again without end",
+        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt, "
+        "once for each pass over a worker's shards",
+        replacement=lambda original, session: session.shard_rows(),
         scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "filter_no_caption_or_no_image",
+        why="counts what it leaves out",
+        contract="get_wds_dataset selects samples by filter_no_caption_or_no_image(sample)",
+        replacement=lambda original, session: Complete(session.skips),
+        scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
     ),
     Seam(
         DATA, "wds.decode",
-        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use",
+        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
+        "cannot be decoded",
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
-        replacement=lambda original, session: decode_pairs(original),
+        replacement=lambda original, session: session.decode(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),
     Seam(
         DATA, "wds.shuffle",
-        why="webdataset seeds its shuffle buffer by time and process number",
-        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples",
+        why="webdataset seeds its shuffle buffer by time and process number; behind it, before anything is decoded, a "
+        "resumed epoch passes over the samples that it has had",
+        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
+        "follow take one sample at a time",
         replacement=lambda original, session: session.seeded_shuffle(original),
         scopes=(TRAIN_DATA,),
     ),
     Seam(
         DATA, "wds.WebLoader",
-        why="loader workers outlive an epoch, and with them the state of their generators",
-        contract="get_wds_dataset builds wds.WebLoader(dataset, ...) and returns a DataInfo with shared_epoch",
+        why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is shorter",
+        contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a batch "
+        "each, and returns a DataInfo with shared_epoch",
         replacement=lambda original, session: session.seeded_loader(original),
         scopes=(TRAIN_DATA,),
     ),
@@ -156,6 +177,13 @@ SEAMS = (
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
     ),
     Seam(
+        "open_clip_train.train", "enumerate",
+        why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs",
+        contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
+        "alone it tells the step, and asks for the next batch when the optimizer's step is done",
+        replacement=lambda original, session: partial(enumerate_from_first, original),
+    ),
+    Seam(
         "open_clip_train.train", "unwrap_model",
         why="OpenCLIP clamps the temperature after each step, which must not move a fixed one, nor any in a recovery",
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
@@ -187,7 +215,8 @@ SEAMS = (
     ),
     Seam(
         MAIN, "get_data",
-        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations",
+        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations; "
+        "one's own classes must make OpenCLIP evaluate",
         contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
         replacement=lambda original, session: partial(session.get_data, original),
         for_ext_loss=False,
@@ -218,7 +247,7 @@ SEAMS = (
     ),
     Seam(
         "open_clip_train.train", "zero_shot_eval",
-        why="zero-shot classification of generated scenes",
+        why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
         contract="evaluate adds what zero_shot_eval(model, data, epoch, args, tokenizer=) returns to its metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,
@@ -249,8 +278,15 @@ def run(session: Session) -> None:
 
     Raises:
         InputError: OpenCLIP ended early.
+        NonFiniteError: the training broke; the message names the step, the tensor and the likely cause.
+        Stopped: after a SIGTERM.
     """
-    with scoped(session, RUN):
-        if open_clip_main(None):
-            raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    try:
+        with scoped(session, RUN):
+            if open_clip_main(None):
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
+    finally:
+        session.close()
     session.finish()

@@ -75,6 +75,12 @@ class TrainingLoss:
             return losses["contrastive_loss"]
         return LogItems(losses, self._diagnostics)
 
+    def load_diagnostics_state(self, state: dict[str, Any]) -> None:
+        """As `Loss.load_diagnostics_state`, from tensors anywhere."""
+        self.loss.load_diagnostics_state(
+            {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in state.items()}
+        )
+
     def _diagnostics(self) -> dict[str, Tensor]:
         self.loss.raise_if_not_finite()
         return self.loss.diagnostics()

@@ -15,6 +15,7 @@ from open_clip_ext.files import whole_file
 from training_ext import zero_shot
 from training_ext.checkpoint import atomic_save, keeps_files
 from training_ext.data import trains
+from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
 from training_ext.loading import load_mapped, one_line
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
@@ -31,6 +32,8 @@ def known_metrics(args: Namespace) -> list[str]:
     names = []
     if args.val_data and args.val_frequency:
         names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
+    if args.zeroshot_data and args.val_frequency:
+        names += OWN_CLASSES
     if args.zeroshot_frequency:
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
     return names
@@ -66,10 +69,10 @@ class Monitor:
 
     Args:
         args: completed by OpenCLIP.
-        first_epoch: 0, or the epoch that a resumed training goes on with.
+        begun: whether an earlier run began this training.
     """
 
-    def __init__(self, args: Namespace, first_epoch: int):
+    def __init__(self, args: Namespace, begun: bool):
         self.folder = os.path.join(args.logs, args.name) if args.save_logs else None
         self.metric = args.keep_best
         self.start: dict[str, float] = {}
@@ -77,7 +80,7 @@ class Monitor:
         if self.folder is None:
             return
         folders = [self.folder]
-        if args.resume and first_epoch > 0:  # under another name, it began in the folder of its checkpoint
+        if args.resume and begun:  # under another name, it began in the folder of its checkpoint
             folders.append(os.path.dirname(os.path.dirname(args.resume)))
         for folder in folders:
             self.start = self.start or _read_start(os.path.join(folder, START))

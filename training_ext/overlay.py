@@ -1,5 +1,6 @@
 """Replacing names that OpenCLIP's modules look up, for the duration of a `with` block."""
 
+import builtins
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,8 +29,11 @@ class Overlay:
 
 
 def look_up(module: str, path: str) -> Any:
-    """The object at the dotted `path` below `module`; AttributeError or ImportError if there is none."""
-    found = importlib.import_module(module)
+    """The object at the dotted `path` below `module`, or else the built-in one that the module's code finds under this
+    name; AttributeError or ImportError if there is none."""
+    found: Any = importlib.import_module(module)
+    if not hasattr(found, path) and hasattr(builtins, path):
+        return getattr(builtins, path)
     for name in path.split("."):
         found = getattr(found, name)
     return found
@@ -40,7 +44,7 @@ def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
     """Put each value in place of (module, dotted path); afterwards everything is as before.
 
     A path of several names (`torch.save` below `open_clip_train.main`) replaces the first of them by an overlay, so
-    that only this module sees the change.
+    that only this module sees the change. A built-in name becomes a name of the module meanwhile.
     """
     with ExitStack() as undo:
         for (module_name, path), value in replacements.items():
@@ -61,6 +65,9 @@ def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
                 undo.callback(object.__setattr__, holder, "_replaced", holder._replaced)
                 object.__setattr__(holder, "_replaced", {**holder._replaced, last: value})
             else:
-                undo.callback(setattr, holder, last, getattr(holder, last))
+                if hasattr(holder, last):
+                    undo.callback(setattr, holder, last, getattr(holder, last))
+                else:
+                    undo.callback(delattr, holder, last)
                 setattr(holder, last, value)
         yield

@@ -1,25 +1,19 @@
 """The command line: every flag of OpenCLIP, and ours in a group of their own, from one parser."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
-from math import ceil, isfinite
+from math import ceil
 from typing import Any, NoReturn
 
 from open_clip_train import params
+from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import factory
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
-from training_ext import recovered
+from training_ext import recipes, recovered
+from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.overlay import replaced
-
-PART_HELP = {
-    "normalizer": "estimator of the normalizers",
-    "temperature": "how the temperature moves",
-    "surrogate": "what a negative's similarity gap counts as",
-    "encoder_objective": "what the encoders minimise",
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,33 +31,80 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # the overloads of argparse return other namespaces, too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
+        args = [] if args is None else args  # OpenCLIP always gives them
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
-        parsed, unknown = self.parse_known_args(args, namespace)
+        others = [word for word in args if word not in ("-h", "--help")]
+        name = self._parse_known(others)[0].recipe
+        recipe = None if name is None else recipes.find(name)
+        from_recipe = [] if recipe is None else self._of_recipe(recipe)
+        if len(others) < len(args):
+            given = [*from_recipe, *others]
+            if self._parse_known(given)[0].loss is not None:
+                print(loss_help(self._given(given)))
+                self.exit(0)
+        parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, n=1)
-            self.error(f"unknown: {' '.join(unknown)}; " + (f"did you mean {near[0]}?" if near else "see --help"))
-        parsed.given_flags = self._given(args)
+            near = did_you_mean(unknown[0].partition("=")[0], flags, "see --help")
+            self.error(f"unknown: {' '.join(unknown)}{near}")
+        on_command_line = frozenset(self._given(args))
+        parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
+        if recipe is not None and "batch_size" not in on_command_line:
+            batch_size = recipe.batch_size(world_info_from_env()[2], max(1, parsed.accum_freq))
+            if batch_size is not None:
+                parsed.batch_size = batch_size
+                parsed.given_flags |= {"batch_size"}
+        parsed.recipe_flags = parsed.given_flags - on_command_line
         return parsed
 
-    def _given(self, args: Sequence[str] | None) -> frozenset[str]:
-        """Names of the flags on the command line; OpenCLIP's defaults do not tell."""
+    def _parse_known(
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        try:
+            return self.parse_known_args(args, namespace)
+        except InputError:
+            raise
+        except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
+            self.error(f"--aug-cfg: wants NAME=VALUE, such as scale=(0.9,1.0); {error}")
+
+    def _of_recipe(self, recipe: recipes.Recipe) -> list[str]:
+        """Its arguments, which go before those of the command line, so that the latter count."""
+        arguments = recipes.arguments(recipe, self._actions)
+        try:
+            self.parse_known_args(arguments)
+        except InputError as error:
+            raise InputError(f"--recipe: {recipe.name!r}: {error}") from None
+        return arguments
+
+    def _given(self, args: Sequence[str]) -> dict[str, Any]:
+        """The flags among the arguments by name; OpenCLIP's defaults do not tell."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
-        return frozenset(vars(self.parse_known_args(args)[0]))
+        return vars(self.parse_known_args(args)[0])
 
     def _add_ours(self, group: argparse._ArgumentGroup) -> None:
+        group.add_argument(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="a published training's flags, or those of a YAML file, where none are given; see --list-recipes",
+        )
+        group.add_argument("--list-recipes", action=ListRecipes, help="print every recipe with its source, and exit")
+        group.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print the flags that result, the steps, the state of each process and where files would go, and "
+            "stop; needs no data. WORLD_SIZE=8 in the environment stands for 8 processes",
+        )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
             flag, names = flag_of(part), ", ".join(valid)
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         for option in factory.all_options():
-            default = "" if option.default is None or option.type is bool else f" (default: {option.default})"
-            text = (option.help + default).replace("%", "%%")
+            text = (option.help + default_text(option)).replace("%", "%%")
             settings: dict[str, Any] = {"default": None, "help": text}
             if option.type is bool:
                 settings["action"] = "store_true"
@@ -80,6 +121,13 @@ class Parser(argparse.ArgumentParser):
             help="JSON file of samples per shard, by file name or url, where no sizes.json lies beside the shards",
         )
         group.add_argument(
+            "--max-bad-samples",
+            type=float,
+            metavar="SHARE",
+            help="share of the train data that may be missing or unusable, 0 to 1; above it the run ends (default: 0 "
+            "for what is missing at the start, no limit for what turns out to be unusable)",
+        )
+        group.add_argument(
             "--shapes-seed",
             type=int,
             default=None,
@@ -90,6 +138,12 @@ class Parser(argparse.ArgumentParser):
             "--shapes-shifted",
             action="store_true",
             help="train on scenes in other colours and with noisy captions; those to evaluate on stay as they are",
+        )
+        group.add_argument(
+            "--zeroshot-data",
+            metavar="DIR",
+            help="classify one's own images after each epoch, with any loss: class folders of images, or shards as "
+            "open_clip_ext.evaluate reads them",
         )
         group.add_argument(
             "--osr-epochs",
@@ -107,13 +161,21 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--osr-save", metavar="PATH", help="file for what was recovered, for other runs")
         group.add_argument("--osr-load", metavar="PATH", help="such a file, instead of a recovery")
         group.add_argument(
+            "--save-every-steps",
+            type=int,
+            metavar="STEPS",
+            help="save also within epochs, for --resume latest; the newest is kept until the epoch's own is there",
+        )
+        group.add_argument(
             "--keep-best",
             metavar="METRIC",
             help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
         )
 
 
-class ListLosses(argparse.Action):
+class Print(argparse.Action):
+    """A flag that prints and exits."""
+
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
         super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
 
@@ -121,14 +183,28 @@ class ListLosses(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
         option_string: str | None = None,
     ) -> None:
-        for preset in factory.list_losses():
-            print(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}")
+        print(self.text())
         parser.exit(0)
+
+    def text(self) -> str:
+        raise NotImplementedError
+
+
+class ListLosses(Print):
+    def text(self) -> str:
+        losses = factory.list_losses()
+        return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
+
+
+class ListRecipes(Print):
+    def text(self) -> str:
+        return recipes.listing()
 
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
+MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
-OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "keep_best")
+OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best")
 
 
 def starts_from_weights(args: argparse.Namespace) -> bool:
@@ -153,6 +229,21 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """
     with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
         args = params.parse_args(argv)
+    try:
+        return _resolve(args)
+    except InputError as error:
+        name = str(error).partition(":")[0].removeprefix("--").replace("-", "_")
+        if name not in args.recipe_flags:
+            raise
+        raise InputError(f"{error.text} (from --recipe {args.recipe})", error.argument) from None
+
+
+def _resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in every setting of the chosen loss."""
+    if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
+        raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
+    if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
+        raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.loss is None:
@@ -183,9 +274,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
         args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
-        if args.tau_init is not None and args.tau_init < args.tau_min:
-            raise InputError(f"--tau-init: {args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that")
+    check_taus(args)
     return args
+
+
+def check_taus(args: argparse.Namespace) -> None:
+    """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max")
+    for low, high in order:
+        least, most = getattr(args, low), getattr(args, high)
+        if least is not None and most is not None and most < least:
+            raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
 
 
 def resolve_recovery(args: argparse.Namespace) -> None:
@@ -204,14 +303,15 @@ def resolve_recovery(args: argparse.Namespace) -> None:
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
-    if not (isfinite(args.osr_epochs) and args.osr_epochs >= 0):
-        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0")
+    if not 0 <= args.osr_epochs <= MOST_EPOCHS:
+        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
     if args.osr_epochs == 0:
         for name in ("osr_transfer", "osr_save"):
             if getattr(args, name) is not None:
                 flag = flag_of(name)
                 raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
-    args.osr_transfer = args.osr_transfer or "both"
+    if args.osr_transfer is None:
+        args.osr_transfer = "both"
     if args.osr_transfer not in recovered.TRANSFERS:
         raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
     if args.osr_transfer == "table" and not args.uses_ext_loss:

@@ -10,29 +10,34 @@ import open_clip
 import torch
 import torch.distributed as dist
 from open_clip.pretrained import is_pretrained_cfg
-from open_clip_train.data import expand_urls
+from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_train.distributed import world_info_from_env
 from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
-from open_clip_ext.options import flag_of, positive
-from training_ext import checkpoint, monitor, recovered
-from training_ext.data import HELD_OUT_SCENES, DataRows, find_rows, kind_of, read_csv, trains
+from open_clip_ext.options import flag_of
+from training_ext import checkpoint, midepoch, monitor, recovered
+from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
+from training_ext.evaluation.during_training import check_own_classes
+from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
+from training_ext.machine import check_machine, check_remote_file
 from training_ext.params import SCHEMAS
-from training_ext.shards import check_local_shards
+from training_ext.rehearsal import check_model, check_optimizer, check_resumed
+from training_ext.shards import check_missing, shard_urls
 from training_ext.statistics_recovery import unfinished_path
 
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
-    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save",
+    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
+    "save_every_steps",
 )
-AT_LEAST = {"batch_size": 1, "accum_freq": 1, "epochs": 1, "log_every_n_steps": 1, "workers": 0}
 
 
 def check(args: Namespace) -> DataRows | None:
@@ -49,34 +54,54 @@ def check(args: Namespace) -> DataRows | None:
     needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
         # Another machine may hold other data; `check_alike` compares.
+        if local_rank == 0 and trains(args) and not needs_rows:
+            check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
+    check_own_classes(args)
     # What is quick comes before the scan of shards.
-    check_experiment(args)
-    resumed = find_resumed(args)
+    path, resumed = check_flags(args, world_size)
+    check_machine(args)
+    check_what_is_made(args, path)
     rows = None
-    monitor.check_metric(args)
-    check_pretrained(args)
-    check_recovery(args, resumes_training=resumed is not None)
-    if args.uses_ext_loss:
-        check_numbers(args, world_size)
-        check_pairs(args)
-        check_combination(args)
-        if args.val_data and args.dataset_type != "shapes":
-            check_val_data(args)
-        if trains(args):
-            check_upsampling(args)
-            rows = find_rows(args)
-            check_shards(args, rows, world_size)
-            check_steps(args, rows, world_size)
-            check_memory(args, rows.num_rows, world_size)
-    elif needs_rows:
-        rows = find_rows(args)
+    if args.val_data and args.dataset_type != "shapes":
+        check_val_data(args)
+    if trains(args):
+        check_upsampling(args)
+        check_size_known(args)
+        found = find_rows(args)
+        check_shards(args, found, world_size)
+        check_steps(args, found, world_size)
+        if args.uses_ext_loss:
+            check_memory(args, found.num_rows, world_size)
+        rows = found if needs_rows else None
     if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
         recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
     if resumed is not None and trains(args):
-        path, entry = resumed
-        checkpoint.check_entry(entry, path, args, rows)
+        checkpoint.check_entry(resumed[1], resumed[0], args, rows)
     return rows
+
+
+def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str, dict | None] | None]:
+    """What is wrong with the flags, without a look at the data or the machine.
+
+    Returns:
+        What `resumed_path` and `find_resumed` find.
+    """
+    check_ranges(args)
+    check_experiment(args)
+    check_numbers(args, world_size)
+    check_schedule(args)
+    if args.uses_ext_loss:
+        check_pairs(args)
+        check_combination(args)
+    path = resumed_path(args)
+    resumed = find_resumed(path)
+    monitor.check_metric(args)
+    midepoch.check_flag(args)
+    check_distillation(args)
+    check_pretrained("--pretrained", args.model, args.pretrained)
+    check_recovery(args, resumes_training=resumed is not None)
+    return path, resumed
 
 
 def check_alike(args: Namespace, rows: DataRows | None) -> None:
@@ -149,24 +174,43 @@ def check_experiment(args: Namespace) -> None:
         )
 
 
-def check_pretrained(args: Namespace) -> None:
+def check_pretrained(flag: str, model: str, given: str | None) -> None:
     """OpenCLIP looks for the weights when it has written its first files."""
-    given = args.pretrained
-    model = args.model.replace("/", "-")  # as OpenCLIP does
-    if not given or args.model.startswith(SCHEMAS) or is_pretrained_cfg(model, given):
+    if not given or model.startswith(SCHEMAS) or is_pretrained_cfg(model.replace("/", "-"), given):
         return
     if os.path.isfile(given):
         if not given.endswith((".safetensors", ".npz", ".npy")):
             try:
                 load_mapped(given)
             except Exception as error:
-                raise InputError(f"--pretrained: {given!r} holds no weights: {one_line(error)}") from None
+                raise InputError(f"{flag}: {given!r} holds no weights: {one_line(error)}") from None
         return
     if os.path.isdir(given):
-        raise InputError(f"--pretrained: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
-    tags = ", ".join(open_clip.list_pretrained_tags_by_model(model))
+        raise InputError(f"{flag}: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
+    tags = ", ".join(open_clip.list_pretrained_tags_by_model(model.replace("/", "-")))
     known = f"the tags {tags}" if tags else "no tags"
-    raise InputError(f"--pretrained: there is no file {given!r}, and --model {args.model} has {known}")
+    raise InputError(f"{flag}: there is no file {given!r}, and the model {model} has {known}")
+
+
+def check_distillation(args: Namespace) -> None:
+    if (args.distill_model is None) != (args.distill_pretrained is None):
+        one, other = "distill_model", "distill_pretrained"
+        if args.distill_model is None:
+            one, other = other, one
+        raise InputError(f"{flag_of(one)}: {getattr(args, one)!r} needs {flag_of(other)}; give both or none")
+    if args.distill_model is None or args.uses_ext_loss:
+        return
+    if args.accum_freq > 1:
+        raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
+    check_pretrained("--distill-pretrained", args.distill_model, args.distill_pretrained)
+
+
+def check_what_is_made(args: Namespace, resumed: str | None) -> None:
+    """Model, optimizer, and whether the checkpoint is of both."""
+    model = check_model(args)
+    optimizer = check_optimizer(args) if trains(args) else None
+    if resumed is not None and "://" not in resumed:
+        check_resumed(resumed, model, optimizer, args)
 
 
 def check_recovery(args: Namespace, resumes_training: bool) -> None:
@@ -187,21 +231,24 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
 
 
 def check_numbers(args: Namespace, world_size: int) -> None:
-    for name, least in AT_LEAST.items():
-        value = getattr(args, name)
-        if value < least:
-            raise InputError(f"{flag_of(name)}: {value} is out of range; it must be at least {least}")
     if not 0 <= args.seed <= 2**32 - world_size:
         raise InputError(f"--seed: {args.seed} is out of range; it must be from 0 to {2**32 - world_size}")
-    if args.lr is None:
-        raise InputError(f"--lr: --loss {args.loss} needs a learning rate with --opt {args.opt}")
-    if not positive(args.lr):
-        raise InputError(f"--lr: {args.lr} is out of range; it must be a number > 0")
-    if args.batch_size * world_size * args.accum_freq < 2:
+    if args.lr is None and trains(args):
+        raise InputError(f"--lr: --opt {args.opt} needs a learning rate")
+    has_negatives = not args.siglip and "coca" not in args.model.lower()
+    if trains(args) and has_negatives and args.batch_size * world_size * args.accum_freq < 2:
         raise InputError(
-            f"--batch-size: {args.batch_size} in {world_size} process; --loss {args.loss} needs at least 2 pairs per "
+            f"--batch-size: {args.batch_size} in {world_size} process; a contrastive loss needs at least 2 pairs per "
             "step, since the other pairs are the negatives"
         )
+
+
+def check_schedule(args: Namespace) -> None:
+    if args.lr_scheduler == "const-cooldown":
+        if args.epochs_cooldown is None:
+            raise InputError("--lr-scheduler: 'const-cooldown' needs --epochs-cooldown; give its number of epochs")
+        if args.epochs_cooldown > args.epochs:
+            raise InputError(f"--epochs-cooldown: {args.epochs_cooldown} is more than --epochs {args.epochs}; lower it")
 
 
 def check_pairs(args: Namespace) -> None:
@@ -222,7 +269,7 @@ def check_combination(args: Namespace) -> None:
             raise InputError(f"{flag}: {value!r} with {given}, which does not distill; use --loss clip for that")
     if "coca" in args.model.lower():
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
-    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2):
+    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
         raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
     build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
 
@@ -238,6 +285,18 @@ def check_upsampling(args: Namespace) -> None:
         expand_urls(args.train_data, factors)
     except (AssertionError, ValueError) as error:
         raise InputError(f"{given}: {error}; give one number per source of --train-data, such as 1::2") from None
+
+
+def check_size_known(args: Namespace) -> None:
+    """OpenCLIP does not count samples; where they are counted for a loss of ours, it is told."""
+    if args.uses_ext_loss or args.train_num_samples is not None or kind_of(args, args.train_data) != "webdataset":
+        return
+    try:
+        size, _ = get_dataset_size(args.train_data)
+    except Exception as error:  # of a sizes.json, whatever it holds
+        raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
+    if not size:
+        raise InputError("--train-num-samples: OpenCLIP wants it for shards without a sizes.json; give their samples")
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
@@ -263,41 +322,59 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
 
 def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
     """OpenCLIP would go through epochs without a step and save the untrained model."""
+    num_samples = rows.num_rows
     if rows.kind == "webdataset":
         num_samples = args.train_num_samples
         if num_samples is None and rows.shards is not None:
             num_samples = rows.shards.num_listed(args.train_data)
-        loaders = max(1, args.workers)
-        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
-    else:
-        num_samples = rows.num_rows
-        batches = ceil(num_samples / world_size) // args.batch_size
-    if batches < args.accum_freq:
+    steps = steps_per_epoch(args, rows.kind, num_samples, world_size)
+    if steps < 1:
         raise InputError(
             f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
             f"the {num_samples} samples of an epoch; lower it"
         )
+    steps *= args.epochs
+    if "warmup" in args.given_flags and args.warmup > steps and not args.skip_scheduler:
+        raise InputError(f"--warmup: {args.warmup} steps are more than the {steps} of the training; lower it")
+
+
+def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Optimiser steps that OpenCLIP makes of an epoch of so many samples."""
+    if kind == "webdataset":
+        loaders = max(1, args.workers)
+        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
+    else:
+        batches = ceil(num_samples / world_size) // args.batch_size
+    return batches // args.accum_freq
 
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
-    modules = list(build_loss(args, 1, "cpu").modules())
-    row_bytes = 4 * sum(module.columns for module in modules if isinstance(module, ShardedRows))
+    loss = build_loss(args, 1, "cpu")
+    loss.limit_to(num_rows)
+    row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
     rows_on_device = on_device and args.rows_on != "host"
-    what = f"--normalizer: {args.normalizer!r} with {num_rows} rows"
+    what = f"{args.normalizer!r} with {num_rows} rows"
     instead = "use more processes or a normalizer without rows"
     on_host = num_rows * row_bytes + (0 if rows_on_device else per_process * local_processes)
-    check_fits(what, on_host, "cpu", instead)
+    check_fits("normalizer", what, on_host, "cpu", instead)
     if rows_on_device:
-        check_fits(what, per_process, args.device, instead)
+        check_fits("normalizer", what, per_process, args.device, instead)
     known = ":" not in args.model  # of other models the config would have to be fetched
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
-    for module in modules:
+    for module in loss.modules():
+        if isinstance(module, Normalizer):
+            module.check_batch(args.batch_size * world_size * args.accum_freq)
         if isinstance(module, Normalizer) and dimension is not None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
+
+
+def bytes_per_row(loss: Loss) -> dict[str, int]:
+    """What the loss keeps of each row of the data, on one of the processes, by the name of the part."""
+    return {name: 4 * module.columns for name, module in loss.named_modules() if isinstance(module, ShardedRows)}
 
 
 def check_val_data(args: Namespace) -> None:
@@ -306,20 +383,30 @@ def check_val_data(args: Namespace) -> None:
     if kind == "csv":
         read_csv(args, args.val_data, flag="--val-data")
     elif kind == "webdataset":
-        check_local_shards(args.val_data, "--val-data")
+        check_missing(shard_urls(args.val_data, "--val-data"), "--val-data")
 
 
-def find_resumed(args: Namespace) -> tuple[str, dict | None] | None:
+def resumed_path(args: Namespace) -> str | None:
+    """The checkpoint that OpenCLIP will resume, as far as that can be told here."""
+    if args.resume != "latest":
+        return args.resume
+    if args.name is None:
+        raise InputError("--resume: 'latest' is the latest checkpoint of an experiment; give its --name")
+    if args.remote_sync is not None:
+        return None
+    folder = os.path.join(args.logs, args.name, "checkpoints")
+    if not args.save_most_recent:
+        return get_latest_checkpoint(folder, remote=False)
+    path = os.path.join(folder, LATEST_CHECKPOINT_NAME)
+    return path if os.path.exists(path) else None
+
+
+def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
     """The local checkpoint with a training state that OpenCLIP will resume, and our entry in it; None if none."""
-    path = args.resume
-    if path == "latest" and args.remote_sync is None and args.name is not None:
-        folder = os.path.join(args.logs, args.name, "checkpoints")
-        if args.save_most_recent:
-            path = os.path.join(folder, LATEST_CHECKPOINT_NAME)
-            path = path if os.path.exists(path) else None
-        else:
-            path = get_latest_checkpoint(folder, remote=False)
-    if path in (None, "latest") or "://" in path:
+    if path is None:
+        return None
+    if "://" in path:
+        check_remote_file("--resume", path)
         return None
     has_training_state, entry = checkpoint.read_entry(path)
     return (path, entry) if has_training_state else None

@@ -1,19 +1,27 @@
-"""Random numbers that depend on (seed, epoch, rank, worker) alone, so that a resumed run equals an uninterrupted one.
+"""Random numbers that depend on the seed and on the place of their use alone, so that a run that is resumed, at
+whatever step, equals an uninterrupted one.
 
-OpenCLIP seeds once at start, its webdataset shuffle buffer by time and process number, and keeps loader workers, with
-their generators, from epoch to epoch.
+The order of the data depends on (seed, epoch, rank, worker), the augmentation of a sample on its row or its number in
+the worker's stream as well, what the model draws (dropout) on (seed, epoch, rank, batch). OpenCLIP seeds once at start,
+its webdataset shuffle buffer by time and process number, and keeps loader workers, with their generators, from epoch to
+epoch.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from training_ext.shards import ROW_SEPARATOR
+
 # First number after the seed: no two uses draw the same numbers.
-AT_EPOCH, AFTER_FIRST_BATCH, IN_WORKER, SHARDS = 1, 2, 3, 4
+AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE = 1, 2, 3, 4, 5, 6
 
 
 def seed_of(seed: int, *place: int) -> int:
@@ -24,11 +32,17 @@ def seed_of(seed: int, *place: int) -> int:
 
 
 def seed_all(seed: int, *place: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators."""
+    """Seed Python's and NumPy's global generators, and torch's on every device."""
+    seed_host(seed, *place)
+    torch.manual_seed(seed_of(seed, *place))
+
+
+def seed_host(seed: int, *place: int) -> None:
+    """Seed Python's, NumPy's and torch's generators on the host alone, which is quick."""
     value = seed_of(seed, *place)
     random.seed(value)
     np.random.seed(value % 2**32)
-    torch.manual_seed(value)
+    torch.default_generator.manual_seed(value)
 
 
 def worker_id() -> int:
@@ -36,34 +50,117 @@ def worker_id() -> int:
     return 0 if info is None else info.id
 
 
+def num_workers() -> int:
+    info = get_worker_info()
+    return 1 if info is None else info.num_workers
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a process goes on in an epoch that it has begun before.
+
+    Args:
+        epoch: its number.
+        batches: those that are done, of all loader workers together.
+        of: batches of the whole epoch.
+        samples: for each worker, how many have left its shuffle buffer.
+    """
+
+    epoch: int
+    batches: int
+    of: int
+    samples: list[int]
+
+
+class SampleStream:
+    """The samples of one loader worker: shuffled, numbered from 1 in each epoch, each with random numbers of its own.
+
+    A stage of the pipeline in place of webdataset's shuffle buffer. The number goes in front of the caption.
+
+    Args:
+        seed: the run's seed.
+        rank: this process.
+    """
+
+    def __init__(self, seed: int, rank: int):
+        self.seed = seed
+        self.rank = rank
+        self.rng = random.Random()
+        self._epoch = self._number = self._skipped = 0
+        self._shuffle: Callable[[Iterable[dict]], Iterator[dict]]
+
+    def shuffled_by(self, shuffle: Callable[[Iterable[dict]], Iterator[dict]]) -> "SampleStream":
+        """Take the shuffle buffer, which draws from `rng`."""
+        self._shuffle = shuffle
+        return self
+
+    def begin(self, epoch: int, skipped: int = 0) -> None:
+        """Called before each epoch; the first `skipped` samples do not go further, and so are not decoded."""
+        self._epoch, self._number, self._skipped = epoch, 0, skipped
+        self.rng.seed(seed_of(self.seed, SHUFFLE, epoch, self.rank, worker_id()))
+
+    def __call__(self, source: Iterable[dict]) -> Iterator[dict]:
+        """May be called several times in an epoch, where the data are gone through more than once."""
+        for sample in self._shuffle(source):
+            self._number += 1
+            if self._number <= self._skipped:
+                continue
+            # The stages that follow take one sample at a time.
+            seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
+            if "txt" in sample:
+                sample["txt"] = f"{self._number}{ROW_SEPARATOR}".encode() + sample["txt"]
+            yield sample
+
+
 class SeededEpochs(IterableDataset):
     """Iterates over `dataset` after seeding this worker's generators for the epoch.
 
     Args:
-        dataset: an iterable data set, whose augmentations draw from the global generators.
+        dataset: an iterable data set of batches, whose augmentations draw from the global generators.
         seed: the run's seed.
         rank: this process.
+        stream: the stage of `dataset` that numbers its samples.
 
     `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
     """
 
-    def __init__(self, dataset: IterableDataset, seed: int, rank: int):
+    def __init__(self, dataset: IterableDataset, seed: int, rank: int, stream: SampleStream):
         super().__init__()
         self.dataset = dataset
         self.seed = seed
         self.rank = rank
+        self.stream = stream
         self.shared_epoch: Any = None
+        self._start: Start | None = None
+
+    def start_at(self, start: Start) -> None:
+        """Begin that epoch later; called before the first iteration, which copies this into the workers."""
+        self._start = start
 
     def __iter__(self) -> Iterator[Any]:
-        seed_all(self.seed, IN_WORKER, self.shared_epoch.get_value(), self.rank, worker_id())
-        return iter(self.dataset)
+        epoch, worker, workers = self.shared_epoch.get_value(), worker_id(), num_workers()
+        seed_all(self.seed, IN_WORKER, epoch, self.rank, worker)
+        start = self._start
+        if start is None or start.epoch != epoch:
+            self.stream.begin(epoch)
+            return iter(self.dataset)
+        self.stream.begin(epoch, start.samples[worker])
+        done = len(range(worker, start.batches, workers))
+        left = len(range(worker, start.of, workers)) - done
+        # The loader asks worker 0 first: those that are ahead of the others by a batch give an empty one, which
+        # `RowLoader` drops.
+        ahead = [()] if worker < start.batches % workers else []
+        return chain(ahead, islice(iter(self.dataset), left))
 
 
-class GlobalRandom:
-    """The `random` module as a picklable generator for webdataset's shuffle buffer."""
-
-    def randint(self, low: int, high: int) -> int:
-        return random.randint(low, high)
+@contextmanager
+def kept_random_state(device: str) -> Iterator[None]:
+    """What happens in this block does not change what is drawn after it."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if str(device).startswith("cuda") else []):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 class WorkerSeed:

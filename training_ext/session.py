@@ -4,37 +4,42 @@ import copy
 import logging
 import math
 import os
-import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import open_clip_train.main
 import torch
 import torch.distributed as dist
+from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.train import evaluate
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import plain_name
-from open_clip_ext.losses import Loss, NonFiniteError
+from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint
-from training_ext.data import DataRows, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
-from training_ext.loading import load_resumed
+from training_ext import checkpoint, midepoch, recipes
+from training_ext.advice import advise
+from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
+from training_ext.evaluation import during_training
+from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
+from training_ext.midepoch import Interruptions
 from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
-from training_ext.seeding import AT_EPOCH, GlobalRandom, SeededEpochs, WorkerSeed, seed_all
+from training_ext.rehearsal import train_temperature
+from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSeed, kept_random_state, seed_all
 from training_ext.shards import ShardRows
+from training_ext.skips import Decode, Skips, UsableLines, report_epoch
 from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
+from training_ext.stopping import Outlive
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
@@ -45,21 +50,28 @@ class Session:
     """Args:
     args: as `params.parse_args` gives them.
     rows: of the train data, on process 0; the others get them from it.
+    flags: to save as the run's recipe, see `recipes.resolved_flags`.
     """
 
-    def __init__(self, args: Namespace, rows: DataRows | None = None):
+    def __init__(self, args: Namespace, rows: DataRows | None = None, flags: dict[str, Any] | None = None):
         self.args = args
         self.rows = rows
+        self._flags = flags
+        self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._logit_scale: torch.nn.Parameter
         self._seeded_epochs: SeededEpochs | None = None
+        self._stream: SampleStream
+        self._shared_epoch = SharedEpoch()
+        self._outlive = Outlive()
         self._building = TRAIN_DATA
         self._epoch = 0
         self._recovering = False
         self.metrics: list[dict[str, float]] = []  # of every evaluation, on process 0
         self._monitor: Monitor | None = None
+        self._interruptions: Interruptions | None = None
         self._tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
@@ -75,7 +87,7 @@ class Session:
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
         device = original(args)
-        if args.distributed and (args.uses_ext_loss or args.osr_epochs > 0):
+        if args.distributed and not args.horovod:
             check_alike(args, self.rows)
         return device
 
@@ -94,10 +106,7 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
-        if not trains_logit_scale(self.args):
-            model.logit_scale.requires_grad_(False)
-        if getattr(model, "logit_bias", None) is not None:
-            model.logit_bias.requires_grad_(False)
+        train_temperature(model, trains_logit_scale(self.args))
         return model, *transforms
 
     # Optimizer
@@ -141,10 +150,11 @@ class Session:
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
         loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
+        checkpoint.fit_names(loaded, self.args.distributed and not self.args.horovod)
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
-            self._restored = None if entry is None else entry["state"]
+            self._restored = entry
         return loaded
 
     # Data
@@ -152,12 +162,20 @@ class Session:
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         self._tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
+        if self._flags is not None and is_master(args):
+            samples = args.train_num_samples if self.rows is None else self.rows.num_rows
+            recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:
             self.rows = broadcast_object(args, self.rows)
         if args.uses_ext_loss and args.train_num_samples is None and self.rows is not None:
             if self.rows.shards is not None:
                 args.train_num_samples = self.rows.shards.num_listed(args.train_data)
-        return original(args, *rest, **kwargs)
+        data = original(args, *rest, **kwargs)
+        if "train" in data and not args.skip_scheduler and is_master(args):
+            steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
+            if args.warmup > steps:
+                logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
+        return during_training.marked(data, args)
 
     def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
         """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""
@@ -167,16 +185,24 @@ class Session:
             args: Namespace, transform: Callable, is_train: bool, tokenizer: Any = None, **kwargs: Any
         ) -> Any:
             self._building = TRAIN_DATA if is_train else VAL_DATA
-            if is_train and args.uses_ext_loss and self.train_rows.shards is not None:
-                tokenizer = RowTokenizer(tokenizer)
+            streams, has_rows = 0, True
+            if is_train and args.uses_ext_loss and self.train_rows.kind == "webdataset":
+                streams, has_rows = max(1, args.workers), self.train_rows.shards is not None
+                tokenizer = RowTokenizer(tokenizer, has_rows)
             with scoped(self, self._building):
                 info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+            if is_train:
+                self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
             if not is_train or not args.uses_ext_loss:
                 return info
-            if self._seeded_epochs is not None:
-                self._seeded_epochs.shared_epoch = info.shared_epoch
-            has_rows = self.train_rows.kind != "webdataset" or self.train_rows.shards is not None
-            self.loader = RowLoader(info.dataloader, args.accum_freq, has_rows, self._seed_epoch)
+            loader = info.dataloader
+            order = self._seeded_epochs or LateSampler(loader.sampler, args.batch_size)
+            if isinstance(order, SeededEpochs):
+                order.shared_epoch = info.shared_epoch
+            else:
+                loader.batch_sampler.sampler = order
+                loader.worker_init_fn = self._outlive
+            self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order)
             return replace(info, dataloader=self.loader)
 
         return build_scoped
@@ -188,19 +214,36 @@ class Session:
         return self.rowed(original) if is_train and self.args.uses_ext_loss else original
 
     def rowed(self, original: Callable) -> Callable:
-        return lambda *args, **kwargs: WithRow(original(*args, **kwargs))
+        return lambda *args, **kwargs: WithRow(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
-    def shard_rows(self, original: Callable) -> Callable | None:
-        shards = self.train_rows.shards
-        return ShardRows(shards, original) if shards is not None else original
+    def csv_lines(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+
+        def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
+            rowed = lines = original(path, *args, **kwargs)
+            if is_train and self.args.uses_ext_loss:
+                rowed = WithRow(lines, self.args.seed, self._shared_epoch)
+            return UsableLines(lines, rowed, path, self.skips if is_train else None)
+
+        return build
+
+    def shard_rows(self) -> Callable:
+        shards = self.train_rows.shards if self.args.uses_ext_loss else None
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard)
+
+    def decode(self, original: Callable) -> Callable:
+        if self._building == VAL_DATA:
+            return decode_pairs(original)
+        return Decode(original, self.skips, self.args.batch_size)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
-        return partial(original, rng=GlobalRandom())
+        self._stream = SampleStream(self.args.seed, self.args.rank)
+        return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
 
     def seeded_loader(self, original: Callable) -> Callable:
         def build(dataset: IterableDataset, **kwargs: Any) -> Any:
-            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank)
-            return original(self._seeded_epochs, **kwargs)
+            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
+            return original(self._seeded_epochs, **kwargs, worker_init_fn=self._outlive)
 
         return build
 
@@ -209,8 +252,9 @@ class Session:
 
     # Training
 
-    def _seed_epoch(self, use: int) -> None:
-        seed_all(self.args.seed, use, self._epoch, self.args.rank)
+    def _seed(self, use: int, *place: int) -> None:
+        self._shared_epoch.set_value(self._epoch)
+        seed_all(self.args.seed, use, self._epoch, self.args.rank, *place)
 
     def create_loss(self, args: Any) -> TrainingLoss:
         for flag in ("local_loss", "gather_with_grad"):
@@ -219,10 +263,12 @@ class Session:
                 logging.info(f"{what}: its gradients are exact without it.")
         loss = build_loss(args, self.train_rows.num_rows, args.device)
         if self._restored is not None:
-            loss.load_full_state(self._restored)
-            self._restored = None
+            loss.load_full_state(self._restored.pop("state"))
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
+        if is_master(args):
+            for sentence in advise(args, self.train_rows.num_rows, self.loader.num_batches // args.accum_freq):
+                logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.loader, args.device)
         return self.loss
 
@@ -232,35 +278,59 @@ class Session:
         **kwargs: Any,
     ) -> Any:
         self._entry_to_save = None
+        saved, self._restored = self._restored, None
+        if self.loss is not None and self._interruptions is None:
+            self._interruptions = Interruptions(args, self.loss)
         if self._monitor is None and args.loss is not None:
 
-            def run_still(loader: Any, number: int) -> None:
+            def run_still(loader: Any, number: int, saved: dict[str, Any] | None, save: Callable) -> None:
                 """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
                 self._epoch = number
+                self.skips.begin_epoch()
                 if self.loss is None:
                     seed_all(args.seed, AT_EPOCH, number, args.rank)
                 other_data = {**data, "train": replace(data["train"], dataloader=loader)}
                 no_schedule, unlogged = (lambda step: None), self._unlogged()
-                original(model, other_data, loss, number, optimizer, scaler, no_schedule, dist_model, unlogged)
+                with self._interruptible(number, loader.num_batches, saved, save):
+                    original(model, other_data, loss, number, optimizer, scaler, no_schedule, dist_model, unlogged)
 
-            self._begin(run_still, model, data, epoch, optimizer, scaler, **kwargs)
+            begun = epoch > 0 or (saved is not None and saved.get("position") is not None)
+            self._begin(run_still, model, data, begun, optimizer, scaler, **kwargs)
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
         self._epoch = epoch
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
-        result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
-        if self.loss is None:
-            return result
-        self._raise_if_not_finite(self.loss.loss, model)
-        if checkpoint.saves_after(args, epoch + 1):
-            state = self.loss.loss.full_state()
+
+        def save(place: dict[str, Any]) -> None:
+            self._raise_if_not_finite(model)
+            self._prepare_entry(**place)
             if args.rank == 0:
-                self._entry_to_save = checkpoint.make_entry(args, self.train_rows, state)
-                taus = state.get("temperature.tau")
+                midepoch.write(args, epoch, place["position"], model, optimizer, scaler)
+            self._entry_to_save = None
+
+        self.skips.begin_epoch()
+        with self._interruptible(epoch, data["train"].dataloader.num_batches, saved, save):
+            result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
+        report_epoch(self.skips, args, epoch, data["train"].dataloader, kwargs.get("tb_writer"))
+        if self._interruptions is not None:
+            self._raise_if_not_finite(model)
+            if checkpoint.saves_after(args, epoch + 1):
+                taus = self._prepare_entry(self._interruptions.order).get("temperature.tau")
                 if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
                     self._show_temperatures(taus)
         return result
+
+    def _interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
+        return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
+
+    def _prepare_entry(self, order: dict[str, int], position: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Gather the state that only some processes hold, for the next checkpoint; called by every process."""
+        assert self.loss is not None
+        state = self.loss.loss.full_state()
+        if self.args.rank == 0:
+            self._entry_to_save = checkpoint.make_entry(self.args, self.train_rows, state, order, position)
+        return state
 
     def _show_temperatures(self, taus: torch.Tensor) -> None:
         """The training is done: nothing that goes wrong with a picture may take its checkpoint."""
@@ -271,29 +341,35 @@ class Session:
         except Exception as error:
             logging.warning(f"No sheet of temperatures: {error!r}")
 
+    def close(self) -> None:
+        """The run has ended, in whatever way."""
+        self._outlive.close()
+        if self._interruptions is not None:
+            self._interruptions.close()
+
     def finish(self) -> None:
         """The training has ended well, its last checkpoint is there."""
         if self.args.osr_epochs > 0 and trains(self.args):
             remove_unfinished(self.args)
 
     def _begin(
-        self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int,
+        self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], begun: bool,
         optimizer: torch.optim.Optimizer, scaler: Any, tb_writer: Any = None,
     ) -> None:
         """Before the first epoch of a run: what the model is worth, and the recovery of its optimizer's statistics.
 
-        The first epoch of a resumed training is not epoch 0, and has had both.
+        A resumed training, that has `begun` before, has had both.
         """
         args = self.args
-        self._monitor = Monitor(args, epoch)
+        self._monitor = Monitor(args, begun)
         from_weights = starts_from_weights(args) or bool(args.resume)
         evaluates = bool(known_metrics(args))
-        if epoch > 0:
+        if begun:
             if is_master(args) and starts_from_weights(args) and evaluates and not self._monitor.start:
                 logging.warning("The starting point is not known here: nothing is compared with it")
             return
         if from_weights and evaluates:
-            with _kept_random_state(args.device):
+            with kept_random_state(args.device):
                 open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
             self._wait()
         elif from_weights and is_master(args):
@@ -301,7 +377,7 @@ class Session:
         if args.osr_epochs > 0:
             self._recover(run_still, model, data, optimizer, scaler)
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
-                with _kept_random_state(args.device):
+                with kept_random_state(args.device):
                     metrics = evaluate(model, data, 0, self._unlogged(), tokenizer=self._tokenizer)
                 self._monitor.check_unchanged(metrics)
                 self._wait()
@@ -323,7 +399,7 @@ class Session:
                 logging.info(f"Recovering optimizer statistics for {args.osr_epochs:g} epochs; the weights stand still")
             self._recovering = True
             try:
-                with _kept_random_state(args.device):
+                with kept_random_state(args.device):
                     recovery.recover(run_still, data["train"].dataloader)
             finally:
                 self._recovering = False
@@ -356,28 +432,23 @@ class Session:
     def zero_shot_eval(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
     ) -> dict[str, float]:
-        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
-        at = args.val_frequency and (epoch % args.val_frequency == 0 or epoch == args.epochs)
-        if args.dataset_type == "shapes" and "val" in data and at:
-            model = model.module if args.distributed and not args.horovod else model
+        metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
+        if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
+            return metrics
+        model = model.module if args.distributed and not args.horovod else model
+        if args.dataset_type == "shapes" and "val" in data:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
+        if args.zeroshot_data is not None:
+            metrics = metrics | during_training.score_epoch(model, self._transforms[1], tokenizer, epoch, args)
         return metrics
 
-    @staticmethod
-    def _raise_if_not_finite(loss: Loss, model: torch.nn.Module) -> None:
+    def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
+        assert self.loss is not None
+        loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not parameter.isfinite().all():
                 name = plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 
-
-@contextmanager
-def _kept_random_state(device: str) -> Iterator[None]:
-    """An evaluation more does not change what the training draws."""
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if str(device).startswith("cuda") else []):
-        yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])

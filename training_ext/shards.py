@@ -5,42 +5,41 @@ that OpenCLIP's reader yields for that shard alone, before any filtering or shuf
 """
 
 import hashlib
-import inspect
 import json
 import os
 import re
 import stat
-import tarfile
-import tempfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import IO
 from urllib.parse import urlparse
 
-from open_clip_train.data import expand_urls, group_by_keys_nothrow
-from tqdm import tqdm
+from open_clip_train.data import expand_urls
 from webdataset.gopen import rewrite_url
-from webdataset.tariterators import tar_file_iterator
 
 from open_clip_ext.errors import InputError
+from training_ext.shard_scan import scan_all, scanned_before
+from training_ext.tars import KeyDigest, one_line, read_samples
 
 ROW_SEPARATOR = "\x1f"
 """Stands between the row and the caption in what `ShardRows` writes."""
 
-_SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
-_SAVE_EVERY = 100  # scanned shards
+_CHECKED_SAMPLES = 20_000  # of shards with a recorded size, counted all the same: a second or two
+_NAMED = 3  # shards in a message
 
 
 @dataclass(frozen=True)
 class Shards:
-    """The distinct shards of a data set, in order, each with its number of samples (0 or more)."""
+    """The distinct shards of a data set, in order, each with its number of samples (0 or more).
+
+    `keys` has the `KeyDigest` of those that were counted.
+    """
 
     urls: tuple[str, ...]
     sizes: tuple[int, ...]
+    keys: dict[str, int] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.urls) != len(self.sizes) or len(set(self.urls)) != len(self.urls):
@@ -95,35 +94,66 @@ def _digest(listing: list) -> str:
     return hashlib.sha256(json.dumps([len(listing), listing]).encode()).hexdigest()
 
 
-def find_shards(train_data: str, shard_sizes: str | None = None, progress: bool = True) -> Shards:
+def find_shards(
+    train_data: str, shard_sizes: str | None = None, progress: bool = True, max_bad: float | None = None
+) -> Shards:
     """Lists the shards of `train_data` (as OpenCLIP expands it: braces and `::`) with their sizes in samples.
 
     A size comes from the first of: `shard_sizes`, a JSON file that maps full url or file name to size; the
     `sizes.json` beside a local shard, which maps file name to size; a scan of the local tar, remembered in
-    `$XDG_CACHE_HOME/open_clip_ext/shard_sizes.json` until the tar's size or modification time changes. Only
-    shards that need a scan are opened. A url listed several times counts once. `progress` shows a bar over
-    the scans.
+    `$XDG_CACHE_HOME/open_clip_ext/shard_sizes.json` until the tar's size or modification time changes. Of local
+    shards whose size comes from a file a few are scanned all the same, and all that were scanned before are compared.
+    A url listed several times counts once. `progress` shows a bar over the scans.
 
-    Raises InputError for a list without shards, a scanned shard that is missing or damaged, a remote shard
-    without a size, a bad sizes file, and a data set without samples.
+    Raises InputError for a list without shards, more shards that are missing or damaged than a share of `max_bad` (none
+    by default), a remote shard without a size, a bad sizes file, a recorded size that is wrong, and a data set without
+    samples. A missing shard without a recorded size counts as one of 0 samples.
     """
     urls = _expand(train_data)
+    missing = check_missing(urls, max_bad=max_bad)
     local = {url: _local_path(url) for url in urls}
-    names = {url: _file_name(url) for url in urls}
+    recorded = _recorded_sizes(local, shard_sizes)
+    here = {url: path for url, path in local.items() if path is not None and url not in missing}
+    checked = _to_check({url: path for url, path in here.items() if url in recorded}, recorded)
+    found = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked}, progress)
+    for url, contents in found.items():
+        size, source = recorded.get(url, (contents.samples, ""))
+        if contents.damage is None and contents.samples != size:
+            raise InputError(
+                f"--train-data: shard {url!r} holds {contents.samples} samples where {source} says {size}; correct it, "
+                "or leave the shard out of it to have it counted"
+            )
+    damaged = {url: contents.damage for url, contents in found.items() if contents.damage is not None}
+    _check_share("--train-data", urls, missing | damaged, max_bad)
+    sizes = {url: size for url, (size, _) in recorded.items()}
+    sizes = {url: contents.samples for url, contents in found.items()} | sizes
+    shards = Shards(
+        tuple(urls),
+        tuple(sizes.get(url, 0) for url in urls),
+        {url: contents.keys for url, contents in found.items() if contents.damage is None},
+    )
+    if shards.num_rows == 0:
+        raise InputError(f"--train-data {train_data!r}: no samples in its {len(urls)} shard(s)")
+    return shards
+
+
+def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
+    """Sizes by url, where a file has them, with the name of the file in words."""
+    names = {url: _file_name(url) for url in local}
     label = f"--shard-sizes {shard_sizes!r}"
     given = _read_sizes(shard_sizes, "--shard-sizes") if shard_sizes is not None else {}
-    by_name = Counter(names[url] for url in urls if url not in given)
+    by_name = Counter(names[url] for url in local if url not in given)
     beside: dict[str, dict] = {}
-    sizes: dict[str, int] = {}
+    sizes: dict[str, tuple[int, str]] = {}
     for url, path in local.items():
         name = names[url]
         if url in given:
-            sizes[url] = _checked_size(given, url, label)
+            sizes[url] = _checked_size(given, url, label), label
             continue
         if name in given:
             if by_name[name] > 1:
                 raise InputError(f"{label}: {by_name[name]} shards are named {name!r}: use full urls")
-            sizes[url] = _checked_size(given, name, label)
+            sizes[url] = _checked_size(given, name, label), label
             continue
         if path is None:
             raise InputError(
@@ -136,27 +166,69 @@ def find_shards(train_data: str, shard_sizes: str | None = None, progress: bool 
             found = os.path.exists(listing)
             beside[listing] = _read_sizes(listing, "--train-data: sizes file") if found else {}
         if name in beside[listing]:
-            sizes[url] = _checked_size(beside[listing], name, f"--train-data: sizes file {listing!r}")
-    sizes.update(_scan({url: path for url, path in local.items() if path is not None and url not in sizes}, progress))
-    shards = Shards(tuple(urls), tuple(sizes[url] for url in urls))
-    if shards.num_rows == 0:
-        raise InputError(f"--train-data {train_data!r}: no samples in its {len(urls)} shard(s)")
-    return shards
+            size = _checked_size(beside[listing], name, f"--train-data: sizes file {listing!r}")
+            sizes[url] = size, f"{listing!r}"
+    return sizes
 
 
-def check_local_shards(data: str, flag: str) -> None:
-    """Raise InputError, naming `flag`, for the first local shard of `data` that does not exist."""
-    for url in _expand(data, flag):
-        path = _local_path(url)
-        if path is not None and not os.path.exists(path):
-            raise InputError(f"{flag}: shard {url!r} cannot be found; give tar files that exist")
+def _to_check(paths: dict[str, str], recorded: dict[str, tuple[int, str]]) -> set[str]:
+    """Shards to scan although their size is recorded: the first, the last and more, as many as take a moment."""
+    urls, samples = list(paths), 0
+    chosen: list[str] = []
+    for url in dict.fromkeys([*urls[:1], *urls[-1:], *urls]):
+        if chosen and samples + recorded[url][0] > _CHECKED_SAMPLES:
+            break
+        chosen.append(url)
+        samples += recorded[url][0]
+    return {*chosen, *scanned_before(paths)}
+
+
+def check_missing(urls: list[str], flag: str = "--train-data", max_bad: float | None = None) -> dict[str, str]:
+    """The local shards that are not there, and why.
+
+    Raises:
+        InputError: they are more than a share of `max_bad`, or all.
+    """
+    missing = {url: reason for url in urls if (reason := _why_missing(url)) is not None}
+    _check_share(flag, urls, missing, max_bad)
+    return missing
+
+
+def _why_missing(url: str) -> str | None:
+    path = _local_path(url)
+    if path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        return one_line(error) + ("; * is not expanded, {000..009} is" if "*" in path else "")
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    return None if os.access(path, os.R_OK) else "no permission to read it"
+
+
+def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float | None) -> None:
+    if len(bad) <= (max_bad or 0) * len(urls) and len(bad) < len(urls):
+        return
+    named = ", ".join(f"{url!r} ({reason})" for url, reason in list(bad.items())[:_NAMED])
+    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    instead = "restore them or leave them out"
+    if flag == "--train-data" and len(bad) < len(urls):
+        # Rounded up, so that it is enough.
+        instead += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
+    raise InputError(f"{flag}: {len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}")
+
+
+def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
+    """The distinct shards of `data`; InputError if there are none."""
+    return _expand(data, flag)
 
 
 def _expand(data: str, flag: str = "--train-data") -> list[str]:
     try:
         urls = expand_urls(data or "")[0]
     except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME
-        raise InputError(f"{flag} {data!r}: cannot be expanded: {_one_line(err)}") from err
+        raise InputError(f"{flag} {data!r}: cannot be expanded: {one_line(err)}") from err
     if not urls or "" in urls:
         raise InputError(f"{flag} {data!r}: names no shard or an empty one; give tar files")
     return list(dict.fromkeys(urls))
@@ -182,19 +254,14 @@ def _file_name(url: str) -> str:
     return tars[-1] if tars else os.path.basename(url)
 
 
-def _one_line(err: BaseException) -> str:
-    text = err.strerror if isinstance(err, OSError) and err.strerror else str(err)
-    return " ".join(text.split()) or type(err).__name__
-
-
 def _read_sizes(path: str, label: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
             sizes = json.load(file)
     except OSError as err:
-        raise InputError(f"{label} {path!r}: cannot be read: {_one_line(err)}") from err
+        raise InputError(f"{label} {path!r}: cannot be read: {one_line(err)}") from err
     except (ValueError, RecursionError) as err:
-        raise InputError(f"{label} {path!r}: not valid JSON: {_one_line(err)}") from err
+        raise InputError(f"{label} {path!r}: not valid JSON: {one_line(err)}") from err
     if not isinstance(sizes, dict):
         raise InputError(f'{label} {path!r}: must be a JSON object such as {{"00000.tar": 10000}}')
     return sizes
@@ -207,152 +274,78 @@ def _checked_size(sizes: dict, key: str, label: str) -> int:
     return size
 
 
-class _StrictHeader(tarfile.TarInfo):
-    """Raises ReadError for a damaged header, where tarfile would quietly take it for the archive's end."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
-        try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as err:
-            if not buf.strip(b"\0"):  # a true end: zeros, or the end of the file
-                raise
-            raise tarfile.ReadError(str(err)) from err
-
-
-def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
-    try:
-        return tarfile.open(fileobj=file, mode="r:", tarinfo=_StrictHeader)
-    except tarfile.ReadError:
-        # Compressed. As a stream, like webdataset: that mode stops after the first of several gzip members.
-        file.seek(0)
-        return tarfile.open(fileobj=file, mode="r|*", tarinfo=_StrictHeader)
-
-
-def _entries(tar: tarfile.TarFile) -> Iterator[dict]:
-    """What webdataset's tar_file_iterator yields, with each payload's length in place of the payload."""
-    for member in tar:
-        # Else tarfile keeps every header in memory.
-        tar.members = []  # type: ignore[attr-defined]  # undocumented
-        if not member.isreg():
-            continue
-        if re.match(_SKIP_META, member.name):  # covers its meta_prefix and meta_suffix too
-            continue
-        # The length is as true or false as the payload, which decides on a sample with a "__bad__" member.
-        yield {"fname": member.name, "data": member.size, "__url__": ""}
-
-
-def _count_samples(path: str) -> int:
-    """Number of samples in a local tar, from its headers alone; InputError if it is damaged."""
-    try:
-        with open(path, "rb") as file, _open_tar(file) as tar:
-            return sum(1 for _ in group_by_keys_nothrow(_entries(tar)))
-    except (tarfile.TarError, OSError, EOFError, ValueError, zlib.error) as err:
-        raise InputError(
-            f"--train-data: shard {path!r} is not a readable tar file: {_one_line(err)}; restore or leave out"
-        ) from err
-
-
-def _scan(paths: dict[str, str], progress: bool) -> dict[str, int]:
-    """Sizes by url, from the cache where the file is unchanged since, else from a scan."""
-    sizes, todo = {}, {}
-    cache = _load_cache() if paths else {}
-    for url, path in paths.items():
-        try:
-            status = os.stat(path)
-        except OSError as err:
-            raise InputError(f"--train-data: shard {url!r} cannot be found: {_one_line(err)}") from err
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"--train-data: shard {url!r} is not a regular file; give a tar file")
-        key, stamp = os.path.abspath(path), [status.st_size, status.st_mtime_ns]
-        if key in cache and cache[key][:2] == stamp:
-            sizes[url] = cache[key][2]
-        else:
-            todo[url] = path, key, stamp
-    fresh: dict[str, list[int]] = {}
-    try:
-        for url, (path, key, stamp) in tqdm(
-            todo.items(), desc="Counting samples", unit="shard", disable=not (progress and todo)
-        ):
-            sizes[url] = _count_samples(path)
-            fresh[key] = [*stamp, sizes[url]]
-            if len(fresh) % _SAVE_EVERY == 0:
-                _save_cache(fresh)
-    finally:
-        if fresh:
-            _save_cache(fresh)
-    return sizes
-
-
-def _cache_file() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "open_clip_ext", "shard_sizes.json")
-
-
-def _load_cache() -> dict[str, list[int]]:
-    """Bytes, modification time (ns) and samples by absolute path; empty if there is no usable cache."""
-    try:
-        with open(_cache_file(), encoding="utf-8") as file:
-            cache = json.load(file)
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(cache, dict):
-        return {}
-    return {
-        key: entry
-        for key, entry in cache.items()
-        if isinstance(entry, list) and len(entry) == 3 and all(type(n) is int and n >= 0 for n in entry)
-    }
-
-
-def _save_cache(fresh: dict[str, list[int]]) -> None:
-    path = _cache_file()
-    temporary = None
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        cache = {**_load_cache(), **fresh}  # read again: another process may have saved since
-        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
-            temporary = file.name
-            json.dump(cache, file)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None and os.path.exists(temporary):
-            os.remove(temporary)
-
-
 class ShardRows:
     """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row into its caption.
 
-    It takes the place of OpenCLIP's `tarfile_to_samples_nothrow`, which `tarfile_to_samples` must be. Samples
-    without "txt", which OpenCLIP drops later, keep their place in the count but stay as they are. `split_row`
-    reads a row back. Iterating raises InputError at a shard that is not among `shards` and at a sample beyond
-    its shard's size.
+    It takes the place of OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
+    keep their place in the count but stay as they are. `split_row` reads a row back.
+
+    Args:
+        shards: rows are of; None reads without rows.
+        failed: called with url, error, number of samples before it and recorded size, if any, for a shard that cannot
+            be read, or not to its end.
+        ended: called with url and number of samples of a shard that was read to its end.
+
+    Iterating raises InputError at a shard that is not among `shards`, and at one that is not as it was counted.
     """
 
-    def __init__(self, shards: Shards, tarfile_to_samples: Callable[..., Iterable[dict]]):
+    def __init__(
+        self, shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
+        ended: Callable[[str, int], object] | None = None,
+    ):
         self.shards = shards
-        self.tarfile_to_samples = tarfile_to_samples
+        self.failed = failed
+        self.ended = ended
 
-    def __call__(
-        self, src: Iterable[dict], handler: Callable[[Exception], bool] | None = None
-    ) -> Iterator[dict]:
-        """Yields the samples of `src`, dicts with a "url"; `handler`, if any, replaces the reader's own."""
-        options = {} if handler is None else {"handler": handler}
+    def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
+        """Yields the samples of `src`, dicts with a "url"."""
         for source in src:
             url = source["url"]
-            if url not in self.shards.offsets:
-                known = len(self.shards.urls)
-                raise InputError(f"--train-data: shard {url!r} is not one of the {known} that have rows")
-            offset, size = self.shards.offsets[url], self.shards.size_of(url)
-            for position, sample in enumerate(self.tarfile_to_samples([source], **options)):
-                if position >= size:
-                    raise InputError(
-                        f"--train-data: shard {url!r} holds more samples than its recorded size of {size}: "
-                        "correct --shard-sizes or the sizes.json beside it; without either it is counted"
-                    )
-                if "txt" in sample:
+            offset, size = self._place(url)
+            position, keys = 0, KeyDigest()
+            samples = read_samples(url)
+            while True:
+                try:
+                    sample = next(samples)
+                except StopIteration:
+                    self._check_whole(url, size, position, keys)
+                    if self.ended is not None:
+                        self.ended(url, position)
+                    break
+                except Exception as error:  # file systems, commands and archives raise whatever they like
+                    self.failed(url, error, position, size)
+                    break
+                if size is not None and position >= size:
+                    raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
+                keys.add(sample["__key__"])
+                if self.shards is not None and "txt" in sample:
                     sample["txt"] = f"{offset + position}{ROW_SEPARATOR}".encode() + sample["txt"]
                 yield sample
+                position += 1
+
+    def _place(self, url: str) -> tuple[int, int | None]:
+        if self.shards is None:
+            return 0, None
+        if url not in self.shards.offsets:
+            known = len(self.shards.urls)
+            raise InputError(f"--train-data: shard {url!r} is not one of the {known} that have rows")
+        return self.shards.offsets[url], self.shards.size_of(url)
+
+    def _check_whole(self, url: str, size: int | None, samples: int, keys: KeyDigest) -> None:
+        if self.shards is None or size is None:
+            return
+        if samples < size:
+            raise InputError(
+                f"--train-data: shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}"
+            )
+        if self.shards.keys.get(url, keys.value()) != keys.value():
+            raise InputError(
+                f"--train-data: shard {url!r} holds other samples than when it was counted, before the start; keep the "
+                "data as they are while a training runs"
+            )
+
+
+_RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
 
 
 def split_row(text: str) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any
@@ -47,7 +48,7 @@ class ShortLoader:
         self._after_step = after_step
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(islice(self._loader, self.num_batches)):
+        for number, batch in enumerate(islice(self._loader, self.num_batches - getattr(self._loader, "first", 0))):
             if number == self._accum_freq:
                 self._after_step()
             yield batch
@@ -110,15 +111,17 @@ class StatisticsRecovery:
 
     # Algorithm 1
 
-    def recover(self, run_epoch: Callable[[Any, int], None], loader: Any) -> None:
+    def recover(self, run_epoch: Callable[..., None], loader: Any) -> None:
         """Run the epochs that are left and save what they recover.
 
         Args:
-            run_epoch: OpenCLIP's epoch over a loader, by the epoch's number, with no schedule of learning rates.
+            run_epoch: OpenCLIP's epoch over a loader, by the epoch's number, with no schedule of learning rates; with
+                the last two arguments of `midepoch.Interruptions.epoch`.
             loader: the train loader.
         """
         lengths = self._lengths(loader)
-        done = self._resume()
+        saved = self._resume()
+        done = 0 if saved is None else saved["done"]
         progress = ShownProgress(lengths, done)
         loss = None if self.loss is None else self.loss.loss
         with standing_still(self.optimizer, loss), _filtered(progress):
@@ -127,7 +130,8 @@ class StatisticsRecovery:
                 if loss is not None:
                     loss.set_epoch(epoch)
                 short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
-                run_epoch(short, FIRST_EPOCH + epoch)
+                run_epoch(short, FIRST_EPOCH + epoch, saved, partial(self._save_within, epoch))
+                saved = None
                 self._check()
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
@@ -174,8 +178,17 @@ class StatisticsRecovery:
         """Names of the parameters in the optimizer's order."""
         return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
-    def _save(self, path: str | None, done: int) -> None:
-        """Every process calls it; process 0 writes."""
+    def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
+        self._check()
+        self._save(self._unfinished, epoch, **place)
+
+    def _save(self, path: str | None, done: int, **place: Any) -> None:
+        """Every process calls it; process 0 writes.
+
+        Args:
+            done: whole epochs.
+            place: within the next, as in `midepoch`.
+        """
         if path is None:
             return
         state = self.loss.loss.full_state() if self.loss is not None else {}
@@ -190,11 +203,12 @@ class StatisticsRecovery:
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,
+            **place,
         }
         recovered.save(path, content)
 
-    def load(self, path: str, flag: str = "--osr-load") -> int:
-        """Take over a file; the number of epochs done.
+    def load(self, path: str, flag: str = "--osr-load") -> dict[str, Any]:
+        """Take over a file; what it says of how far the recovery went.
 
         Raises:
             InputError: it is of another model, data set, loss or optimizer.
@@ -213,25 +227,25 @@ class StatisticsRecovery:
             self.scaler.load_state_dict(content["scaler"])
         if self.loss is not None:
             self.loss.loss.load_full_state(content["loss_state"])
-        return content["done"]
+        return {name: content.get(name) for name in ("done", "order", "position")}
 
-    def _resume(self) -> int:
-        """Epochs that an interrupted run of this experiment has done."""
+    def _resume(self) -> dict[str, Any] | None:
+        """What an interrupted run of this experiment has saved."""
         path = self._unfinished
         found = path is not None and os.path.exists(path)
         if self.args.distributed:
             found = broadcast_object(self.args, found)
         if path is None or not found:
-            return 0
+            return None
         epochs = recovered.read(path, "--resume")["epochs"]
         if epochs != self.args.osr_epochs:
             raise InputError(
                 f"--osr-epochs: {self.args.osr_epochs:g} where the interrupted recovery {path!r} has {epochs:g}; give "
                 "that, or remove the file"
             )
-        done = self.load(path, "--resume")
-        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {done} of {ceil(epochs)})")
-        return done
+        saved = self.load(path, "--resume")
+        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {saved['done']} of {ceil(epochs)})")
+        return saved
 
 
 def unfinished_path(args: Namespace) -> str | None:

@@ -3,6 +3,7 @@
     python -m open_clip_ext.data.make_shards shapes --out DIR
     python -m open_clip_ext.data.make_shards digits --out DIR
     python -m open_clip_ext.data.make_shards icons --iconify FILE --out DIR
+    python -m open_clip_ext.data.make_shards evalset --out DIR
 
 DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which OpenCLIP reads to learn
 how many samples each shard holds. The same arguments give the same bytes with the same Pillow (and resvg). A file is
@@ -14,6 +15,8 @@ captions), the validation scenes are those that the same command writes without 
 `icons` reads the npm package @iconify/json (docs/icons.md). Beside the training and validation shards DIR gets
 `test-000000.tar`, the folders `zeroshot-concepts` and `zeroshot-emoji` in the form that CLIP_benchmark reads, and
 `licenses.tsv`, which names each set's author and licence.
+
+`evalset` writes a folder that `open_clip_ext.evaluate` reads: small tasks of every kind, and `tasks.json`, their table.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from ..files import whole_file
+from . import evalset
 from .digits import NUM_DIGITS, digit_pairs
 from .icons import (
     CONCEPT_TEMPLATES,
@@ -91,13 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Write generated scenes (shapes), scanned digits or icons as webdataset shards for OpenCLIP.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", choices=("shapes", "digits", "icons"), help="what the pairs are made from")
+    parser.add_argument("source", choices=("shapes", "digits", "icons", "evalset"), help="what the pairs are made from")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, made if need be")
     parser.add_argument(
         "--num-samples",
         type=_whole(1, _MAX_SAMPLES),
         metavar="N",
-        help=f"training samples (default: {SHAPES_NUM_SAMPLES} shapes, or all digits or icons not held out)",
+        help=f"training samples (default: {SHAPES_NUM_SAMPLES} shapes, or all digits or icons not held out); of evalset"
+        f" the samples of each task (default: {evalset.NUM_SAMPLES})",
     )
     parser.add_argument(
         "--val-samples",
@@ -149,6 +154,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _make_evalset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
+    try:
+        folder = _check_out(args.out, args.overwrite)
+        _check_options(args)
+        for name, default in (("val_samples", None), ("image_format", "png")):
+            if getattr(args, name) != default:
+                raise ValueError(f"argument --{name.replace('_', '-')}: must be left out with evalset")
+    except ValueError as error:
+        parser.error(str(error))
+    size = args.num_samples or evalset.NUM_SAMPLES
+    try:
+        evalset.write_evalset(folder, size, args.samples_per_shard, args.seed, args.image_size)
+    except OSError as error:
+        print(f"make_shards: writing to {args.out!r} failed: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {len(evalset.TASKS)} tasks: --data {shlex.quote(str(folder))}")
+    return 0
+
+
 def _shapes(rows: Iterable[int], args: argparse.Namespace, shifted: bool = False) -> Iterator[Sample]:
     caption = shifted_caption if shifted else scene_caption
     for row in rows:
@@ -186,7 +210,8 @@ def _check_options(args: argparse.Namespace) -> None:
         )
     if icons and args.image_format != "png":
         raise ValueError(f"argument --image-format: must be png with icons, got {args.image_format}")
-    args.samples_per_shard = args.samples_per_shard or (10_000 if icons else 1000)
+    usual = {"icons": 10_000, "evalset": evalset.SAMPLES_PER_SHARD}.get(args.source, 1000)
+    args.samples_per_shard = args.samples_per_shard or usual
     args.image_size = args.image_size or (32 if icons else 64)
 
 
@@ -260,7 +285,7 @@ def _check_out(out: str, overwrite: bool) -> Path:
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"argument --out: must be a folder, got the file {out!r}")
-    held = sorted(folder.glob("*.tar")) + sorted(folder.glob(SIZES_FILE))
+    held = [path for name in ("*.tar", SIZES_FILE, evalset.TASKS_FILE) for path in sorted(folder.glob(name))]
     if held and not overwrite:
         raise ValueError(
             f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
@@ -361,6 +386,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.source == "evalset":
+        return _make_evalset(parser, args)
     # Rendered icons wait here until the order in which they are written is known.
     with tempfile.TemporaryFile() as spool:
         return _make_shards(parser, args, spool)

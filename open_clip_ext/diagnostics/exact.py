@@ -356,7 +356,7 @@ def minibatch_log_normalizers(
     rows = (Rows(image, device), Rows(text, device))
     picked = Anchors(*rows, anchors, tau, surrogate, intra_modal)
     if not 2 <= batch_size <= len(rows[0]):
-        raise InputError(f"batch_size: {batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs")
+        raise InputError(f"{batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs", "batch_size")
     sums = LogSums(len(picked), picked.tau.device)
     size = group_size(batch_size)
     groups = [slice(start, min(start + size, len(picked))) for start in range(0, len(picked), size)]

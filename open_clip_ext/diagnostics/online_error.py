@@ -8,6 +8,7 @@ measures the same against the whole data set, which `normalizers_report` does.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,3 +151,15 @@ class OnlineError:
             return {}
         compared = self._compare(self._watched) if self._watched.steps >= self.least else self._shown
         return {**compared, "effective_negatives": self._watched.effective}
+
+    def state(self) -> dict[str, Tensor | int]:
+        """What is watched, as CPU tensors and numbers."""
+        watched = {} if self._watched is None else {f"watched.{name}": v for name, v in vars(self._watched).items()}
+        state = watched | {f"shown.{name}": value for name, value in self._shown.items()}
+        return {name: v.cpu().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` gave."""
+        watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
+        self._watched = Anchors(**watched) if watched else None
+        self._shown = {name.removeprefix("shown."): v for name, v in state.items() if name.startswith("shown.")}

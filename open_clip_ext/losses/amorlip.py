@@ -28,13 +28,14 @@ Readings fixed here, where the paper is silent or its released code differs:
   n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
 - The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), counts the positive in Z by 1e-3 (`amor_positive_weight`) and lets beta's cosine end after half of the
-  epochs (`amor_beta_epochs`). The class's defaults are the paper's, the first two of `--loss amorlip` the recipe's: on
-  20,000 generated pairs with batches of 64 the recipe reaches R@1 82 / 80, the paper's form 60 / 59 and, with its
-  setting for CC12M, 24 / 25, because the network's output becomes a constant; each of the two changes alone 67 and 49.
+  epochs (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form. On 20,000
+  generated pairs with batches of 64 the recipe reaches R@1 82 / 80, the paper's form 60 / 59 and, with its setting for
+  CC12M, 24 / 25, because the network's output becomes a constant; each of the two changes alone 67 and 49.
 - `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' share of Z and the positive's is added.
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -48,125 +49,92 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.networks import WIDTH
-from open_clip_ext.options import Option, not_negative, positive, refuse_unused
+from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
 from open_clip_ext.surrogates import Identity
-from open_clip_ext.temperatures import LOGIT_SCALE_OPTIONS, RHO
+from open_clip_ext.temperatures import RHO, LearnedLogitScale
 
 MAX_LOG_RATIO = 10.0
-at_least_1: dict[str, Any] = dict(valid=lambda value: value >= 1, wanted="at least 1")
+AT_LEAST_1: dict[str, Any] = dict(valid=lambda value: value >= 1, expected="at least 1")
+NOT_NEGATIVE: dict[str, Any] = dict(valid=not_negative, expected="a number >= 0")
 
 
 class AmorLIPLoss(Loss):
     """Memory is allocated at the first batch: three networks of 2 * (2 f_d d^2 + ...) numbers and Adam's moments.
 
-    Args: see `options`; the others as in `Loss`.
+    Args: as in `Loss`; the options stand in the class's body.
 
     Raises:
         InputError: an argument is out of range; the message names it.
     """
 
     name = "amorlip"
-    options = (
-        RHO,
-        Option(
-            "rho_annealed", float, -8.0, "amorlip: rho in the last part of the training",
-            valid=math.isfinite, wanted="a number",
-        ),
-        Option(
-            "rho_annealed_from", int, None, "amorlip: first epoch of rho_annealed, from 0 (default: the last quarter)",
-            valid=not_negative, wanted="at least 0",
-        ),
-        WIDTH,
-        Option("amor_objective", str, "l2-log", "what the network minimises", choices=tuple(DIVERGENCES)),
-        Option(
-            "amor_l2_weight", float, 0.1, "weight of l2-log beside another objective",
-            valid=not_negative, wanted="a number >= 0",
-        ),
-        Option("amor_updates", int, 3, "T_lambda, updates of the network each time", **at_least_1),
-        Option("amor_online_every", int, 8, "T_online, steps between updates of the network", **at_least_1),
-        Option("amor_target_every", int, 2, "T_target, steps between updates of the target network", **at_least_1),
-        Option(
-            "amor_ema", float, 0.999, "alpha, what the target network keeps of itself at each update",
-            valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
-        ),
-        Option(
-            "amor_beta", float, 0.8, "beta_T, final share of the last epoch's network in the target",
-            valid=lambda value: 0 <= value <= 1, wanted="in [0, 1]",
-        ),
-        Option("amor_beta_epochs", int, None, "epochs of beta's cosine (default: --epochs)", **at_least_1),
-        Option(
-            "amor_reinit_every", int, 1, "epochs between new networks; 0: never",
-            valid=not_negative, wanted="at least 0",
-        ),
-        Option("amor_lr", float, 1e-3, "Adam's learning rate of the network", valid=positive, wanted="a number > 0"),
-        Option(
-            "amor_target", str, "all", "whether the network fits all of Z or the negatives' share",
-            choices=("all", "negatives"), in_state=True,
-        ),
-        Option(
-            "amor_denominator", str, "target", "whether the encoders divide by the target network or by Z_comb",
-            choices=("target", "combined"),
-        ),
-        Option(
-            "amor_positive_weight", float, 1.0, "what the positive counts in Z", valid=not_negative,
-            wanted="a number >= 0",
-        ),
+    optimizer_options = LearnedLogitScale.options
+    rho: float = RHO.with_default(6.5)
+    rho_annealed: float = option(
+        -8.0, "rho in the last part of the training", valid=math.isfinite, expected="a number"
     )
-    optimizer_options = LOGIT_SCALE_OPTIONS
+    rho_annealed_from: int = option(
+        Derived("the last quarter", lambda epochs: epochs - max(epochs // 4, min(1, epochs - 1))),
+        "first epoch of rho_annealed, from 0", valid=not_negative, expected="at least 0",
+    )
+    mlp_width: float = WIDTH
+    amor_objective: str = option("l2-log", "what the network minimises", choices=tuple(DIVERGENCES))
+    amor_l2_weight: float = option(0.1, "weight of l2-log beside another objective", **NOT_NEGATIVE)
+    amor_updates: int = option(3, "T_lambda, updates of the network each time", **AT_LEAST_1)
+    amor_online_every: int = option(8, "T_online, steps between updates of the network", **AT_LEAST_1)
+    amor_target_every: int = option(2, "T_target, steps between updates of the target network", **AT_LEAST_1)
+    amor_ema: float = option(
+        0.999, "alpha, what the target network keeps of itself at each update",
+        valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
+    )
+    amor_beta: float = option(
+        0.8, "beta_T, final share of the last epoch's network in the target",
+        valid=lambda value: 0 <= value <= 1, expected="in [0, 1]",
+    )
+    amor_beta_epochs: int = option(
+        Derived("all epochs", lambda epochs: epochs), "epochs of beta's cosine", **AT_LEAST_1
+    )
+    amor_reinit_every: int = option(
+        1, "epochs between new networks; 0: never", valid=not_negative, expected="at least 0"
+    )
+    amor_lr: float = option(1e-3, "Adam's learning rate of the network", valid=positive, expected="a number > 0")
+    amor_target: str = option(
+        "all", "whether the network fits all of Z or the negatives' share", choices=("all", "negatives"), in_state=True
+    )
+    amor_denominator: str = option(
+        "combined", "whether the encoders divide by the target network or by Z_comb", choices=("target", "combined")
+    )
+    amor_positive_weight: float = option(1e-3, "what the positive counts in Z", **NOT_NEGATIVE)
     least_pairs = 2
-    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda")
+    CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
-    def __init__(
-        self,
-        rho: float = 6.5,
-        rho_annealed: float = -8.0,
-        rho_annealed_from: int | None = None,
-        mlp_width: float = 0.5,
-        amor_objective: str = "l2-log",
-        amor_l2_weight: float = 0.1,
-        amor_updates: int = 3,
-        amor_online_every: int = 8,
-        amor_target_every: int = 2,
-        amor_ema: float = 0.999,
-        amor_beta: float = 0.8,
-        amor_beta_epochs: int = 1,
-        amor_reinit_every: int = 1,
-        amor_lr: float = 1e-3,
-        amor_target: str = "all",
-        amor_denominator: str = "target",
-        amor_positive_weight: float = 1.0,
-        accum_freq: int = 1,
-        validate: bool = False,
-    ):
-        given = locals()
-        for option in self.options:
-            option.check_given(given)
-        super().__init__(accum_freq, validate)
-        self.rho = rho
-        self.rho_annealed = rho_annealed
-        self.rho_annealed_from = math.inf if rho_annealed_from is None else rho_annealed_from
+    def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
+        super().__init__(accum_freq, validate, **options)
+        if self.amor_beta_epochs is None:
+            raise InputError("the cosine of beta needs its length, or the number of epochs", "amor_beta_epochs")
+        if self.rho_annealed_from is None:
+            self.rho_annealed_from = sys.maxsize
         self.networks = Amortization(
-            width=mlp_width, objective=amor_objective, l2_weight=amor_l2_weight, updates=amor_updates,
-            online_every=amor_online_every, target_every=amor_target_every, ema=amor_ema, beta=amor_beta,
-            beta_epochs=amor_beta_epochs, reinit_every=amor_reinit_every, lr=amor_lr,
+            width=self.mlp_width, objective=self.amor_objective, l2_weight=self.amor_l2_weight,
+            updates=self.amor_updates, online_every=self.amor_online_every, target_every=self.amor_target_every,
+            ema=self.amor_ema, beta=self.amor_beta, beta_epochs=self.amor_beta_epochs,
+            reinit_every=self.amor_reinit_every, lr=self.amor_lr,
         )
-        self.fits_negatives = amor_target == "negatives"
-        self.divides_by_combined = amor_denominator == "combined"
-        self.log_positive_weight = math.log(amor_positive_weight) if amor_positive_weight > 0 else -math.inf
+        self.fits_negatives = self.amor_target == "negatives"
+        self.divides_by_combined = self.amor_denominator == "combined"
+        weight = self.amor_positive_weight
+        self.log_positive_weight = math.log(weight) if weight > 0 else -math.inf
         self._last: dict[str, Tensor] = {}
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         if settings["amor_objective"] == "l2-log":
-            refuse_unused(given, ["amor_l2_weight"], "with --amor-objective l2-log")
-        if settings["amor_beta_epochs"] is None:
-            if epochs is None:
-                raise InputError("amor_beta_epochs: the cosine of beta needs its length, or the number of epochs")
-            settings["amor_beta_epochs"] = epochs
-        if settings["rho_annealed_from"] is None and epochs is not None:
-            settings["rho_annealed_from"] = epochs - max(epochs // 4, min(1, epochs - 1))
+            refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.networks.memory(dimension)
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -197,6 +165,7 @@ class AmorLIPLoss(Loss):
             log_lambda = self._log_denominators(batch, scale, log_z)
             value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
             self._watch(batch, scale, log_negatives, log_lambda)
+            self.note_gradients(*gradients[:2])
         inputs = (image, text, logit_scale)
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 

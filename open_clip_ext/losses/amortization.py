@@ -96,6 +96,12 @@ class Amortization:
         self.optimizer: torch.optim.Adam  # made with the online network
         self.objective_before: Tensor | None = None  # the last update's first value
 
+    def memory(self, dimension: int) -> dict[str, int]:
+        """As `Loss.memory`, from the second epoch on."""
+        each = 4 * PartitionNetwork.size(dimension, self.width)
+        moments = 2 * each
+        return {"MLPs (online, target, previous)": 3 * each, "gradients": each, "their optimizer's state": moments}
+
     def set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:  # else a state of this epoch was loaded, or nothing has happened yet
             self.epoch, self.step_of_epoch = epoch, 0

@@ -1,25 +1,26 @@
 """What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
 
 import logging
-from collections.abc import Collection
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import world_size
+from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.kernels.autograd import scale_gradient
-from open_clip_ext.options import Option
+from open_clip_ext.parts import Part
 
 STATE_FORMAT = 1  # of `full_state`
 LEAST_USUAL_SCALE = 4.7  # log(100) = 4.6 is the largest logarithm that OpenCLIP lets its parameter have
+
+GRADIENTS = "the float16 gradient of the features"
 
 
 class NonFiniteError(ArithmeticError):
     """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
 
 
-class Loss(nn.Module):
+class Loss(Part, nn.Module):
     """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
 
     State moves in training mode alone, and only where gradients are enabled: a validation under `torch.no_grad()`
@@ -30,31 +31,25 @@ class Loss(nn.Module):
     Args:
         accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
             state moves on the first call, and the temperature's gradient is that of one call.
-        validate: on every call check also what needs a wait for the device (range of `index`, unit norms), not on the
-            first step and, the norms, in `raise_if_not_finite` only.
+        validate: on every call check also what needs a wait for the device (range of `index`, unit norms, equal batches
+            on every process), not on the first step and, the norms, in `raise_if_not_finite` only.
 
-    Class attributes:
-        options: settings of the constructor, each a command-line flag.
-        optimizer_options: settings of the optimizer group of `logit_scale`, which is not the loss's business.
+    Class attributes, beside those of `Part`:
         name: in the state, so that no loss takes over another's.
-        needs_index: whether state is kept per sample; an instance may say otherwise.
+        needs_index: an instance may say otherwise.
         least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
-        CHECKED: names of the tensors that `note` watches.
+        CHECKED: names of the tensors that `note` watches, the last by `note_gradients`.
     """
 
-    options: ClassVar[tuple[Option, ...]] = ()
-    optimizer_options: ClassVar[tuple[Option, ...]] = ()
-    name: ClassVar[str]
-    needs_index = False
     least_pairs = 1
     trains_logit_scale = True
     num_samples: int  # where `needs_index`
     _like: Tensor
-    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale")
+    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
 
-    def __init__(self, accum_freq: int = 1, validate: bool = False):
-        super().__init__()
+    def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
+        super().__init__(**options)
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
@@ -62,21 +57,9 @@ class Loss(nn.Module):
         # Empty; where the state is, and the type of the embeddings that it is for.
         self.register_buffer("_like", torch.empty(0), persistent=False)
         self._calls = 0
+        self._is_float16 = False
         self._first_problem: Tensor | None = None
         self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
-
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """Fill in settings that are None and follow from others or from the length of the training, in epochs; refuse
-        what was given though it has no effect beside the others.
-
-        Args:
-            settings: by option name; may be changed.
-            given: names of those that the user gave.
-
-        Raises:
-            InputError: see `options.refuse_unused`.
-        """
 
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
@@ -85,6 +68,15 @@ class Loss(nn.Module):
     def set_steps_per_epoch(self, steps: int) -> None:
         """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
         where they are not given."""
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per sample
+        and what a step alone needs."""
+        return {}
+
+    def limit_to(self, num_samples: int) -> None:
+        """Called before the first step with n, the rows of the data set, where they are known: no part then holds more
+        than n samples, so that none counts twice."""
 
     def description(self) -> str:
         """What the loss is made of, for the log; empty where its name says it."""
@@ -140,6 +132,7 @@ class Loss(nn.Module):
         """
         self._check(image_features, text_features, logit_scale, index)
         self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         if self.validate or self.steps == 0:
             self._check_norms()
         dtype = torch.promote_types(image_features.dtype, torch.float32)
@@ -161,11 +154,19 @@ class Loss(nn.Module):
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
         return {}
 
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        """What `diagnostics` remembers of earlier steps of this epoch, on the CPU, the same on every process. Training
+        does not depend on it."""
+        return {}
+
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        """Take over what `diagnostics_state` gave, once `set_epoch` was called. Tensors are where the features are."""
+
     def note(self, problems: Tensor) -> None:
         """Remember, on the device, the first step at which something was wrong, and what.
 
         Args:
-            problems: a bool for each of `CHECKED`.
+            problems: a bool for each of `CHECKED`, or for the first of them.
         """
         problems = problems.long()
         now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
@@ -173,6 +174,15 @@ class Loss(nn.Module):
             self._first_problem = now
         else:
             self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
+
+    def note_gradients(self, *gradients: Tensor) -> None:
+        """`note` where gradients of float16 features, computed in float32, are beyond what float16 holds: the value and
+        everything else still look fine then."""
+        if self._is_float16:
+            largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
+            problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)
+            problems[-1] = largest > torch.finfo(torch.float16).max
+            self.note(problems)
 
     def raise_if_not_finite(self) -> None:
         """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
@@ -196,6 +206,9 @@ class Loss(nn.Module):
                 "image_features and text_features must both be (b, d); got "
                 f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
             )
+        may_wait = self.validate or self.steps == 0
+        if may_wait:
+            self._check_equal_batches(image_features)
         if image_features.shape[0] * world_size() < 2:
             raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
         if image_features.shape[0] < self.least_pairs:
@@ -203,7 +216,6 @@ class Loss(nn.Module):
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        may_wait = self.validate or self.steps == 0
         if self.steps == 0 and self.trains_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
             logging.warning(
                 f"logit_scale is {logit_scale.item():.3g}, a temperature of {1 / logit_scale.item():.2g}; if it is the "
@@ -215,6 +227,13 @@ class Loss(nn.Module):
             self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+
+    @staticmethod
+    def _check_equal_batches(features: Tensor) -> None:
+        """Gathering batches of different sizes aborts the process (gloo) or never ends (nccl)."""
+        sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
+        if len(set(sizes)) > 1:
+            raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
 
     def _check_norms(self) -> None:
         for name, features in self._latest.items():

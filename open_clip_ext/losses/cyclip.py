@@ -15,6 +15,7 @@ so that the sums are, without any B x B numbers,
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,46 +27,34 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
-from open_clip_ext.options import Option, not_negative
+from open_clip_ext.options import not_negative, option
 from open_clip_ext.surrogates import Identity
-from open_clip_ext.temperatures import LOGIT_SCALE_OPTIONS
+from open_clip_ext.temperatures import LearnedLogitScale
 
 
 class CyCLIPLoss(Loss):
     """The gradients are exact for the global batch once averaged over processes, whatever OpenCLIP's `local_loss` and
     `gather_with_grad` say.
 
-    Args: see `options`; the others as in `Loss`.
+    Args: as in `Loss`; the options stand in the class's body.
 
     Raises:
         InputError: an argument is out of range.
     """
 
     name = "cyclip"
-    options = (
-        Option(
-            "cyclip_inmodal", float, 0.25, "lambda_1, weight of the in-modal consistency",
-            valid=not_negative, wanted="a number >= 0",
-        ),
-        Option(
-            "cyclip_crossmodal", float, 0.25, "lambda_2, weight of the cross-modal consistency",
-            valid=not_negative, wanted="a number >= 0",
-        ),
+    optimizer_options = LearnedLogitScale.options
+    cyclip_inmodal: float = option(
+        0.25, "lambda_1, weight of the in-modal consistency", valid=not_negative, expected="a number >= 0"
     )
-    optimizer_options = LOGIT_SCALE_OPTIONS
+    cyclip_crossmodal: float = option(
+        0.25, "lambda_2, weight of the cross-modal consistency", valid=not_negative, expected="a number >= 0"
+    )
 
-    def __init__(
-        self,
-        cyclip_inmodal: float = 0.25,
-        cyclip_crossmodal: float = 0.25,
-        accum_freq: int = 1,
-        validate: bool = False,
-    ):
-        super().__init__(accum_freq, validate)
-        for option, value in zip(self.options, (cyclip_inmodal, cyclip_crossmodal), strict=True):
-            option.check(value)
-        self.inmodal = cyclip_inmodal
-        self.crossmodal = cyclip_crossmodal
+    def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
+        super().__init__(accum_freq, validate, **options)
+        self.inmodal = self.cyclip_inmodal
+        self.crossmodal = self.cyclip_crossmodal
         self._last: tuple[Tensor, ...] | None = None
 
     def compute(
@@ -81,7 +70,9 @@ class CyCLIPLoss(Loss):
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
         inputs = (image, grad_image), (text, grad_text), (logit_scale, grad_scale)
-        return attach_gradients(value, [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs])
+        gradients = [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs]
+        self.note_gradients(grad_image, grad_text)
+        return attach_gradients(value, gradients)
 
     def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> tuple[Tensor, Tensor]:
         """The two sums over B, 0-d each; adds the gradient of their weighted sum to that in image and text, (b, d)."""

@@ -22,10 +22,10 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.losses.base import Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
-from open_clip_ext.options import Option, positive
+from open_clip_ext.options import option, positive
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperatures import Temperature
 
@@ -42,36 +42,34 @@ class GlobalContrastiveLoss(Loss):
         temperature: scheme that the temperature follows; may hold state too.
         objective: `Compositional` or `Unified`.
         surrogate: l, what a negative's similarity gap counts as.
+        accum_freq, validate: as in `Loss`.
         mixing: share of the batch's own estimate, as a constant, in every exp(alpha), in [0, 1); 0 leaves the estimator
             alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Of no paper, ours.
-        eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
+        loss_eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
         negatives: `cross`: an anchor's negatives are of the other side. `both`: also of its own side, 2 (B - 1) in
             all; for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an
             image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
             one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
             gradient.
-        accum_freq, validate: as in `Loss`.
 
     Raises:
         InputError: the parts do not go together, or an argument is out of range.
     """
 
-    options = (
-        Option("loss_eps", float, 1e-14, "eps inside the logarithm of the loss", valid=positive, wanted="a number > 0"),
-        Option(
-            "mixing", float, 0.0, "share of the batch's own estimate mixed into every normalizer; bounds the weights",
-            valid=lambda value: 0 <= value < 1, wanted="in [0, 1)",
-        ),
-        Option(
-            "negatives", str, "cross",
-            "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
-            "one temperature for the two views of an image",
-            choices=("cross", "both", "views"),
-        ),
-    )
     name = "global contrastive"
+    loss_eps: float = option(1e-14, "eps inside the logarithm of the loss", valid=positive, expected="a number > 0")
+    mixing: float = option(
+        0.0, "share of the batch's own estimate mixed into every normalizer; bounds the weights",
+        valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
+    )
+    negatives: str = option(
+        "cross",
+        "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
+        "one temperature for the two views of an image",
+        choices=("cross", "both", "views"),
+    )
     trains_logit_scale = False  # the temperature decides
-    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers")
+    CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
 
     def __init__(
         self,
@@ -79,38 +77,33 @@ class GlobalContrastiveLoss(Loss):
         temperature: Temperature,
         objective: type[Objective],
         surrogate: Surrogate | None = None,
-        mixing: float = 0.0,
-        eps: float = 1e-14,
-        negatives: str = "cross",
         accum_freq: int = 1,
         validate: bool = False,
+        **options: Any,
     ):
-        super().__init__(accum_freq, validate)
-        for option, value in zip(self.options, (eps, mixing, negatives), strict=True):
-            option.check(value)
-        if negatives != "cross" and not normalizer.intra_modal:
+        super().__init__(accum_freq, validate, **options)
+        if self.negatives != "cross" and not normalizer.intra_modal:
             raise InputError(
-                f"--negatives: {negatives!r} with --normalizer {normalizer.name}, which estimates over the other side "
-                "alone; use 'cross'"
+                f"{self.negatives!r} with normalizer {normalizer.name!r}, which estimates over the other side alone; "
+                "use 'cross'", "negatives",
             )
         if objective.through_alpha and not normalizer.differentiable:
             raise InputError(
-                f"--encoder-objective: {objective.name!r} needs a normalizer that is a function of the embeddings; "
-                f"with --normalizer {normalizer.name} use 'compositional'"
+                f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
+                f"with normalizer {normalizer.name!r} use 'compositional'", "encoder_objective",
             )
         self.normalizer = normalizer
         self.temperature = temperature
         self.objective = objective
         self.surrogate = surrogate or Identity()
-        self.mixing = mixing
-        self.eps = eps
-        self.intra_modal = negatives != "cross"
-        self.one_per_pair = negatives == "views"
+        self.eps = self.loss_eps
+        self.intra_modal = self.negatives != "cross"
+        self.one_per_pair = self.negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
         if self.needs_index:
             self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
-        self.online_error = OnlineError(self.surrogate, eps, self.intra_modal, self.one_per_pair)
+        self.online_error = OnlineError(self.surrogate, self.eps, self.intra_modal, self.one_per_pair)
         # Of the step's first call, for its others: the temperature's rows, and what the normalizer's update returned.
         self._of_step: tuple[Tensor | None, Any] = (None, None)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
@@ -123,6 +116,12 @@ class GlobalContrastiveLoss(Loss):
 
     def set_steps_per_epoch(self, steps: int) -> None:
         self.normalizer.set_steps_per_epoch(steps)
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.normalizer.memory(dimension, processes)
+
+    def limit_to(self, num_samples: int) -> None:
+        self.normalizer.limit_to(num_samples)
 
     def description(self) -> str:
         parts = {
@@ -169,6 +168,7 @@ class GlobalContrastiveLoss(Loss):
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
+            self.note_gradients(gradients[0][1], gradients[1][1])
             if update_state and index is not None and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
@@ -283,6 +283,12 @@ class GlobalContrastiveLoss(Loss):
         if self.normalizer.needs_index:
             return f"the {self.normalizer.name} normalizer"
         return f"the {self.temperature.name} temperature"
+
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        return self.online_error.state()
+
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        self.online_error.load_state(state)
 
     def full_state(self) -> dict[str, Tensor | int | str]:
         state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}

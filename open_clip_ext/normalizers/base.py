@@ -1,46 +1,46 @@
 """The interface of a normalizer estimator: alpha_i ~ log(eps + g_i) over the whole data set."""
 
-from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.options import Option
+from open_clip_ext.parts import Part
 
 
-class Normalizer(nn.Module):
+class Normalizer(Part, nn.Module):
     """Base of the estimators.
 
     `materialize` makes the state; `update` moves it, once per optimiser step; `forward` then gives alpha for this
     process's anchors. State is kept in buffers on the device, and only `full_state` and `load_full_state` may wait for
     the device.
 
-    Class attributes:
-        name: as given to `--normalizer`.
-        options: settings of the constructor, each a command-line flag.
-        needs_index: whether state is kept per sample; the constructor then takes `num_samples` and `device`.
+    Class attributes, beside those of `Part`:
         differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.
         intra_modal: whether alpha also stands for negatives of the anchor's own modality (`--negatives both`).
     """
 
-    name: ClassVar[str]
-    options: ClassVar[tuple[Option, ...]] = ()
-    needs_index: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
     intra_modal: ClassVar[bool] = False
     num_samples: int  # where `needs_index`
 
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """As `Loss.complete`."""
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per
+        sample."""
+        return {}
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 
     def set_steps_per_epoch(self, steps: int) -> None:
         """As `Loss.set_steps_per_epoch`."""
+
+    def limit_to(self, num_samples: int) -> None:
+        """As `Loss.limit_to`."""
+
+    def check_batch(self, size: int) -> None:
+        """Raise InputError if global batches of `size` pairs leave nothing for the estimator to do."""
 
     def description(self) -> str:
         """Its name, and what is worth knowing about it in the log."""

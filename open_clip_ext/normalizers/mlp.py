@@ -10,7 +10,6 @@ to restart from, there is none after the first unless `npn_restart_every` asks f
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,35 +19,35 @@ from torch import Tensor
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.errors import InputError
 from open_clip_ext.networks import WIDTH, PartitionNetwork
-from open_clip_ext.normalizers.trained import COMMON, RESTART_EVERY, NetworkNormalizer
+from open_clip_ext.normalizers.trained import MOMENTS, NetworkNormalizer
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class MLP(NetworkNormalizer):
-    """Args: see `options`; `eps` and `surrogate` are the loss's; `network` goes to NetworkNormalizer.
+    """A multi-layer perceptron that predicts each sample's log-normalizer.
+
+    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
 
     Raises:
         InputError: an argument is out of range, or the surrogate is not the identity.
     """
 
     name = "mlp"
-    options = (WIDTH, replace(RESTART_EVERY, default=0), *COMMON)
+    npn_restart_every = 0
+    mlp_width: float = WIDTH
 
-    def __init__(
-        self,
-        mlp_width: float = 0.5,
-        npn_restart_every: int = 0,
-        eps: float = 1e-14,
-        surrogate: Surrogate | None = None,
-        **network: Any,
-    ):
-        WIDTH.check(mlp_width)
+    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
+        super().__init__(**options)
         if surrogate is not None and not isinstance(surrogate, Identity):
-            raise InputError(f"--surrogate: {surrogate.name!r} with --normalizer mlp, which needs 'identity'")
-        super().__init__(npn_restart_every=npn_restart_every, **network)
-        self.width = mlp_width
+            raise InputError(f"{surrogate.name!r} with normalizer 'mlp', which needs 'identity'", "surrogate")
+        self.width = self.mlp_width
         self.eps = eps
         self.network: PartitionNetwork
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        each = 4 * PartitionNetwork.size(dimension, self.width)
+        moments = MOMENTS[self.optimizer_name]
+        return {"MLPs": each, "their gradients": each, "their optimizer's state": each * moments}
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         levels = torch.zeros(2, device=device, dtype=dtype)

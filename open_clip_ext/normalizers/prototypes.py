@@ -39,15 +39,15 @@ from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, ShardedRing, own_part, whole
-from open_clip_ext.normalizers.trained import COMMON, MOMENTS, RESTART_EVERY, NetworkNormalizer
-from open_clip_ext.options import Option
+from open_clip_ext.normalizers.trained import MOMENTS, NetworkNormalizer
+from open_clip_ext.options import option
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Prototypes(NetworkNormalizer):
     """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimiser's state.
 
-    Args: see `options`; `eps` and `surrogate` are the loss's; `network` goes to NetworkNormalizer.
+    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -55,39 +55,39 @@ class Prototypes(NetworkNormalizer):
 
     name = "prototypes"
     default_optimizer = "adagrad"
-    options = (
-        Option(
-            "npn_prototypes", int, 4096, "m, prototypes of the normalizer-prediction network on each side",
-            valid=lambda value: value >= 1, wanted="at least 1", in_state=True,
-        ),
-        RESTART_EVERY,
-        *COMMON,
-        Option("npn_split", bool, False, "divide the prototypes over the processes, instead of all on each"),
+    npn_prototypes: int = option(
+        4096, "m, prototypes of the normalizer-prediction network on each side",
+        valid=lambda value: value >= 1, expected="at least 1", in_state=True,
     )
+    npn_split: bool = option(False, "divide the prototypes over the processes, instead of all on each")
 
-    def __init__(
-        self,
-        npn_prototypes: int = 4096,
-        npn_split: bool = False,
-        eps: float = 1e-14,
-        surrogate: Surrogate | None = None,
-        **network: Any,
-    ):
-        self.options[0].check(npn_prototypes)
-        super().__init__(**network)
-        self.capacity = npn_prototypes
-        self.wants_split = npn_split
-        self.split = npn_split and world_size() > 1
+    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
+        super().__init__(**options)
+        self.capacity = self.npn_prototypes
+        self.wants_split = self.npn_split
+        self.split = self.npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
         self.ring: EmbeddingRing  # in the places of their prototypes
 
-    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        kept = 3 + MOMENTS[self.optimizer_name]  # weights, gradient, ring
+    def limit_to(self, num_samples: int) -> None:
+        self.capacity = min(self.npn_prototypes, num_samples)
+
+    def description(self) -> str:
+        capped = f", {self.capacity} for as many samples" if self.capacity < self.npn_prototypes else ""
+        return super().description() + capped
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.wants_split else 1
-        needed = 4 * kept * 2 * self.capacity * dimension // parts
-        check_fits(f"--npn-prototypes: {self.capacity} of dimension {dimension}", needed, device, "lower it")
+        each = 4 * 2 * self.capacity * dimension // parts
+        moments = MOMENTS[self.optimizer_name]
+        names = {"prototypes": 1, "their gradients": 1, "their optimizer's state": moments, "latest embeddings": 1}
+        return {name: each * count for name, count in names.items()}
+
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
+        needed = sum(self.memory(dimension, processes).values())
+        check_fits("npn_prototypes", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.check_memory(dimension, device, world_size())

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import EqualRows, ShardedRows
+from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Normalizer
-from open_clip_ext.options import Option, refuse_unused
+from open_clip_ext.options import Derived, option, refuse_unused
 
 
 class MovingAverageTable(Normalizer):
@@ -30,11 +30,9 @@ class MovingAverageTable(Normalizer):
 
     Args:
         num_samples: n, the data set's number of rows.
-        gamma: weight of the new estimate, in (0, 1]; with the cosine schedule the value it ends at.
-        gamma_schedule: `cosine`: 1 in epoch 0, down to `gamma` at epoch `gamma_decay_epochs`, then constant
-            (FastCLIP); `constant`: `gamma` throughout (SogCLR).
-        gamma_decay_epochs: length of the cosine in epochs, at least 1.
-        rows_on, device: where the rows are kept.
+        device: where the rows are kept, unless `rows_on` says otherwise.
+        options: see the class's body. `cosine` takes gamma from 1 in epoch 0 down to `gamma` at epoch
+            `gamma_decay_epochs`, where it stays (FastCLIP); `constant` is `gamma` throughout (SogCLR).
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -43,44 +41,29 @@ class MovingAverageTable(Normalizer):
     name = "table"
     intra_modal = True
     needs_index = True
-    options = (
-        Option(
-            "gamma", float, 0.2, "weight of the new estimate in the moving average, at the end of its schedule",
-            valid=lambda value: 0 < value <= 1, wanted="in (0, 1]",
-        ),
-        Option(
-            "gamma_schedule", str, "cosine", "how gamma comes down from 1", choices=("cosine", "constant")
-        ),
-        Option(
-            "gamma_decay_epochs", int, None, "epochs of the cosine (default: half of --epochs)",
-            valid=lambda value: value >= 1, wanted="at least 1",
-        ),
-        ShardedRows.OPTION,
+    gamma: float = option(
+        0.2, "weight of the new estimate in the moving average, at the end of its schedule",
+        valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
     )
+    gamma_schedule: str = option("cosine", "how gamma comes down from 1", choices=("cosine", "constant"))
+    gamma_decay_epochs: int = option(
+        Derived("half of the epochs", lambda epochs: max(1, epochs // 2)), "epochs of the cosine",
+        valid=lambda value: value >= 1, expected="at least 1",
+    )
+    rows_on: str = ROWS_ON
 
-    def __init__(
-        self,
-        num_samples: int,
-        gamma: float = 0.2,
-        gamma_schedule: str = "cosine",
-        gamma_decay_epochs: int = 1,
-        rows_on: str = "device",
-        device: torch.device | str = "cpu",
-    ):
-        super().__init__()
+    def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
+        super().__init__(**options)
         if num_samples < 1:
-            raise InputError(f"num_samples: {num_samples!r} is out of range; the table needs at least 1 row")
-        given = locals()
-        for option in self.options:
-            option.check_given(given)
+            raise InputError(f"{num_samples!r} is out of range; the table needs at least 1 row", "num_samples")
+        if self.gamma_schedule == "cosine" and self.gamma_decay_epochs is None:
+            raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
         self.num_samples = num_samples
-        self.final_gamma = gamma
-        self.gamma_schedule = gamma_schedule
-        self.gamma_decay_epochs = gamma_decay_epochs
-        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=rows_on == "host")
+        self.final_gamma = self.gamma  # `gamma` is that of the epoch
+        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
         self._unvisited = torch.tensor(num_samples)  # rows, counted on the device of the batches
         self.epoch: int | None = None
-        self.gamma = 1.0 if gamma_schedule == "cosine" else gamma
+        self.gamma = 1.0 if self.gamma_schedule == "cosine" else self.final_gamma
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -94,10 +77,7 @@ class MovingAverageTable(Normalizer):
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         if settings["gamma_schedule"] == "constant":
             refuse_unused(given, ["gamma_decay_epochs"], "with a constant gamma")
-        if settings["gamma_decay_epochs"] is None:
-            if epochs is None and settings["gamma_schedule"] == "cosine":
-                raise InputError("gamma_decay_epochs: the cosine of gamma needs its length, or the number of epochs")
-            settings["gamma_decay_epochs"] = max(1, (epochs or 2) // 2)
+            settings["gamma_decay_epochs"] = None
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:

@@ -235,13 +235,13 @@ def test_a_non_finite_batch_never_enters_the_state(good_steps):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(amor_ema=1.0), "--amor-ema: 1.0"),
-        (dict(amor_online_every=0), "--amor-online-every: 0"),
-        (dict(amor_objective="l2"), "--amor-objective: 'l2' is not one of l2-log, kl, js"),
-        (dict(rho_annealed=math.inf), "--rho-annealed: inf"),
-        (dict(normalizer="mlp"), "--normalizer: --loss amorlip does not use it"),
-        (dict(gamma=0.5), "--gamma: --loss amorlip does not use it"),
-        (dict(amor_l2_weight=3.0), "--amor-l2-weight: has no effect with --amor-objective l2-log; leave it out"),
+        (dict(amor_ema=1.0), "amor_ema: 1.0"),
+        (dict(amor_online_every=0), "amor_online_every: 0"),
+        (dict(amor_objective="l2"), "amor_objective: 'l2' is not one of l2-log, kl, js"),
+        (dict(rho_annealed=math.inf), "rho_annealed: inf"),
+        (dict(normalizer="mlp"), "normalizer: the loss 'amorlip' does not use it"),
+        (dict(gamma=0.5), "gamma: the loss 'amorlip' does not use it"),
+        (dict(amor_l2_weight=3.0), "amor_l2_weight: has no effect with amor_objective 'l2-log'; leave it out"),
         (dict(epochs=None), "amor_beta_epochs: the cosine of beta needs its length"),
     ],
 )

@@ -75,5 +75,5 @@ def test_swapping_the_views_changes_nothing():
 @pytest.mark.parametrize("negatives", ["both", "views"])
 @pytest.mark.parametrize("normalizer", ["prototypes", "queue", "mlp"])
 def test_estimators_over_one_side_are_refused(normalizer, negatives):
-    with pytest.raises(InputError, match=f"--negatives: {negatives!r} with --normalizer {normalizer}"):
+    with pytest.raises(InputError, match=f"negatives: {negatives!r} with normalizer {normalizer!r}"):
         create_loss("neuclip", normalizer=normalizer, negatives=negatives)

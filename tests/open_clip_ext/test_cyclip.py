@@ -54,9 +54,9 @@ def test_another_losss_state_is_refused():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(cyclip_inmodal=-1.0), "--cyclip-inmodal: -1.0"),
-        (dict(normalizer="table"), "--normalizer: --loss cyclip does not use it"),
-        (dict(rho=5.0), "--rho: --loss cyclip does not use it"),
+        (dict(cyclip_inmodal=-1.0), "cyclip_inmodal: -1.0"),
+        (dict(normalizer="table"), "normalizer: the loss 'cyclip' does not use it"),
+        (dict(rho=5.0), "rho: the loss 'cyclip' does not use it"),
         (dict(lr_tau=1e-3), "lr_tau: belongs to your model"),
     ],
 )

@@ -7,6 +7,7 @@ several batches that differ by float32's rounding, and allows several processes 
 """
 
 import os
+import re
 from unittest.mock import patch
 
 import pytest
@@ -182,8 +183,7 @@ def amortize(rank, world, epochs=2, steps=3):
                 part = slice(rank * GLOBAL_BATCH // world, (rank + 1) * GLOBAL_BATCH // world)
                 loss(*wrapped(image[part], text[part])).backward()
             else:
-                with torch.no_grad():
-                    loss(*model(image, text))
+                loss(*model(image, text))
                 loss.eval()
                 for other in range(world):
                     part = slice(other * GLOBAL_BATCH // world, (other + 1) * GLOBAL_BATCH // world)
@@ -244,6 +244,13 @@ def check_what_is_sent(rank, world):
         assert counter.sent < 0.75 * theirs.sent, name
 
 
+def check_unequal_batches(rank, world):
+    image, text = (unit(torch.Generator(), 4 + rank, 8) for _ in range(2))
+    if world > 1:
+        with pytest.raises(ValueError, match=f"batches of {re.escape(str([4 + r for r in range(world)]))} pairs"):
+            create_loss("queue", epochs=1)(image, text, torch.tensor(10.0))
+
+
 def process(rank, port, folder):
     """Several numbers of processes, one after the other, since starting a process costs more than what it computes."""
     torch.set_num_threads(1)
@@ -259,6 +266,7 @@ def process(rank, port, folder):
         try:
             check_table(rank, world)
             check_what_is_sent(rank, world)
+            check_unequal_batches(rank, world)
             with patch.object(ShardedRows, "DTYPE", torch.float64):
                 torch.save(results_of(rank, world, alone), f"{folder}/{world}-{rank}.pt")
         finally:

@@ -1,6 +1,7 @@
 """The printed equations against loops over the pairs, and against each other where one follows from another."""
 
 
+import ast
 import inspect
 import re
 import sys
@@ -208,3 +209,19 @@ def test_eight_pairs(capsys):
     assert set(shown) == methods
     variants = {"siglip", "amorlip-released", "amorlip-paper"}
     assert methods == {preset.name for preset in list_losses()} - variants
+
+
+def test_the_fast_classes_that_the_equations_name_exist():
+    source = Path(equations.__file__)
+    defined = set()
+    for path in source.parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+    named = re.findall(r"Fast:((?:[\s,]|and|`[\w.]+`)+)", source.read_text())
+    names = {part for text in named for name in re.findall(r"`([\w.]+)`", text) for part in name.split(".")}
+    assert len(names) > 15
+    assert names <= defined

@@ -339,7 +339,7 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
 
 
 def test_unified_needs_a_normalizer_of_embeddings():
-    with pytest.raises(InputError, match="--encoder-objective"):
+    with pytest.raises(InputError, match="encoder_objective"):
         make("fastclip-v3", 4, encoder_objective="unified")
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from numerics import unit
 
-from open_clip_ext import InputError, create_loss, equations
+from open_clip_ext import InputError, NonFiniteError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
 from open_clip_ext.networks import PartitionMLP
 from open_clip_ext.objectives import Unified
@@ -66,9 +66,9 @@ def test_restarts_go_by_the_length_of_an_epoch_unless_given(settings, restarts, 
     assert seen == restarts
 
 
-@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2404, 480), (1, 1)])
+@pytest.mark.parametrize("steps, every", [(None, 500), (2723, 500), (2500, 500), (2404, 480), (10, 2), (9, 9), (1, 1)])
 def test_restarts_by_default(steps, every):
-    """Without the length of an epoch, and with CC3M's, the paper's."""
+    """Without the length of an epoch, and with CC3M's, the paper's; a whole pass where a fifth is one step."""
     assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every
 
 
@@ -197,14 +197,14 @@ def test_the_state_survives(options):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(normalizer="mlp", surrogate="hinge"), "--surrogate: 'hinge' with --normalizer mlp"),
-        (dict(normalizer="mlp", mlp_width=0.0), "--mlp-width: 0.0"),
-        (dict(normalizer="mlp", npn_prototypes=5), "--npn-prototypes: --loss neuclip, which is --normalizer mlp"),
-        (dict(npn_objective="kl"), "--npn-objective: 'kl' is not one of unified, l2-log"),
-        (dict(mlp_width=1.0), "--mlp-width: --loss neuclip"),
-        (dict(npn_joint=True, npn_updates=5), "--npn-updates: has no effect with --npn-joint"),
-        (dict(normalizer="mlp", npn_initial_accumulator=0.5), "--npn-initial-accumulator: has no .* --npn-opt adam;"),
-        (dict(normalizer="mlp", npn_reset_optimizer=True), "--npn-reset-optimizer: has no .* never restarts"),
+        (dict(normalizer="mlp", surrogate="hinge"), "surrogate: 'hinge' with normalizer 'mlp'"),
+        (dict(normalizer="mlp", mlp_width=0.0), "mlp_width: 0.0"),
+        (dict(normalizer="mlp", npn_prototypes=5), "npn_prototypes: the loss 'neuclip' with normalizer 'mlp'"),
+        (dict(npn_objective="kl"), "npn_objective: 'kl' is not one of unified, l2-log"),
+        (dict(mlp_width=1.0), "mlp_width: the loss 'neuclip'"),
+        (dict(npn_joint=True, npn_updates=5), "npn_updates: has no effect with npn_joint"),
+        (dict(normalizer="mlp", npn_initial_accumulator=0.5), "npn_initial_accumulator: has no .* npn_opt 'adam';"),
+        (dict(normalizer="mlp", npn_reset_optimizer=True), "npn_reset_optimizer: has no .* never restarts"),
     ],
 )
 def test_wrong_settings_are_named(options, message):
@@ -234,3 +234,20 @@ def test_the_optimum_over_alpha_is_the_log_normalizer():
     for _ in range(300):
         shared -= 0.5 * Unified.slope(log_batch, shared).mean(dim=1, keepdim=True)
     torch.testing.assert_close(shared[:, 0], (EPS + g).mean(dim=1).log(), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_that_float16_cannot_hold():
+    """An MLP at tau 0.01, pairs that point away from each other: the value is finite, and so is everything else."""
+    torch.manual_seed(0)
+    loss = create_loss("neuclip", normalizer="mlp", epochs=1)
+    for _ in range(30):
+        image = torch.nn.functional.normalize(torch.randn(8, 16), dim=1)
+        image, text = image.half().requires_grad_(), (-image).half().requires_grad_()
+        value = loss(image, text, torch.tensor(100.0, requires_grad=True))
+        value.backward()
+        assert value.isfinite()
+        if not (image.grad.isfinite().all() and text.grad.isfinite().all()):
+            break
+        loss.raise_if_not_finite()
+    with pytest.raises(NonFiniteError, match=f"step {loss.steps}: the float16 gradient of the features"):
+        loss.raise_if_not_finite()

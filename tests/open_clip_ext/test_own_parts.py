@@ -35,7 +35,7 @@ class Linear(Normalizer):
         return torch.stack([both @ self.weight[0], both @ self.weight[1]]) - batch.positives / batch.tau
 
 
-@pytest.mark.parametrize("temperature", [LearnableTemperature(2.0), FixedTemperature()])
+@pytest.mark.parametrize("temperature", [LearnableTemperature(rho=2.0), FixedTemperature()])
 def test_a_normalizer_may_share_and_train(temperature):
     loss = GlobalContrastiveLoss(Linear(), temperature, Unified)
     image, text, scale = inputs()
@@ -86,7 +86,7 @@ class DoubledIdentity(Identity):
 def test_a_slope_may_be_a_number(surrogate, normalizer, objective):
     def gradients(own):
         parts = BatchNormalizer() if normalizer == "batch" else Queue(queue_size=20, surrogate=own)
-        loss = GlobalContrastiveLoss(parts, LearnableTemperature(2.0), objective, own)
+        loss = GlobalContrastiveLoss(parts, LearnableTemperature(rho=2.0), objective, own)
         found = []
         for _ in range(2):
             leaves = inputs()

@@ -119,13 +119,13 @@ def test_the_optimisers_state_at_a_restart_is_a_choice(reset, expected):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(npn_prototypes=0), "--npn-prototypes: 0"),
-        (dict(npn_restart_every=-1), "--npn-restart-every: -1"),
-        (dict(npn_lr=0.0), "--npn-lr: 0.0"),
-        (dict(npn_lr=float("nan")), "--npn-lr: nan"),
-        (dict(npn_opt="lion"), "--npn-opt: 'lion' is not one of adagrad"),
-        (dict(gamma=0.5), "--gamma: --loss neuclip"),
-        (dict(loss_eps=0.0), "--loss-eps: 0.0"),
+        (dict(npn_prototypes=0), "npn_prototypes: 0"),
+        (dict(npn_restart_every=-1), "npn_restart_every: -1"),
+        (dict(npn_lr=0.0), "npn_lr: 0.0"),
+        (dict(npn_lr=float("nan")), "npn_lr: nan"),
+        (dict(npn_opt="lion"), "npn_opt: 'lion' is not one of adagrad"),
+        (dict(gamma=0.5), "gamma: the loss 'neuclip'"),
+        (dict(loss_eps=0.0), "loss_eps: 0.0"),
     ],
 )
 def test_wrong_settings_are_named(options, message):

@@ -10,7 +10,7 @@ from open_clip_ext import InputError, create_loss, equations
 
 
 @pytest.mark.parametrize("mixing", [0.0, 0.4])
-@pytest.mark.parametrize("size, batches", [(100, [5, 5, 5]), (7, [4, 4, 4, 4]), (6, [4, 9, 3, 3])])
+@pytest.mark.parametrize("size, batches", [(100, [5, 5, 5]), (7, [4, 4, 4, 4]), (6, [4, 5, 3, 3])])
 def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batches):
     tau, eps, rho = torch.tensor(0.1).double(), 1e-10, 5.0
     options = dict(queue_size=size, mixing=mixing, loss_eps=eps, rho=rho)
@@ -74,7 +74,7 @@ def test_the_queues_state_survives():
 
 @pytest.mark.parametrize(
     "options, message",
-    [(dict(queue_size=0), "--queue-size: 0"), (dict(mixing=1.0), "--mixing: 1.0"), (dict(gamma=0.5), "--gamma")],
+    [(dict(queue_size=0), "queue_size: 0"), (dict(mixing=1.0), "mixing: 1.0"), (dict(gamma=0.5), "gamma")],
 )
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(InputError, match=message):
@@ -89,3 +89,59 @@ def test_more_than_the_memory_holds_is_refused_before_it_is_asked_for(options):
     loss = create_loss("queue", **options)
     with pytest.raises(ValueError, match=f"{10**13} of dimension 8 needs .* GiB on the host"):
         loss(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0))
+
+
+def fed(loss, count, size=64):
+    """`loss` after a pass over `count` samples in batches of `size`."""
+    generator = torch.Generator().manual_seed(0)
+    loss.set_epoch(0)
+    for _ in range(count // size):
+        loss(unit(generator, size, 8), unit(generator, size, 8), torch.tensor(10.0))
+    return loss
+
+
+def test_a_sample_never_counts_twice():
+    loss = fed(create_loss("queue", num_samples=300), 300)
+    assert loss.description().startswith("normalizers queue (of 300, for as many samples)")
+    assert loss.normalizer.ring.rows.shape[1] == 300 and loss.normalizer.ring.active == 256
+    # After an epoch the queue is kept, for the report; the next one begins with none of it.
+    before = loss.full_state()
+    loss.set_epoch(1)
+    assert loss.normalizer.ring.active == 256
+    generator = torch.Generator().manual_seed(1)
+    batch = unit(generator, 64, 8), unit(generator, 64, 8), torch.tensor(10.0)
+    loss(*batch)
+    assert loss.normalizer.ring.active == 64
+    # A resumed training does the same.
+    resumed = create_loss("queue", num_samples=300)
+    resumed.load_full_state(before)
+    resumed.set_epoch(1)
+    resumed(*batch)
+    assert torch.equal(resumed.full_state()["state.ring"][:, :64], loss.full_state()["state.ring"][:, :64])
+    assert resumed.normalizer.ring.active == 64
+
+
+def test_a_queue_of_a_small_part_of_the_data_goes_on_over_epochs():
+    loss = fed(create_loss("queue", queue_size=128, num_samples=300), 300)
+    loss.set_epoch(1)
+    generator = torch.Generator().manual_seed(1)
+    loss(unit(generator, 64, 8), unit(generator, 64, 8), torch.tensor(10.0))
+    assert loss.normalizer.ring.active == 128
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(queue_size=64), "queue_size: 64 holds nothing beside a global batch of 64 pairs; give several times"),
+        (dict(num_samples=100), "queue_size: 100 samples in global batches of 64 .* lower --batch-size to .* 50"),
+    ],
+)
+def test_a_queue_that_would_do_nothing_is_refused(settings, message):
+    with pytest.raises(InputError, match=message):
+        fed(create_loss("queue", **settings), 64)
+
+
+def test_prototypes_are_no_more_than_the_samples():
+    loss = fed(create_loss("neuclip", num_samples=300, npn_updates=0), 600)
+    assert loss.normalizer.active == loss.normalizer.weight.shape[1] == 300
+    assert "prototypes (restarted every 500 steps), 300 for as many samples" in loss.description()

@@ -95,7 +95,9 @@ def test_gradcheck(name, few_at_a_time):
     assert torch.autograd.gradcheck(lambda i, t, s: loss(i, t, s), (image, text, scale), atol=1e-6)
 
 
-@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0), PowerHinge(0.5, 3.0)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "surrogate", [Identity(), PowerHinge(margin=0.5), PowerHinge(margin=0.5, margin_power=3.0)], ids=lambda s: s.name
+)
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("some", [False, True])
 @pytest.mark.parametrize("individual", [False, True])
@@ -134,7 +136,7 @@ def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time
 
 
 @pytest.mark.parametrize("objective", NETWORK_OBJECTIVES)
-@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(0.5, 2.0)], ids=lambda s: s.name)
+@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(margin=0.5)], ids=lambda s: s.name)
 @pytest.mark.parametrize("individual", [False, True])
 def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, few_at_a_time):
     """To float64's accuracy, 1 / B included, which no other float is exactly; over what stood there before."""

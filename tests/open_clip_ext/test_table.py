@@ -64,12 +64,12 @@ def test_the_order_of_the_batch_does_not_matter_to_rows_that_repeat():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(gamma=0.0), "--gamma: 0.0"),
-        (dict(gamma=1.5), "--gamma: 1.5"),
-        (dict(gamma_schedule="linear"), "--gamma-schedule: 'linear' is not one of cosine, constant"),
-        (dict(gamma_decay_epochs=0), "--gamma-decay-epochs: 0"),
-        (dict(npn_lr=1.0), "--npn-lr: --loss fastclip-v3"),
-        (dict(rho=-1.0), "--rho: -1.0"),
+        (dict(gamma=0.0), "gamma: 0.0"),
+        (dict(gamma=1.5), "gamma: 1.5"),
+        (dict(gamma_schedule="linear"), "gamma_schedule: 'linear' is not one of cosine, constant"),
+        (dict(gamma_decay_epochs=0), "gamma_decay_epochs: 0"),
+        (dict(npn_lr=1.0), "npn_lr: the loss 'fastclip-v3'"),
+        (dict(rho=-1.0), "rho: -1.0"),
         (dict(num_samples=None), "num_samples: 'table' keeps state per sample"),
         (dict(num_samples=0), "num_samples: 0"),
         (dict(nonsense=1), "nonsense: no loss has this setting"),

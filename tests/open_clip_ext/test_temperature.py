@@ -222,18 +222,18 @@ def test_a_network_with_a_hinge_and_individual_temperatures():
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("sogclr", dict(rho=5.0), "--rho: --loss sogclr"),
-        ("isogclr", dict(tau_min=0.0), "--tau-min: 0.0"),
-        ("isogclr", dict(tau_optimizer="sgd"), "--tau-optimizer: 'sgd' is not one of momentum, adam"),
-        ("sogclr", dict(surrogate="hinge", margin=-0.1), "--margin: -0.1"),
-        ("sogclr", dict(margin=0.1), "--margin: --loss sogclr"),
-        ("sogclr", dict(temperature="cold"), "--temperature: 'cold' is not one of fixed, learnable"),
+        ("sogclr", dict(rho=5.0), "rho: the loss 'sogclr'"),
+        ("isogclr", dict(tau_min=0.0), "tau_min: 0.0"),
+        ("isogclr", dict(tau_optimizer="sgd"), "tau_optimizer: 'sgd' is not one of momentum, adam"),
+        ("sogclr", dict(surrogate="hinge", margin=-0.1), "margin: -0.1"),
+        ("sogclr", dict(margin=0.1), "margin: the loss 'sogclr'"),
+        ("sogclr", dict(temperature="cold"), "temperature: 'cold' is not one of fixed, learnable"),
         ("sogclr", dict(tau_init=0.1), "tau_init: belongs to your model"),
         ("isogclr", dict(tau_lr_schedule="cosine"), "tau_lr_epochs: a cosine needs its length"),
-        ("isogclr", dict(tau_lr_epochs=3), "--tau-lr-epochs: has no effect with --tau-lr-schedule constant"),
-        ("fastclip-v2", dict(tau_beta=0.5, epochs=2), "--tau-beta: has no effect with --tau-optimizer adam"),
-        ("fastclip-v0", dict(fastclip_code=True, epochs=2), "--fastclip-code: --loss fastclip-v0"),
-        ("neuclip", dict(fastclip_code=True), "--fastclip-code: with --encoder-objective unified"),
+        ("isogclr", dict(tau_lr_epochs=3), "tau_lr_epochs: has no effect with tau_lr_schedule 'constant'"),
+        ("fastclip-v2", dict(tau_beta=0.5, epochs=2), "tau_beta: has no effect with tau_optimizer 'adam'"),
+        ("fastclip-v0", dict(fastclip_code=True, epochs=2), "fastclip_code: the loss 'fastclip-v0'"),
+        ("neuclip", dict(fastclip_code=True), "fastclip_code: with encoder_objective 'unified'"),
     ],
 )
 def test_wrong_settings_are_named(name, options, message):

@@ -1,8 +1,12 @@
 """What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
 
+import builtins
 import importlib.metadata
 import os
+import re
+import resource
 import shlex
+import signal
 import subprocess
 import sys
 
@@ -17,22 +21,23 @@ from training_ext.hooks import SEAMS
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
+HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
 
 
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        (f"{SHAPES} --loss neuclipp", ["--loss", "'neuclipp'", "clip, siglip, cyclip, sogclr", "fastclip-v3, neuclip"]),
-        (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "--npn-prototypes?"]),
+        (f"{SHAPES} --loss neuclipp", ["--loss: 'neuclipp'", "clip, siglip, cyclip", "did you mean 'neuclip'?"]),
+        (f"{NEUCLIP} --npn-prototyps 3", ["--npn-prototyps 3", "'--npn-prototypes'?"]),
         (f"{NEUCLIP} --zzzz", ["--zzzz", "--help"]),
         (f"{NEUCLIP} --npn-lr fast", ["--npn-lr", "float", "'fast'"]),
         (f"{NEUCLIP} --batch-size many", ["--batch-size", "int", "'many'"]),
         (f"{NEUCLIP} --npn-updates -1", ["--npn-updates", "-1", "at least 0"]),
         (f"{NEUCLIP} --npn-opt lion", ["--npn-opt", "'lion'", "adagrad, adam, adamw, sgd"]),
         (f"{NEUCLIP} --rho nan", ["--rho", "nan", "number >= 0"]),
-        (f"{NEUCLIP} --gamma 0.5", ["--gamma", "--loss neuclip", "does not use"]),
-        (f"{FASTCLIP} --npn-lr 0.1", ["--npn-lr", "--loss fastclip-v3", "does not use"]),
-        (f"{SHAPES} --loss clip --rho 5", ["--rho", "--loss clip", "does not use"]),
+        (f"{NEUCLIP} --gamma 0.5", ["--gamma: the loss 'neuclip'", "does not use"]),
+        (f"{FASTCLIP} --npn-lr 0.1", ["--npn-lr: the loss 'fastclip-v3'", "does not use"]),
+        (f"{SHAPES} --loss clip --rho 5", ["--rho: the loss 'clip'", "does not use"]),
         (f"{SHAPES} --loss siglip --shard-sizes x.json", ["--shard-sizes", "--loss siglip", "does not use"]),
         (f"{FASTCLIP} --shard-sizes x.json", ["--shard-sizes", "shapes", "does not use"]),
         (f"{SHAPES} --npn-lr 0.1", ["--npn-lr", "needs --loss"]),
@@ -40,7 +45,7 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
         (f"{SHAPES} --shard-sizes x.json", ["--shard-sizes", "needs --loss"]),
         (f"{NEUCLIP} --siglip", ["--siglip", "--loss neuclip"]),
         (f"{SHAPES} --loss clip --siglip", ["--siglip", "--loss clip"]),
-        (f"{NEUCLIP} --normalizer nope", ["--normalizer", "'nope'", "table"]),
+        (f"{NEUCLIP} --normalizer nope", ["--normalizer: 'nope'", "table"]),
         (f"{NEUCLIP} --encoder-objective nope", ["--encoder-objective", "'nope'", "compositional, unified"]),
         (f"{FASTCLIP} --encoder-objective unified", ["--encoder-objective", "'unified'", "table", "'compositional'"]),
         (f"{NEUCLIP} --model coca_ViT-B-32", ["--model", "'coca_ViT-B-32'", "--loss clip"]),
@@ -48,13 +53,13 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
         (f"{NEUCLIP} --distill-pretrained openai", ["--distill-pretrained", "'openai'", "--loss clip"]),
         (f"{NEUCLIP} --horovod", ["--horovod", "torchrun"]),
         (f"{NEUCLIP} --batch-size 1", ["--batch-size", "1", "at least 2 pairs"]),
-        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "at least 1"]),
+        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "from 1"]),
         (f"{NEUCLIP} --batch-size 32", ["--batch-size", "32", "16 samples"]),
         (f"{NEUCLIP} --accum-freq 3", ["--batch-size", "8", "--accum-freq 3", "16 samples"]),
-        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "at least 1"]),
-        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "at least 0"]),
-        (f"{NEUCLIP} --epochs 0", ["--epochs", "0", "at least 1"]),
-        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "at least 1"]),
+        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "from 1"]),
+        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "from 0"]),
+        (f"{NEUCLIP} --epochs 0", ["--epochs", "0", "from 1"]),
+        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "from 1"]),
         (f"{NEUCLIP} --lr 0", ["--lr", "0.0", "number > 0"]),
         (f"{NEUCLIP} --lr-tau 0", ["--lr-tau", "0.0", "number > 0"]),
         (f"{NEUCLIP} --tau-init 0.02 --tau-min 0.03", ["--tau-init", "0.02", "--tau-min 0.03"]),
@@ -81,12 +86,14 @@ NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
             ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
         ),
-        (f"{NEUCLIP} --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of dimension 16", "GiB", "lower"]),
-        (f"{SHAPES} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
+        (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of", "GiB", "lower"]),
+        (f"{SHAPES} --loss queue --queue-size 8", ["--queue-size: 8 holds nothing beside", "batch of 8 pairs"]),
+        (f"{SHAPES} --loss queue --batch-size 10", ["--queue-size: 16 samples in global batches of 10", "at most 8"]),
+        (f"{HUGE} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
         (f"{NEUCLIP} --normalizer mlp --surrogate hinge", ["--surrogate: 'hinge'", "mlp", "'identity'"]),
         (f"{NEUCLIP} --negatives both", ["--negatives: 'both'", "prototypes", "'cross'"]),
-        (f"{SHAPES} --loss amorlip --normalizer mlp", ["--normalizer: --loss amorlip does not use it"]),
-        (f"{SHAPES} --loss cyclip --rho 5", ["--rho: --loss cyclip does not use it"]),
+        (f"{SHAPES} --loss amorlip --normalizer mlp", ["--normalizer: the loss 'amorlip' does not use it"]),
+        (f"{SHAPES} --loss cyclip --rho 5", ["--rho: the loss 'cyclip' does not use it"]),
     ],
 )
 def test_command_line(refused, arguments, parts):
@@ -267,7 +274,10 @@ def test_an_unsupported_open_clip(refused, monkeypatch, version, parts):
     assert all(part in line for part in ["open_clip_torch", *parts]), line
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.path)
+IN_OPEN_CLIP = [seam for seam in SEAMS if not hasattr(builtins, seam.path)]
+
+
+@pytest.mark.parametrize("seam", IN_OPEN_CLIP, ids=lambda seam: seam.path)
 def test_a_missing_seam(refused, monkeypatch, seam):
     monkeypatch.delattr(f"{seam.module}.{seam.path}")
     line = refused(NEUCLIP)
@@ -303,8 +313,13 @@ def stopped(tmp_path, capsys):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loss", ["neuclip", "fastclip-v3"])
-def test_a_sample_beyond_the_recorded_size(stopped, datasets, shard_folder, tmp_path, workers, loss):
+def test_a_sample_beyond_the_recorded_size(
+    refused, stopped, datasets, shard_folder, tmp_path, workers, loss, monkeypatch
+):
     (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
+    line = refused(f"{datasets['shards']} {LOSSES[loss]} --shard-sizes {tmp_path}/sizes.json --workers {workers}")
+    assert f"{shard_folder}/train-000003.tar' holds 8 samples where --shard-sizes" in line
+    monkeypatch.setattr("training_ext.shards._to_check", lambda paths, recorded: set())  # as of remote shards
     line, folder = stopped(
         f"{datasets['shards']} {LOSSES[loss]} --workers {workers} --epochs 1 --shard-sizes {tmp_path}/sizes.json"
     )
@@ -321,8 +336,9 @@ def test_a_batch_that_is_not_finite(stopped, datasets, monkeypatch, log_every, a
     bad = (steps + 1) * accumulated * (1 if accumulated == 1 else 2) + 1
 
     def broken(self, *args, **kwargs):
-        calls.append(None)
-        return encode(self, *args, **kwargs) * (float("nan") if len(calls) == bad else 1)
+        features = encode(self, *args, **kwargs)
+        calls.extend([None] * (not features.is_meta))  # the rehearsal's
+        return features * (float("nan") if len(calls) == bad else 1)
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
     line, folder = stopped(
@@ -340,17 +356,64 @@ def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
 
     def broken(self, *args, **kwargs):
         features = encode(self, *args, **kwargs)
-        features.register_hook(lambda gradient: gradient * float("inf"))
+        if features.requires_grad:
+            features.register_hook(lambda gradient: gradient * float("inf"))
         return features
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
-    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16")
+    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16 --warmup 0")
     assert "step 1: positional_embedding is not finite" in line
     assert not list(folder.iterdir())
 
 
-def test_what_open_clip_refuses_itself(stopped, tmp_path):
-    line, _ = stopped(f"{NEUCLIP} --resume latest --save-most-recent --remote-sync {tmp_path}/remote")
+@pytest.mark.parametrize(
+    "cause, named",
+    [
+        (f"{FASTCLIP} --normalizer table --lr 1e29", "--lr 1e+29"),
+        (f"{SHAPES} --loss sogclr --tau-init 1e-39", "--tau-init 1e-39"),
+        (f"{FASTCLIP} --wd 1e29", "--wd 1e+29"),
+        (f"{FASTCLIP} --image-mean 1e29", "--image-mean 1e+29"),
+    ],
+)
+def test_the_likely_cause_of_what_is_not_finite(stopped, cause, named):
+    line, _ = stopped(f"{cause} --epochs 3")
+    assert "not finite" in line and f"the likely cause is {named}; usual is" in line, line
+
+
+def test_a_full_disk(stopped):
+    """One MiB for what is more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        line, folder = stopped(NEUCLIP)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    needed = re.search(r"needs (\S+) MiB", line)
+    assert str(folder / "epoch_1.pt") in line and float(needed[1]) > 1, line
+    assert not list(folder.iterdir())
+
+
+def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
+    """Ctrl-C during the second step; no checkpoint is there yet."""
+    encode, calls = open_clip.CLIP.encode_text, []
+
+    def interrupted(self, *args, **kwargs):
+        features = encode(self, *args, **kwargs)
+        calls.extend([None] * (not features.is_meta))
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return features
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_text", interrupted)
+    assert run_main(ext_main, f"{NEUCLIP} --name stopped", tmp_path / "logs") == 130
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and error.strip().splitlines()[-1].startswith("open_clip_ext: interrupted")
+    assert not list((tmp_path / "logs/stopped/checkpoints").iterdir())
+
+
+def test_what_open_clip_refuses_itself(stopped, monkeypatch):
+    monkeypatch.setattr(open_clip_train.main, "remote_sync", lambda *args: False)
+    line, _ = stopped(f"{NEUCLIP} --remote-sync there --remote-sync-protocol fsspec")
     assert "its own output above" in line
 
 

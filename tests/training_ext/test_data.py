@@ -3,6 +3,7 @@
 import io
 import shlex
 import tarfile
+from types import SimpleNamespace
 
 import open_clip
 import open_clip_train.data
@@ -16,6 +17,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.data import RowLoader, append_row, find_rows
 from training_ext.params import parse_args
+from training_ext.seeding import AT_BATCH, AT_EPOCH, Start
 
 
 @pytest.fixture
@@ -177,7 +179,7 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
     path = shlex.split(datasets["csv"])[1]
     args = SimpleNamespace(
         dataset_type="csv", train_data=path, shard_sizes=None, csv_separator="\t",
-        csv_img_key="filepath", csv_caption_key="title",
+        csv_img_key="filepath", csv_caption_key="title", max_bad_samples=None,
     )
     rows = find_rows(args)
     assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 48, None)
@@ -191,12 +193,13 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
         assert (find_rows(args).digest == rows.digest) == same
 
 
-def test_row_loader_keeps_the_rows_of_the_latest_batches():
-    def batch(*rows):
-        return torch.zeros(len(rows), 3), torch.stack([append_row(torch.arange(4, dtype=torch.int32), r) for r in rows])
+def batch(*rows):
+    return torch.zeros(len(rows), 3), torch.stack([append_row(torch.arange(4, dtype=torch.int32), r) for r in rows])
 
-    uses = []
-    loader = RowLoader([batch(5, 1), batch(2**40, 0), batch(7, 7)], keep=2, has_rows=True, seed_epoch=uses.append)
+
+def test_row_loader_keeps_the_rows_of_the_latest_batches():
+    batches = [batch(5, 1), batch(2**40, 0), batch(7, 7)]
+    loader = RowLoader(batches, keep=2, has_rows=True, streams=0, seed=lambda *place: None)
     latest = []
     for images, tokens in loader:
         assert images.shape == (2, 3) and tokens.tolist() == [[0, 1, 2, 3]] * 2
@@ -205,6 +208,20 @@ def test_row_loader_keeps_the_rows_of_the_latest_batches():
     next(iter(loader))
     assert loader.latest_rows().tolist() == [5, 1]  # none of the epoch before
     assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's
+
+
+def test_row_loader_tells_where_every_stream_is():
+    """Five batches of two workers, of which an earlier run had three: worker 1 comes next, and 0 gives an empty one."""
+    seeds, steps = [], []
+    order = SimpleNamespace(start_at=lambda start: None)
+    loader = RowLoader([(), batch(4, 5), batch(9, 12)], 1, False, 2, lambda *place: seeds.append(place), order)
+    loader.start_at(Start(epoch=0, batches=3, of=5, samples=[8, 3]))
+    loader.after_step = lambda done: steps.append((done, list(loader.numbers)))
+    assert [tokens.tolist() for _, tokens in loader] == [[[0, 1, 2, 3]] * 2] * 2
+    assert steps == [(4, [8, 5]), (5, [12, 5])]
+    assert seeds == [(AT_EPOCH,), (AT_BATCH, 4), (AT_BATCH, 5)]
+    loader.start_at(None)
+    assert (loader.first, loader.numbers) == (0, [0, 0])
 
 
 def test_shards_without_a_table_are_not_looked_into(run, datasets):

@@ -57,6 +57,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     "one, other, message",
     [
         ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6"),
+        ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8"),
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
     ],
 )
@@ -66,7 +67,8 @@ def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path,
     shorter.write_text("\n".join(Path(csv.split()[1]).read_text().splitlines()[:41]))
     theirs = f"--train-data {shorter}" if "SHORTER" in other else csv
     arguments = [f"{csv} {one}", f"{theirs} {other.removesuffix('SHORTER')}"]
-    common = "--workers 0 --rho 5 --dist-backend gloo --epochs 1 --name unlike"
+    rho = "" if "clip" in one else "--rho 5"
+    common = f"--workers 0 {rho} --dist-backend gloo --epochs 1 --name unlike"
     for process in pair([f"{own} {common}" for own in arguments], tmp_path, local_ranks=(0, 0)):
         assert process.code == 2 and message in process.stderr, process
     assert not (tmp_path / "unlike").exists()

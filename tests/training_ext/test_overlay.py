@@ -67,6 +67,13 @@ def test_look_up():
             look_up(*place)
 
 
+def test_a_built_in_name_is_the_module_s_own_within_the_block(module):
+    assert look_up("user_of_tools", "enumerate") is enumerate
+    with put(enumerate="1"):
+        assert look_up("user_of_tools", "enumerate") == module.enumerate == "1"
+    assert look_up("user_of_tools", "enumerate") is enumerate and not hasattr(module, "enumerate")
+
+
 def test_copies_of_an_overlay_do_not_recurse():
     for make in (copy.copy, lambda overlay: pickle.loads(pickle.dumps(overlay))):
         assert make(Overlay(SimpleNamespace(a=1))).a == 1

@@ -13,6 +13,7 @@ import torch
 from conftest import LOSSES, Experiment, run_main
 from PIL import Image
 from safetensors.torch import load_file
+from stop import Killed
 from torch.nn.functional import normalize
 
 from open_clip_ext.data import Scenes
@@ -238,12 +239,12 @@ def test_an_interrupted_embedding_goes_on_after_its_whole_blocks(report, tmp_pat
     def counting(model, piece, args):
         embedded.extend(piece.rows)
         if piece.block == stop:
-            raise KeyboardInterrupt
+            raise Killed
         return original(model, piece, args)
 
     monkeypatch.setattr(embeddings, "_embed_piece", counting)
     stop = 3
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         report("table")
     assert not (tmp_path / "out/normalizers.json").exists()
     stop, embedded[:] = None, []
@@ -374,7 +375,7 @@ def refused(trained, tmp_path, capsys):
         ("--gradient-batches 1", "--gradient-batches: 1 is out of range; it must be 0 or at least 2"),
         ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: none, and --gradient-batches 4 needs at least one"),
         ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
-        ("--wrokers 2", "unknown: --wrokers 2; did you mean --workers?"),
+        ("--wrokers 2", "unknown: --wrokers 2; did you mean '--workers'?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),
         ("--batch-size 0", "--batch-size: 0 is out of range"),
         ("--model RN50", "--model: "),

@@ -2,7 +2,7 @@
 
 import pickle
 import random
-from itertools import product
+from itertools import islice, product
 
 import numpy as np
 import pytest
@@ -10,7 +10,16 @@ import torch
 from open_clip_train.data import SharedEpoch
 from torch.utils.data import DataLoader, IterableDataset
 
-from training_ext.seeding import GlobalRandom, SeededEpochs, WorkerSeed, seed_all, seed_of
+from training_ext.seeding import (
+    SampleStream,
+    SeededEpochs,
+    Start,
+    WorkerSeed,
+    kept_random_state,
+    seed_all,
+    seed_host,
+    seed_of,
+)
 
 
 def draw() -> tuple[float, float, float]:
@@ -42,7 +51,7 @@ def test_all_generators_are_seeded():
 
 def epochs(numbers: list[int], workers: int, seed: int = 0, rank: int = 0) -> dict[int, list]:
     """What each epoch draws, in a loader whose workers stay."""
-    dataset = SeededEpochs(Draws(), seed, rank)
+    dataset = SeededEpochs(Draws(), seed, rank, SampleStream(seed, rank))
     dataset.shared_epoch = SharedEpoch(0)
     loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
     drawn = {}
@@ -62,12 +71,86 @@ def test_an_epoch_draws_the_same_whatever_came_before(workers):
         assert not set(other[2]) & set(whole[2])
 
 
-def test_the_shuffle_buffer_draws_from_the_seeded_generator():
-    rng = pickle.loads(pickle.dumps(GlobalRandom()))
-    random.seed(5)
-    drawn = [rng.randint(0, 10**6) for _ in range(5)]
-    random.seed(5)
-    assert drawn == [random.randint(0, 10**6) for _ in range(5)] and len(set(drawn)) > 1
+class Samples(IterableDataset):
+    """Batches of two of 10 samples, again and again, each with its numbers and what its augmentation drew."""
+
+    def __init__(self, stream: SampleStream):
+        self.stream = stream.shuffled_by(self.shuffle)
+
+    def shuffle(self, source):
+        buffer = list(source)
+        while buffer:
+            yield buffer.pop(self.stream.rng.randint(0, len(buffer) - 1))
+
+    def __iter__(self):
+        batch = []
+        while True:
+            for sample in self.stream({"txt": str(i).encode()} for i in range(10)):
+                batch.append((sample["txt"].decode(), draw()))
+                if len(batch) == 2:
+                    yield batch
+                    batch = []
+
+
+def stream_epochs(start: Start | None, numbers: list[int], workers: int, rank: int = 0) -> list[list]:
+    stream = SampleStream(0, rank)
+    dataset = SeededEpochs(Samples(stream), 0, rank, stream)
+    dataset.shared_epoch = SharedEpoch(0)
+    if start is not None:
+        dataset.start_at(start)
+    loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
+    epochs = []
+    for number in numbers:
+        dataset.shared_epoch.set_value(number)
+        batches = islice(loader, None if start is not None and number == start.epoch else 14)
+        epochs.append([[(text, tuple(draws)) for text, draws in batch] for batch in batches])
+    return epochs
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_anywhere(workers):
+    """14 batches of two, also where the data begin anew (each worker has 10 samples)."""
+    whole, after = stream_epochs(None, [1, 2], workers)
+    ways = max(1, workers)
+    numbers = [text.split("\x1f")[0] for batch in whole[::ways] for text, _ in batch]
+    assert numbers == [str(number + 1) for number in range(28 // ways)]
+    order = [text.split("\x1f")[1] for batch in whole[::ways] for text, _ in batch]
+    assert sorted(order[:10]) == [str(i) for i in range(10)] != order[:10] != order[10:20]
+    assert len({draws for batch in whole for _, draws in batch}) == 28 and whole != after
+    for done in (1, 2, 5, 13, 14):
+        samples = [2 * len(range(worker, done, ways)) for worker in range(ways)]
+        rest, again = stream_epochs(Start(1, done, 14, samples), [1, 2], workers)
+        assert [batch for batch in rest if batch] == whole[done:]
+        assert rest[: done % ways] == [[]] * (done % ways)
+        assert again == after
+
+
+def test_streams_differ_by_epoch_and_rank():
+    streams = [*stream_epochs(None, [0, 1], 0), *stream_epochs(None, [0, 1], 0, rank=1)]
+    drawn = [{draws for batch in stream for _, draws in batch} for stream in streams]
+    assert len(set.union(*drawn)) == 4 * 28
+
+
+def test_a_stream_is_copied_with_its_generator():
+    stream, rng = pickle.loads(pickle.dumps((stream := SampleStream(0, 0), stream.rng)))
+    assert stream.rng is rng
+
+
+def test_host_generators_alone_are_seeded(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("a generator of a device"))
+    seed_host(1, 2)
+    first = draw()
+    seed_host(1, 2)
+    assert draw() == first
+
+
+def test_a_block_that_draws_changes_nothing_after_it():
+    seed_all(1, 2)
+    expected = draw()
+    seed_all(1, 2)
+    with kept_random_state("cpu"):
+        draw()
+    assert draw() == expected
 
 
 def test_resampled_shards_differ_by_seed_and_rank():

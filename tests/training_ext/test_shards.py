@@ -1,7 +1,6 @@
 import gzip
 import io
 import json
-import logging
 import os
 import pickle
 import shutil
@@ -13,8 +12,9 @@ from open_clip_train.data import filter_no_caption_or_no_image, log_and_continue
 from torch.utils.data import DataLoader
 
 from open_clip_ext.errors import InputError
-from training_ext import shards as module
+from training_ext import shard_scan, tars
 from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, find_shards, split_row
+from training_ext.tars import read_samples, scan
 
 
 @pytest.fixture(autouse=True)
@@ -111,10 +111,13 @@ def test_count_is_openclips(tmp_path, name, packing, form):
 def test_count_without_end_marker_and_after_it(tmp_path):
     whole = tar_bytes(pairs(2))
     bare = whole[: 4 * 1024]  # four members of a header and a block of payload
-    for content, expected in [(bare, 2), (bare + b"\0" * 512, 2), (whole + tar_bytes(pairs(3)), 2)]:
+    for content in (bare, bare + b"\0" * 512, whole + b"\0" * 100_000):
         url = write(tmp_path / "x.tar", content)
-        assert openclip_count(url) == expected
-        assert find_shards(url, progress=False).sizes == (expected,)
+        assert openclip_count(url) == 2
+        assert find_shards(url, progress=False).sizes == (2,)
+    url = write(tmp_path / "x.tar", whole + tar_bytes(pairs(3)))
+    assert openclip_count(url) == 2  # and nothing is said of the other three
+    one_line_error(lambda: find_shards(url, progress=False), url, "more after the end of the archive")
 
 
 def test_count_of_several_gzip_members_is_openclips(tmp_path):
@@ -135,8 +138,8 @@ def test_scan_seeks_over_payloads(tmp_path, monkeypatch):
             read += count
             return count
 
-    monkeypatch.setattr(module, "open", lambda path, mode: io.BufferedReader(Counting(path)), raising=False)
-    assert module._count_samples(url) == 2
+    monkeypatch.setattr(tars, "open", lambda path, mode: io.BufferedReader(Counting(path)), raising=False)
+    assert scan(url).samples == 2
     assert 0 < read < 200_000
 
 
@@ -164,12 +167,13 @@ def test_file_urls_are_local(tmp_path):
     path = write(tmp_path / "0.tar", pairs(2))
     assert find_shards(f"file:{path}", progress=False).sizes == (2,)
     (tmp_path / "sizes.json").write_text('{"0.tar": 7}')
-    assert find_shards(f"file:{path}", progress=False).sizes == (7,)
+    one_line_error(lambda: find_shards(f"file:{path}", progress=False), path, "holds 2 samples", "sizes.json' says 7")
 
 
 def test_each_source_has_its_own_sizes_json(tmp_path):
     for source, size in (("a", 10), ("b", 20)):
-        (tmp_path / source).mkdir()
+        for shard in range(2):
+            write(tmp_path / source / f"{shard}.tar", pairs(size + shard))
         (tmp_path / source / "sizes.json").write_text(json.dumps({"0.tar": size, "1.tar": size + 1}))
     shards = find_shards(f"{tmp_path}/a/{{0,1}}.tar::{tmp_path}/b/{{0,1}}.tar", progress=False)
     assert shards.sizes == (10, 11, 20, 21)
@@ -177,7 +181,7 @@ def test_each_source_has_its_own_sizes_json(tmp_path):
 
 
 def test_sizes_come_from_flag_then_sizes_json_then_scan(tmp_path):
-    urls = [write(tmp_path / f"{i}.tar", pairs(1)) for i in range(4)]
+    urls = [write(tmp_path / f"{i}.tar", pairs(size)) for i, size in enumerate((30, 32, 22, 1))]
     (tmp_path / "sizes.json").write_text('{"0.tar": 20, "1.tar": 21, "2.tar": 22}')
     given = tmp_path / "given.json"
     given.write_text(json.dumps({urls[0]: 30, "0.tar": 31, "1.tar": 32}))
@@ -263,13 +267,14 @@ def test_unreadable_shard(tmp_path, monkeypatch):
     def denied(*_):
         raise PermissionError(13, "Permission denied", url)
 
-    monkeypatch.setattr(module, "open", denied, raising=False)
-    one_line_error(lambda: module._count_samples(url), "--train-data", url, "Permission denied")
+    monkeypatch.setattr(tars, "open", denied, raising=False)
+    one_line_error(lambda: find_shards(url, progress=False), "--train-data", url, "Permission denied")
 
 
 PLAIN = tar_bytes(pairs(4, size=300))  # eight members: a header and two blocks of payload each
 ZIPPED = gzip.compress(tar_bytes([member(f"{i}.jpg", os.urandom(5000)) for i in range(4)]))
 DAMAGED = {
+    "zeroed header": PLAIN[: 3 * 1536] + bytes(512) + PLAIN[3 * 1536 + 512 :],
     "zero bytes": b"",
     "not a tar": b"hello " * 1000,
     "cut in a payload": PLAIN[: 3 * 1536 + 700],
@@ -293,7 +298,7 @@ def forbid_scan(monkeypatch):
     def scan(path):
         raise RuntimeError(f"scanned {path}")
 
-    monkeypatch.setattr(module, "_count_samples", scan)
+    monkeypatch.setattr(shard_scan, "scan", scan)
 
 
 def test_cache_hit_and_invalidation(tmp_path, monkeypatch):
@@ -340,7 +345,7 @@ def test_cache_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch, cache_
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.json, "dump", full)
+    monkeypatch.setattr(json, "dump", full)
     assert find_shards(write(tmp_path / "1.tar", pairs(3)), progress=False).sizes == (3,)
     assert file.read_text() == before
     assert os.listdir(file.parent) == [file.name]
@@ -349,14 +354,12 @@ def test_cache_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch, cache_
 def test_cache_keeps_what_an_interrupted_scan_had(tmp_path, monkeypatch):
     for i in range(3):
         write(tmp_path / f"{i}.tar", pairs(1))
-    count = module._count_samples
-
     def interrupted(path):
         if path.endswith("2.tar"):
             raise KeyboardInterrupt
-        return count(path)
+        return scan(path)
 
-    monkeypatch.setattr(module, "_count_samples", interrupted)
+    monkeypatch.setattr(shard_scan, "scan", interrupted)
     with pytest.raises(KeyboardInterrupt):
         find_shards(f"{tmp_path}/{{0..2}}.tar", progress=False)
     forbid_scan(monkeypatch)
@@ -372,16 +375,16 @@ def test_cache_keeps_other_shards(tmp_path, monkeypatch):
 
 
 def test_cache_is_saved_during_long_scans(tmp_path, monkeypatch, cache_home):
-    monkeypatch.setattr(module, "_SAVE_EVERY", 2)
+    monkeypatch.setattr(shard_scan, "_SAVE_EVERY", 2)
     for i in range(3):
         write(tmp_path / f"{i}.tar", pairs(1))
-    count, file = module._count_samples, cache_home / "open_clip_ext/shard_sizes.json"
+    file = cache_home / "open_clip_ext/shard_sizes.json"
 
     def look(path):
         assert file.exists() == path.endswith("2.tar")
-        return count(path)
+        return scan(path)
 
-    monkeypatch.setattr(module, "_count_samples", look)
+    monkeypatch.setattr(shard_scan, "scan", look)
     find_shards(f"{tmp_path}/{{0..2}}.tar", progress=False)
 
 
@@ -418,6 +421,10 @@ def test_digest():
     assert digest(("/data/a/0.tar", 3)) == digest(("/other/0.tar", 3)) != digest(("/other/1.tar", 3))
 
 
+def reraise(url, error, position, size):
+    raise error
+
+
 def read(stage, *urls):
     return list(stage(iter([{"url": url} for url in urls])))
 
@@ -426,7 +433,7 @@ def test_rows_of_every_sample(tmp_path):
     first = write(tmp_path / "a/0.tar", pairs(3))
     second = write(tmp_path / "b/0.tar", [member("a.jpg"), member("b.jpg"), member("b.txt", b"two\x1fparts")])
     shards = find_shards(f"{first}::{second}", progress=False)
-    samples = read(ShardRows(shards, tarfile_to_samples_nothrow), second, first, first)
+    samples = read(ShardRows(shards, reraise), second, first, first)
     assert "txt" not in samples[0]
     texts = [split_row(sample["txt"].decode()) for sample in samples[1:]]
     assert texts[0] == (4, "two\x1fparts")
@@ -440,7 +447,7 @@ def test_rows_of_every_sample(tmp_path):
 def test_rows_of_nasty_shards_fill_their_range(tmp_path, name):
     url = write(tmp_path / "0.tar", NASTY[name][0])
     other = write(tmp_path / "1.tar", pairs(1))
-    stage = ShardRows(find_shards(f"{url}::{other}", progress=False), tarfile_to_samples_nothrow)
+    stage = ShardRows(find_shards(f"{url}::{other}", progress=False), reraise)
     samples = read(stage, url, other)
     assert split_row(samples[-1]["txt"].decode())[0] == len(samples) - 1
 
@@ -448,21 +455,40 @@ def test_rows_of_nasty_shards_fill_their_range(tmp_path, name):
 def test_same_key_across_shards_is_not_joined(tmp_path):
     urls = [write(tmp_path / "0.tar", [member("a.jpg")]), write(tmp_path / "1.tar", [member("a.txt")])]
     assert len(list(tarfile_to_samples_nothrow([{"url": url} for url in urls]))) == 1
-    stage = ShardRows(Shards(tuple(urls), (1, 1)), tarfile_to_samples_nothrow)
+    stage = ShardRows(Shards(tuple(urls), (1, 1)), reraise)
     samples = read(stage, *urls)
     assert len(samples) == 2 and samples[1]["txt"] == b"1\x1fx"
 
 
-def test_broken_shard_is_logged_and_left_unless_handled_otherwise(tmp_path, caplog):
+@pytest.mark.parametrize("packing", ["tar", "gz"])
+@pytest.mark.parametrize("name", NASTY)
+def test_samples_are_openclips(tmp_path, name, packing):
+    content = tar_bytes(NASTY[name][0])
+    url = write(tmp_path / "x.tar", gzip.compress(content) if packing == "gz" else content)
+    assert list(read_samples(url)) == list(tarfile_to_samples_nothrow([{"url": url}]))
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_samples_before_a_damage_are_openclips(tmp_path, name, caplog):
+    url = write(tmp_path / "x.tar", DAMAGED[name])
+    expected = list(tarfile_to_samples_nothrow([{"url": url}]))
+    # Of a zeroed or broken header OpenCLIP's reader does not say a word.
+    assert ("Handling webdataset error" in caplog.text) == ("header" not in name)
+    errors = []
+    stage = ShardRows(None, lambda *told: errors.append(told[1]))
+    assert read(stage, url) == expected and len(errors) == 1
+
+
+def test_a_shard_that_breaks_off_is_told_and_left(tmp_path):
     cut = write(tmp_path / "0.tar", PLAIN[: 3 * 1536 + 700])
     good = write(tmp_path / "1.tar", pairs(2))
-    stage = ShardRows(Shards((cut, good), (4, 2)), tarfile_to_samples_nothrow)
-    with caplog.at_level(logging.WARNING):
-        samples = read(stage, cut, good)
+    failed, ended = [], []
+    stage = ShardRows(Shards((cut, good), (4, 2)), lambda *told: failed.append(told), lambda *told: ended.append(told))
+    samples = read(stage, cut, good)
     assert [split_row(sample["txt"].decode())[0] for sample in samples if "txt" in sample] == [0, 4, 5]
-    assert "unexpected end of data" in caplog.text
-    with pytest.raises(tarfile.ReadError):
-        list(stage([{"url": cut}], handler=wds.reraise_exception))
+    ((url, error, position, size),) = failed
+    assert (url, position, size) == (cut, 2, 4) and "unexpected end of data" in str(error)
+    assert ended == [(good, 2)]
 
 
 def pipeline(stage, url):
@@ -481,15 +507,14 @@ def pipeline(stage, url):
 def test_rows_through_openclips_pipeline(tmp_path):
     first = [member("a.jpg"), member("a.txt", "één".encode())]
     url = write(tmp_path / "0.tar", [*first, member("b.jpg"), member("c.jpg"), member("c.txt")])
-    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    stage = ShardRows(find_shards(url, progress=False), reraise)
     assert sorted(text for (text,) in pipeline(stage, url)) == [(0, "één"), (2, "x")]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_wrong_recorded_size_is_not_swallowed(tmp_path, workers):
     url = write(tmp_path / "0.tar", pairs(3))
-    (tmp_path / "sizes.json").write_text('{"0.tar": 2}')
-    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    stage = ShardRows(Shards((url,), (2,)), reraise)
     loader = DataLoader(pipeline(stage, url), batch_size=None, num_workers=workers)
     with pytest.raises(InputError) as caught:
         list(loader)
@@ -498,15 +523,60 @@ def test_wrong_recorded_size_is_not_swallowed(tmp_path, workers):
         assert part in message
 
 
-def test_size_that_is_too_large_or_just_right_passes(tmp_path):
+def test_a_size_that_is_too_large(tmp_path):
     url = write(tmp_path / "0.tar", pairs(3))
-    for size in (3, 4):
-        assert len(read(ShardRows(Shards((url,), (size,)), tarfile_to_samples_nothrow), url)) == 3
+    assert len(read(ShardRows(Shards((url,), (3,)), reraise), url)) == 3
+    one_line_error(lambda: read(ShardRows(Shards((url,), (4,)), reraise), url), url, "only 3 samples", "size of 4")
+
+
+def test_a_shard_that_was_replaced_since_it_was_counted(tmp_path):
+    url = write(tmp_path / "0.tar", pairs(3))
+    stage = ShardRows(find_shards(url, progress=False), reraise)
+    assert len(read(stage, url)) == 3
+    write(tmp_path / "0.tar", [*pairs(2), member("new.jpg"), member("new.txt")])
+    one_line_error(lambda: read(stage, url), url, "other samples")
+
+
+def sizes_file(folder, sizes):
+    folder.joinpath("sizes.json").write_text(json.dumps({f"{i}.tar": size for i, size in enumerate(sizes)}))
+
+
+def test_recorded_sizes_are_checked(tmp_path, monkeypatch):
+    """The first shard, the last, and more as far as the budget goes; of the others those that were scanned before."""
+    for i in range(4):
+        write(tmp_path / f"{i}.tar", pairs(5))
+    train_data = f"{tmp_path}/{{0..3}}.tar"
+    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 10)
+    for wrong in (0, 3):
+        sizes_file(tmp_path, [4 if i == wrong else 5 for i in range(4)])
+        one_line_error(lambda: find_shards(train_data), tmp_path / f"{wrong}.tar", "holds 5", "sizes.json' says 4")
+    sizes_file(tmp_path, [5, 50, 5, 5])
+    assert find_shards(train_data, progress=False).sizes == (5, 50, 5, 5)
+    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 100)
+    one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
+    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 10)
+    forbid_scan(monkeypatch)
+    one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
+
+
+def test_missing_and_damaged_shards_up_to_a_share(tmp_path):
+    whole = write(tmp_path / "0.tar", pairs(5))
+    write(tmp_path / "1.tar", DAMAGED["broken header"])
+    train_data = f"{tmp_path}/{{0..3}}.tar"
+    for share in (None, 0, 0.5, 0.74):
+        missing = one_line_error(lambda share=share: find_shards(train_data, progress=False, max_bad=share))
+        assert ("2 of 4" if share in (None, 0) else "3 of 4") in missing
+    shards = find_shards(train_data, progress=False, max_bad=0.75)
+    assert shards.sizes == (5, 2, 0, 0) and list(shards.keys) == [whole]
+    sizes_file(tmp_path, [5, 4, 7, 8])
+    assert find_shards(train_data, progress=False, max_bad=0.75).sizes == (5, 4, 7, 8)
+    os.remove(whole)
+    one_line_error(lambda: find_shards(f"{tmp_path}/{{2..3}}.tar", max_bad=1), "2 of 2", "No such file")
 
 
 def test_unknown_shard(tmp_path):
     url, other = (write(tmp_path / f"{i}.tar", pairs(1)) for i in range(2))
-    stage = ShardRows(Shards((url,), (1,)), tarfile_to_samples_nothrow)
+    stage = ShardRows(Shards((url,), (1,)), reraise)
     assert len(read(stage, url)) == 1
     one_line_error(lambda: read(stage, other), other, "--train-data")
 
@@ -521,7 +591,7 @@ def test_split_row():
 
 def test_pickling(tmp_path):
     url = write(tmp_path / "0.tar", pairs(2))
-    stage = ShardRows(find_shards(url, progress=False), tarfile_to_samples_nothrow)
+    stage = ShardRows(find_shards(url, progress=False), reraise)
     used = read(stage, url)
     copy = pickle.loads(pickle.dumps(stage))
     assert copy.shards == stage.shards and copy.shards.digest == stage.shards.digest

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 from safetensors.torch import save_file
+from stop import Killed
 from torch.nn.functional import normalize
 
 from open_clip_ext.distributed import plain_name
@@ -84,7 +85,7 @@ def killed(monkeypatch) -> Callable[[int | None], list[int]]:
         def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
             begun.append(epoch)
             if epoch == at:
-                raise KeyboardInterrupt
+                raise Killed
             return original(model, data, loss, epoch, *rest, **kwargs)
 
         monkeypatch.setattr(open_clip_train.main, "train_one_epoch", epoch_or_death)
@@ -270,7 +271,7 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
     flags = f"{common} --name broken"
     for at, first in ((FIRST_EPOCH + 1, FIRST_EPOCH), (0, FIRST_EPOCH + 1)):
         seen = killed(at)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             run_main(ext_main, f"{flags} --resume latest", tmp_path / "logs")
         assert seen[0] == first and seen[-1] == at
         assert not list((tmp_path / "logs/broken").rglob("*.pt"))
@@ -300,6 +301,8 @@ def test_an_optimizer_that_moves_at_learning_rate_0(datasets, pretrained, tmp_pa
 
     def step(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
+        if len(self.param_groups) == 1:  # of the rehearsal, which is made before anything is written
+            return result
         steps.append(1)
         with torch.no_grad():
             self.param_groups[1]["params"][3].view(-1)[0] += 1e-6
@@ -377,7 +380,8 @@ def test_distillation_is_recovered_too(run, datasets, pretrained, epochs):
 @pytest.mark.parametrize("flags", ["--epochs 1", "--epochs 2 --save-frequency 0", "--epochs 2 --save-most-recent"])
 def test_the_file_of_the_recovery_goes_with_the_last_checkpoint(run, datasets, pretrained, flags):
     experiment = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 {flags} --workers 0")
-    assert sorted(path.name for path in experiment.path.iterdir()) == ["checkpoints", "out.log", "params.txt"]
+    files = {path.name for path in experiment.path.iterdir()}
+    assert files == {"checkpoints", "data.jsonl", "out.log", "params.txt", "recipe.yaml"}
 
 
 def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
@@ -483,8 +487,7 @@ REFUSED = [
     ("--loss tuneclip --shapes-seed 1", ["another data", "48 rows"]),
     ("--loss tuneclip --shapes-shifted", ["another data", "48 rows"]),
     ("--loss tuneclip --beta2 0.95", ["another optimizer", "0.98", "0.95"]),
-    ("--loss tuneclip --opt timm/adamw", ["another optimizer", "adamw with", "timm/adamw"]),
-    ("--loss tuneclip --model ViT-B-32", ["another model", "ViT-test", "ViT-B-32"]),
+    ("--loss tuneclip --opt timm/adamw --eps 1e-6", ["another optimizer", "adamw with", "timm/adamw"]),
     ("--loss tuneclip --force-quick-gelu", ["another model", "--force-quick-gelu True"]),
     ("--loss tuneclip --osr-epochs 2", ["--osr-epochs", "2", "0.5"]),
     ("--loss tuneclip --osr-save x.state", ["--osr-save", "--osr-load"]),
@@ -573,7 +576,7 @@ def pretrained_weights(folder) -> str:
 def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed, tmp_path, capsys):
     killed(FIRST_EPOCH + 1)
     common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --epochs 1 --workers 0 --name x"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         run_main(ext_main, f"{common} --osr-epochs 2", tmp_path)
     before = (tmp_path / "x" / UNFINISHED).read_bytes()
     for flags, part in [

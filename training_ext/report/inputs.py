@@ -17,9 +17,9 @@ from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
-from open_clip_ext.options import flag_of
-from training_ext import checkpoint, preflight
+from training_ext import checkpoint
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
 from training_ext.overlay import replaced
@@ -109,10 +109,7 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
             f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, and "
             "has no true value over all data; give a checkpoint of another loss"
         )
-    for name in ("batch_size", "workers"):
-        value, least = getattr(args, name), preflight.AT_LEAST[name]
-        if value < least:
-            raise InputError(f"{flag_of(name)}: {value} is out of range; it must be at least {least}")
+    check_ranges(args)
     rows, shards = find_all_rows(options, args)
     instead = "repeat the flags of its training"
     checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
@@ -157,7 +154,7 @@ def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards
     looks = args.train_num_samples is None or needs_index(args)
     args.shard_sizes = options.shard_sizes if looks else None
     rows = find_rows(args)
-    return rows, rows.shards or find_shards(args.train_data, options.shard_sizes)
+    return rows, rows.shards or find_shards(args.train_data, options.shard_sizes, max_bad=args.max_bad_samples)
 
 
 def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Module, tuple, Callable]:

@@ -1,0 +1,77 @@
+"""What every replaceable part is: a name, and options that are declared once, as typed attributes of its class."""
+
+import inspect
+from collections.abc import Collection
+from dataclasses import replace
+from types import NoneType
+from typing import Any, ClassVar, get_args
+
+from open_clip_ext.errors import did_you_mean
+from open_clip_ext.options import Option, default_value
+
+
+class Part:
+    """Base of losses, normalizers, temperatures and surrogates.
+
+        class Shifted(Normalizer):
+            name = "shifted"
+            shift: float = option(0.5, "what is added to every log-normalizer")
+
+    is made by `Shifted(shift=0.3)`, or with the flag `--shift 0.3`, and finds the value in `self.shift`. A subclass
+    states another default by `shift = 0.1`.
+
+    Class attributes:
+        name: as given to the flag that chooses the part.
+        options: every option of the class and of its bases, collected from their bodies.
+        optimizer_options: settings of the optimizer group of `logit_scale`, which is not the part's business.
+        needs_index: whether state is kept per sample; the constructor then takes `num_samples` and `device`.
+
+    Raises:
+        InputError: an option is of another type or out of range; the message names it.
+        TypeError: there is no such option.
+    """
+
+    name: ClassVar[str]
+    options: ClassVar[tuple[Option, ...]] = ()
+    optimizer_options: ClassVar[tuple[Option, ...]] = ()
+    needs_index = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        bases = [base.__dict__.get("options", ()) for base in reversed(cls.__mro__[1:])]
+        options = {option.name: option for inherited in bases for option in inherited}
+        own = {name: value for name, value in vars(cls).items() if isinstance(value, Option) or name in options}
+        types = inspect.get_annotations(cls, eval_str=True) if own else {}
+        for name, value in own.items():
+            if isinstance(value, Option):
+                kind = types[name]
+                kind = next((type for type in get_args(kind) if type is not NoneType), kind)
+                options[name] = replace(value, name=name, type=kind)
+            else:
+                options[name] = replace(options[name], default=value)
+        cls.options = tuple(options.values())
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        known = [option.name for option in self.options]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, known)}")
+        for option in self.options:
+            value = given.get(option.name)
+            value = default_value(option.default) if value is None else option.check(value)
+            setattr(self, option.name, value)
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        """Fill in settings that are None and follow from others; refuse what was given though it has no effect beside
+        the others.
+
+        Args:
+            settings: of the whole loss, by option name; may be changed.
+            epochs: length of the training, if known.
+            given: names of those that the user gave.
+
+        Raises:
+            InputError: see `options.refuse_unused`.
+        """

@@ -1,0 +1,187 @@
+"""What each name of a loss stands for: a preset over the replaceable parts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from open_clip_ext.losses import AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
+from open_clip_ext.options import Derived
+
+
+@dataclass(frozen=True)
+class LossPreset:
+    """What `--loss NAME` means.
+
+    Args:
+        name: as given to `--loss`.
+        summary: one line for `--list-losses`.
+        paper: where the method is from.
+        loss: its class; None stands for OpenCLIP's own losses, which are left untouched.
+        normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
+        defaults: options that this method sets otherwise than the parts do; a value, or `Derived`.
+        lr_tau_ratio: the default of `--lr-tau` over `--lr`.
+        training_defaults: flags of the training command, OpenCLIP's or ours, that this method sets otherwise where the
+            user gives none; by name with underscores.
+    """
+
+    name: str
+    summary: str
+    paper: str
+    loss: type[Loss] | None = GlobalContrastiveLoss
+    normalizer: str = "batch"
+    temperature: str = "learnable"
+    surrogate: str = "identity"
+    encoder_objective: str = "compositional"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    lr_tau_ratio: float = 1 / 8  # NeuCLIP, Table 3: on all five data sets
+    training_defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_open_clip(self) -> bool:
+        return self.loss is None
+
+    @property
+    def has_parts(self) -> bool:
+        return self.loss is GlobalContrastiveLoss
+
+
+# What AmorLIP's paper and its released command agree on for CC12M.
+AMORLIP_CC12M: dict[str, Any] = {
+    "rho": 8.5, "rho_annealed": -8.5, "amor_online_every": 1, "amor_ema": 0.92, "mlp_width": 1.0,
+}
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        LossPreset(
+            "clip",
+            "OpenCLIP's own softmax loss over the batch, untouched",
+            "Radford et al. 2021, arXiv 2103.00020",
+            loss=None,
+        ),
+        LossPreset(
+            "siglip",
+            "OpenCLIP's own sigmoid loss, untouched (same as --siglip)",
+            "Zhai et al. 2023, arXiv 2303.15343",
+            loss=None,
+        ),
+        LossPreset(
+            "cyclip",
+            "OpenCLIP's softmax loss and two terms that make the similarities consistent; no normalizer",
+            "Goel et al. 2022, arXiv 2205.14459",
+            loss=CyCLIPLoss,
+            lr_tau_ratio=1.0,
+        ),
+        LossPreset(
+            "sogclr",
+            "moving average of each sample's normalizer, constant gamma, fixed temperature",
+            "Yuan et al. 2022, PMLR 162",
+            normalizer="table",
+            temperature="fixed",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
+        ),
+        LossPreset(
+            "isogclr",
+            "as sogclr, with a temperature of its own for each image and each text",
+            "Qiu et al. 2023, PMLR 202",
+            normalizer="table",
+            temperature="individual",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
+        ),
+        LossPreset(
+            "fastclip-v0",
+            "moving average, cosine gamma, learnable temperature; the loss without its factor tau",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            temperature="unscaled",
+            lr_tau_ratio=1.0,  # the released command gives none, so that it is the model's
+        ),
+        LossPreset(
+            "fastclip-v1",
+            "moving average, cosine gamma, fixed temperature",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            temperature="fixed",
+        ),
+        LossPreset(
+            "fastclip-v2",
+            "moving average, cosine gamma, a temperature for each image and each text by Adam",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            temperature="individual",
+            defaults={"rho": 7.0, "tau_start": 0.03, "tau_min": 0.01, "tau_optimizer": "adam", "tau_lr": 0.0133},
+        ),
+        LossPreset(
+            "fastclip-v3",
+            "moving average, cosine gamma, learnable temperature with rho",
+            "Wei et al. 2024, arXiv 2407.01445",
+            normalizer="table",
+            defaults={"lr_tau_scheduler": "fastclip"},
+            lr_tau_ratio=1 / 4,  # the released commands' on CC12M and LAION400M; on CC3M they have 1 / 5
+        ),
+        LossPreset(
+            "neuclip",
+            "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
+            "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",
+            normalizer="prototypes",
+            encoder_objective="unified",
+        ),
+        LossPreset(
+            "amorlip",
+            "MLPs learn each sample's partition function, which the encoders divide by",
+            "AmorLIP: Efficient Language-Image Pretraining via Amortization",
+            loss=AmorLIPLoss,
+            lr_tau_ratio=1 / 4,
+        ),
+        LossPreset(
+            "amorlip-released",
+            "as amorlip, with the settings of the authors' command for CC12M",
+            "AmorLIP's README",
+            loss=AmorLIPLoss,
+            defaults={
+                **AMORLIP_CC12M,
+                "rho_annealed_from": Derived("the last two thirds", lambda epochs: epochs // 3),
+                "amor_beta_epochs": Derived("half of the epochs", lambda epochs: max(1, epochs // 2)),
+            },
+            lr_tau_ratio=1 / 4,
+            training_defaults={"grad_clip_norm": 1.0},
+        ),
+        LossPreset(
+            "amorlip-paper",
+            "as amorlip, with the paper's own form of the loss and its settings for CC12M",
+            "AmorLIP: Efficient Language-Image Pretraining via Amortization, Algorithm 1, Appendix C",
+            loss=AmorLIPLoss,
+            # A full positive over the target network, which collapses where we could measure it.
+            defaults={
+                **AMORLIP_CC12M, "amor_denominator": "target", "amor_positive_weight": 1.0,
+                "rho_annealed_from": Derived("the last third", lambda epochs: epochs - epochs // 3),
+            },
+            lr_tau_ratio=1 / 4,
+        ),
+        LossPreset(
+            "tuneclip",
+            "for fine-tuning: recovery of the optimizer's statistics, then hinged gaps over moving averages, fixed tau",
+            "TuneCLIP: Breaking the Limits of Open-Weight CLIP, Algorithms 1-2, Eq. 8-9",
+            normalizer="table",
+            temperature="fixed",
+            surrogate="hinge",
+            defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
+            # TuneCLIP, Section 5 and Table 6, but for what is the machine's. They say nothing of a warm-up of the
+            # learning rate: the recovery takes its place.
+            training_defaults={
+                "lr": 1e-5, "beta1": 0.9, "beta2": 0.98, "wd": 0.02, "lr_scheduler": "cosine", "warmup": 0,
+                "epochs": 5, "osr_epochs": 5.0, "zeroshot_frequency": 1,
+            },
+        ),
+        LossPreset(
+            "queue",
+            "a queue of the latest embeddings, mixed with the batch's own estimate; nothing to train",
+            "of no paper: open_clip_ext",
+            normalizer="queue",
+            defaults={"mixing": 0.6},
+        ),
+    )
+}
+
+
+ALIASES = {"fastclip": "fastclip-v3"}

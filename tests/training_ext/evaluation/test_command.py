@@ -1,0 +1,256 @@
+"""The command from folders to results, against features and formulas of its own."""
+
+import csv
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
+
+from open_clip_ext.evaluate import main as evaluate
+from training_ext.evaluation import command
+from training_ext.evaluation.tasks import DATACOMP_TASKS
+
+
+def run(arguments: str) -> None:
+    assert not evaluate([*arguments.split(), "--device", "cpu", "--workers", "0", "--batch-size", "16"])
+
+
+def lines_of(path: Path) -> dict[str, dict]:
+    return {line["key"]: line for line in map(json.loads, path.read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def results(evalset, checkpoints, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("out") / "new" / "results.jsonl"
+    run(f"--checkpoint {checkpoints[0]} --data {evalset} --out {path}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def peer(checkpoints):
+    """Embeddings by OpenCLIP alone, in the order of the files."""
+
+    class Peer:
+        def __init__(self):
+            self.model, _, self.transform = open_clip.create_model_and_transforms(
+                "ViT-test", pretrained=str(checkpoints[0])
+            )
+            self.model.eval()
+
+        @torch.no_grad()
+        def images(self, files: list[bytes]) -> np.ndarray:
+            pictures = torch.stack([self.transform(Image.open(io.BytesIO(file))) for file in files])
+            return self.model.encode_image(pictures, normalize=True).double().numpy()
+
+        @torch.no_grad()
+        def texts(self, texts: list[str]) -> np.ndarray:
+            return self.model.encode_text(open_clip.tokenize(texts, 32), normalize=True).double().numpy()
+
+        def classes(self, folder: Path) -> np.ndarray:
+            templates = (folder / "zeroshot_classification_templates.txt").read_text().splitlines()
+            means = [
+                self.texts([template.format(c=name) for template in templates]).mean(axis=0)
+                for name in (folder / "classnames.txt").read_text().splitlines()
+            ]
+            return np.stack([mean / np.linalg.norm(mean) for mean in means])
+
+    return Peer()
+
+
+def members(folder: Path, extension: str) -> list[bytes]:
+    found = []
+    for shard in range(int((folder / "test" / "nshards.txt").read_text())):
+        with tarfile.open(folder / "test" / f"{shard}.tar") as tar:
+            found += [tar.extractfile(one).read() for one in tar if one.name.endswith("." + extension)]
+    return found
+
+
+def arrays(folder: Path) -> np.ndarray:
+    return np.stack([np.load(io.BytesIO(content)) for content in members(folder, "npy")])
+
+
+def test_classification(evalset, results, peer):
+    folder = evalset / "wds_evalset-colour_test"
+    labels = np.array([int(text) for text in members(folder, "cls")])
+    scores = peer.images(members(folder, "png")) @ peer.classes(folder).T
+    answers = scores.argmax(axis=1)
+    found = lines_of(results)
+    accuracy = np.mean(answers == labels)
+    colour = found["evalset/colour"]["metrics"]
+    assert colour["acc1"] == pytest.approx(accuracy)
+    assert colour["main_metric"] == colour["mean_per_class_recall"] == pytest.approx(
+        balanced_accuracy_score(labels, answers)
+    )
+    top5 = (np.argsort(-scores, axis=1)[:, :5] == labels[:, None]).any(axis=1)
+    assert colour["acc5"] == pytest.approx(top5.mean()) and 0.3 < top5.mean() < 1
+    f1 = f1_score(labels, answers, average="macro", labels=np.unique(labels))
+    assert found["evalset/colour-f1"]["metrics"]["main_metric"] == pytest.approx(f1)
+    background, relation = arrays(folder).T
+    for key, right, group, worst in (
+        ("worst-background", answers == labels, background, "acc_wg"),
+        ("worst-relation", answers == labels, relation, "acc_worst_relation"),
+        ("top5", top5, background, "acc_top5_wg"),
+    ):
+        by_group = {one: right[group == one].mean() for one in np.unique(group)}
+        metrics = found[f"evalset/colour-{key}"]["metrics"]
+        assert metrics["main_metric"] == metrics[worst] == pytest.approx(min(by_group.values()))
+    metrics = found["evalset/colour-worst-background"]["metrics"]
+    assert metrics["acc_avg"] == pytest.approx(accuracy)
+    assert metrics["count_background:2"] == (background == 2).sum()
+    assert metrics["acc_background:2"] == pytest.approx(np.mean((answers == labels)[background == 2]))
+
+
+def test_several_labels(evalset, results, peer):
+    folder = evalset / "wds_evalset-colours_test"
+    targets = arrays(folder)
+    scores = peer.images(members(folder, "png")) @ peer.classes(folder).T
+    precisions = []
+    for own, true in zip(scores.T, targets.T, strict=True):
+        ranked = true[np.argsort(-own)]
+        precisions.append(np.mean([ranked[: place + 1].mean() for place in np.flatnonzero(ranked)]))
+    assert targets.sum() > 42
+    assert lines_of(results)["evalset/colours"]["metrics"]["main_metric"] == pytest.approx(np.mean(precisions))
+
+
+def test_retrieval(evalset, results, peer):
+    folder = evalset / "wds_evalset-retrieval_test"
+    captions = [text.decode().splitlines() for text in members(folder, "txt")]
+    similarity = peer.images(members(folder, "png")) @ peer.texts([one for own in captions for one in own]).T
+    of = np.repeat(np.arange(42), 2)
+    metrics = lines_of(results)["evalset/retrieval"]["metrics"]
+    for k in (1, 5, 10):
+        image = np.mean([of[j] in np.argsort(-similarity[:, j])[:k] for j in range(84)])
+        text = np.mean([i in of[np.argsort(-similarity[i])[:k]] for i in range(42)])
+        assert metrics[f"image_retrieval_recall@{k}"] == pytest.approx(image)
+        assert metrics[f"text_retrieval_recall@{k}"] == pytest.approx(text)
+        if k == 1:
+            assert metrics["main_metric"] == metrics["mean_recall@1"] == pytest.approx((image + text) / 2)
+
+
+def test_associations(evalset, results, peer):
+    folder = evalset / "evalset-association"
+    values, sizes = [], []
+    with open(folder / "winogavil_dataset.csv", newline="") as file:
+        for row in csv.DictReader(file):
+            candidates = json.loads(row["candidates"])
+            truth = np.isin(candidates, json.loads(row["associations"]))
+            prompt = ("An " if row["cue"][0] in "aeiou" else "A ") + row["cue"]
+            pictures = peer.images([(folder / "images" / f"{name}.jpg").read_bytes() for name in candidates])
+            picked = np.argsort(pictures @ peer.texts([prompt])[0])[-truth.sum():]
+            values.append(jaccard_score(truth, np.isin(np.arange(len(truth)), picked)))
+            sizes.append(len(candidates))
+    values, sizes = np.array(values), np.array(sizes)
+    metrics = lines_of(results)["evalset/association"]["metrics"]
+    assert metrics["main_metric"] == pytest.approx(values[sizes >= 10].mean())
+    assert metrics["avg_jaccard_score"] == pytest.approx(values.mean())
+    assert metrics["jaccard_score_5"] == pytest.approx(values[sizes == 5].mean())
+
+
+def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path, monkeypatch, capsys, refused):
+    path = tmp_path / "results.jsonl"
+    whole = results.read_text()
+    path.write_text(whole)
+    arguments = f"--checkpoint {checkpoints[0]} --data {evalset} --out {path}"
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "load_model", None)
+        run(arguments)
+    assert path.read_text() == whole and "evalset: average of 9 " in capsys.readouterr().out
+    *others, last = whole.splitlines(keepends=True)
+    path.write_text("".join(others))
+    scored = []
+    monkeypatch.setattr(command, "score", lambda *given: scored.append(given[1].key) or score(*given))
+    from training_ext.evaluation.scores import score
+
+    run(arguments)
+    assert path.read_text() == whole and scored == [json.loads(last)["key"]]
+    error = refused(arguments.replace("epoch_1.pt", "epoch_2.pt"))
+    assert error.startswith("--out: ") and "another checkpoint" in error
+    assert refused(arguments + " --precision bf16").endswith("or delete it")
+    path.write_text("{}\n")
+    assert "another program" in refused(arguments)
+
+
+def test_other_data_are_done_again(tasks, checkpoints, tmp_path, capsys):
+    arguments = f"--checkpoint {checkpoints[0]} --data {tasks} --tasks Background --out {tmp_path}/results.jsonl"
+    run(arguments)
+    before = lines_of(tmp_path / "results.jsonl")["evalset/background"]
+    templates = tasks / "wds_evalset-background_test" / "zeroshot_classification_templates.txt"
+    templates.write_text("{c}\n")
+    run(arguments)
+    shown = capsys.readouterr().out
+    assert "[1 of 9 tasks] evalset: average of 9" in shown and "missing" not in shown
+    after = lines_of(tmp_path / "results.jsonl")["evalset/background"]
+    assert after["data"] != before["data"] and after["samples"] == before["samples"] == 42
+
+
+def test_several_checkpoints_are_compared(tasks, checkpoints, tmp_path, capsys):
+    """A task without its folder is named, and an average over fewer tasks is not called the average."""
+    for path in (tasks / "evalset-association").rglob("*.*"):
+        path.unlink()
+    (tasks / "evalset-association").rename(tasks / "elsewhere")
+    (tasks / "wds_evalset-background_test" / "test" / "nshards.txt").write_text("1")
+    out = tmp_path / "out"
+    run(f"--checkpoint {checkpoints[0]} {checkpoints[1]} --data {tasks} --out {out}")
+    shown = capsys.readouterr().out
+    assert "missing: Association (wds_evalset-association_test)" in shown
+    assert "[8 of 9 tasks] evalset: average of 9" in shown and "run/epoch_1" in shown
+    assert " 20*" in shown and "not comparable" in shown
+    first, second = (lines_of(out / f"run-epoch_{epoch}.jsonl") for epoch in (1, 2))
+    assert list(first) == list(second) and len(first) == 8
+    assert first["evalset/retrieval"]["checkpoint"] != second["evalset/retrieval"]["checkpoint"]
+    with Image.open(out / "comparison.png") as picture:
+        assert picture.size[0] > 500
+
+
+def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):
+    """aggregate_scores.py takes the lines whose metrics have a main_metric, 38 of them, and averages them by name."""
+    pandas = pytest.importorskip("pandas")
+    from training_ext.evaluation.results import Results, Row
+
+    results = Results(str(tmp_path / "results.jsonl"), {"checkpoint": "ab", "model": "ViT-test", "precision": "fp32"})
+    for number, task in enumerate(DATACOMP_TASKS):
+        found = {task.main_metric: number / 38, "acc5": None, "main_metric": number / 38}
+        results.add(Row(task.key, task.name, found, task.size, "cd"))
+    results.add(Row("zeroshot-data/mine", "mine", {"acc1": 0.5, "main_metric": None}, 3, "ef"))
+    frame = pandas.read_json(tmp_path / "results.jsonl", lines=True)
+    frame = pandas.concat([frame.drop(["metrics"], axis=1), frame["metrics"].apply(pandas.Series)], axis=1)
+    frame = frame.dropna(subset=["main_metric"])
+    assert dict(zip(frame.dataset, frame.main_metric, strict=True)) == {
+        task.name: pytest.approx(number / 38) for number, task in enumerate(DATACOMP_TASKS)
+    }
+
+
+def test_two_processes_find_the_same(pair, evalset, checkpoints, results, tmp_path):
+    out = tmp_path / "results.jsonl"
+    keys = [f"evalset/{name}" for name in ("colour-worst-background", "colours", "retrieval", "association")]
+    arguments = f"--checkpoint {checkpoints[0]} --data {evalset} --out {out} --device cpu --workers 1 --batch-size 8"
+    arguments += f" --tasks {' '.join(keys)}"
+    for process in pair(arguments, tmp_path / "logs", module="evaluating"):
+        assert process.code == 0, process
+    one, two = lines_of(results), lines_of(out)
+    assert list(two) == keys
+    for key in keys:
+        assert two[key]["samples"] == one[key]["samples"]
+        assert two[key]["metrics"] == pytest.approx(one[key]["metrics"]), key
+
+
+def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, refused):
+    good = f"--checkpoint {checkpoints[0]} --data {evalset} --out {tmp_path}/new.jsonl"
+    assert "--checkpoint: 'no.pt' is no file" in refused(good.replace(str(checkpoints[0]), "no.pt"))
+    assert "--data: there is no folder" in refused(good.replace(str(evalset), str(tmp_path / "no")))
+    assert "such as wds_vtab-caltech101_test" in refused(good.replace(str(evalset), str(tmp_path)))
+    assert "--out: " in refused(good.replace("--data", f"{checkpoints[1]} --data"))
+    assert "names run/epoch_1, run/epoch_1 must differ" in refused(
+        good.replace("--data", f"{checkpoints[0]} --data").replace(".jsonl", "")
+    )
+    assert "--batch-size: 0 is out of range" in refused(good + " --batch-size 0")
+    assert "--tasks: 'cifar' is not one of Background" in refused(good + " --tasks cifar")
+    assert "--zeroshot-data" in refused(f"--checkpoint {checkpoints[0]} --out {tmp_path}/new.jsonl")
+    assert "unrecognized arguments: --zero" in refused(good + " --zero 1")

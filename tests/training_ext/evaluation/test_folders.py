@@ -1,0 +1,152 @@
+"""What is wrong with a folder ends the command in one line, before a score is made of it."""
+
+import io
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from open_clip_ext import InputError
+from training_ext.evaluation.folders import Candidates, Images, Shards, open_own_classes
+from training_ext.evaluation.inference import prompt_of
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def png() -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), "red").save(stream, "PNG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """shards(*members of a sample) -> the samples of a folder that has one good sample before it."""
+
+    def shards(*members: tuple[str, bytes], kind: str | None = None, templates: str = "a {c}\n") -> list:
+        folder = tmp_path / "folder"
+        (folder / "test").mkdir(parents=True, exist_ok=True)
+        (folder / "classnames.txt").write_text("red\nblue\n")
+        (folder / "zeroshot_classification_templates.txt").write_text(templates)
+        (folder / "test" / "nshards.txt").write_text("1\n")
+        if kind is not None:
+            (folder / "dataset_type.txt").write_text(kind + "\n")
+        with tarfile.open(folder / "test" / "0.tar", "w") as tar:
+            for name, content in (("s0.png", png()), ("s0.cls", b"1"), ("s0.txt", b"one\ntwo\n"), *members):
+                add(tar, name, content)
+        source = Shards("--data", str(folder))
+        return [sample for _, sample in source.samples(lambda number: True)]
+
+    return shards
+
+
+def test_labels_and_captions(shards):
+    first, second = shards(("s1.cls", b"0\n"), ("s1.PNG", png()), ("s1.extra.pickle", b"not read"))
+    assert (first.target, second.target) == (1, 0)
+    (first,) = shards(kind="retrieval")
+    assert first.target == ["one", "two"]
+
+
+def test_what_is_wrong_with_a_sample(shards):
+    for members, message in (
+        ((("s1.cls", b"0"),), r"'.*0.tar: s1.cls' has no .jpg beside it"),
+        ((("s1.png", png()),), r"s1.png' has no .cls beside it"),
+        ((("s1.png", png()), ("s1.cls", b"2")), r"s1.png' has the class b'2'; classnames.txt has 0 to 1"),
+        ((("s1.png", png()), ("s1.cls", b"-1")), r"has the class b'-1'"),
+        ((("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", pickle.dumps([1]))), r"the .npy of .* cannot be read"),
+    ):
+        with pytest.raises(InputError, match=message):
+            shards(*members)
+    stream = io.BytesIO()
+    np.save(stream, np.array([print], dtype=object), allow_pickle=True)
+    with pytest.raises(InputError, match="allow_pickle=False"):
+        shards(("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", stream.getvalue()))
+    with pytest.raises(InputError, match="needs an .npy of 2 numbers"):
+        shards(kind="multilabel")
+    with pytest.raises(InputError, match="'segmentation', which is none of classification"):
+        shards(kind="segmentation")
+
+
+def test_a_template_is_text(shards):
+    with pytest.raises(InputError, match="'a photo' has no {c} for the class"):
+        shards(templates="a photo\n")
+    with pytest.raises(InputError, match="has no {c}"):
+        shards(templates="a {c.__class__}\n")
+
+
+def test_a_damaged_image_is_not_left_out(shards, tmp_path):
+    shards(("s1.png", png()[:45]), ("s1.cls", b"0"))
+    images = Images(Shards("--data", str(tmp_path / "folder")), np.asarray, 0, 1)
+    with pytest.raises(InputError, match="--data: the image of '.*s1.png' cannot be read"):
+        list(images)
+
+
+def test_every_sample_is_read_by_one_process(shards, tmp_path):
+    shards(*((f"s{number}.{kind}", content) for number in range(1, 8) for kind, content in
+             (("png", png()), ("cls", b"0"))))
+    source = Shards("--data", str(tmp_path / "folder"))
+    numbers = [[number for number, *_ in Images(source, np.asarray, rank, 3)] for rank in range(3)]
+    assert numbers == [[0, 3, 6], [1, 4, 7], [2, 5]]
+
+
+def test_a_shard_that_is_missing_or_cut(shards, tmp_path):
+    shards(*((f"s{number}.{kind}", content) for number in range(1, 20) for kind, content in
+             (("png", png()), ("cls", b"0"))))
+    folder = tmp_path / "folder"
+    path = folder / "test" / "0.tar"
+    whole = path.read_bytes()
+    # s0 has three members, the others two, each of a header and a block: in a header, between samples, in a content.
+    for size in (3 * 1024 + 8 * 1024 + 100, 3 * 1024 + 8 * 1024, 3 * 1024 + 8 * 1024 + 600):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"0.tar' is damaged"):
+            list(Shards("--data", str(folder)).samples(lambda number: number == 0))
+    (folder / "test" / "nshards.txt").write_text("2")
+    with pytest.raises(InputError, match=r"1.tar' is missing; 2 shards are announced"):
+        Shards("--data", str(folder))
+    (folder / "test" / "nshards.txt").write_text("many")
+    with pytest.raises(InputError, match="is no number of shards"):
+        Shards("--data", str(folder))
+
+
+def test_associations_that_are_no_candidates(tmp_path):
+    path = tmp_path / "winogavil_dataset.csv"
+    header = "cue,candidates,associations\n"
+    for row, message in (
+        ('bald,"[""eagle""]","[""ash""]"\n', "has no association, or one that is no candidate"),
+        ("bald,eagle,ash\n", "cannot be read as cue, candidates, associations"),
+        ("", "has no instance"),
+        ('bald,"[""eagle""]","[""eagle""]"\n', "needs '.*images/eagle.jpg'"),
+    ):
+        path.write_text(header + row)
+        with pytest.raises(InputError, match=message):
+            Candidates("--data", str(tmp_path))
+    assert [prompt_of(cue) for cue in ("Eagle", "bald")] == ["An eagle", "A bald"]
+
+
+def test_class_folders(tmp_path):
+    for name in ("red_things", "blue_things"):
+        (tmp_path / name / "deeper").mkdir(parents=True)
+        (tmp_path / name / "deeper" / "1.PNG").write_bytes(png())
+    (tmp_path / "notes.txt").write_text("not an image")
+    source = open_own_classes("--zeroshot-data", str(tmp_path))
+    assert source.classes == ["blue things", "red things"] and len(source.templates) == 80
+    assert [sample.target for _, sample in source.samples(lambda number: True)] == [0, 1]
+    digest = source.digest()
+    (tmp_path / "classnames.txt").write_text("azure\ncrimson\n")
+    (tmp_path / "zeroshot_classification_templates.txt").write_text("{c}\n")
+    source = open_own_classes("--zeroshot-data", str(tmp_path))
+    assert (source.classes, source.templates) == (["azure", "crimson"], ["{c}"]) and source.digest() != digest
+    (tmp_path / "classnames.txt").write_text("azure\n")
+    with pytest.raises(InputError, match="has 1 names and there are 2 class folders"):
+        open_own_classes("--zeroshot-data", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match="no image in 'empty'"):
+        open_own_classes("--zeroshot-data", str(tmp_path))
+    with pytest.raises(InputError, match="neither test/nshards.txt nor folders"):
+        open_own_classes("--zeroshot-data", str(tmp_path / "empty"))

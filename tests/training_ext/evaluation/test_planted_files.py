@@ -1,0 +1,79 @@
+"""Files that somebody else has planted among those of an evaluation: nothing in them is executed."""
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+
+class Payload:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return open, (str(self.marker), "w")
+
+
+@pytest.fixture(autouse=True)
+def marker(tmp_path_factory, monkeypatch):
+    """The payloads' marker, which must not be there after any test."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    marker = tmp_path_factory.mktemp("marker") / "executed"
+    yield marker
+    assert not marker.exists(), "a payload was executed"
+
+
+def replace_member(path: Path, extension: str, content: bytes) -> None:
+    """Put `content` in place of the shard's first member with this extension."""
+    with tarfile.open(path) as tar:
+        members = [(member.name, tar.extractfile(member).read()) for member in tar]
+    with tarfile.open(path, "w") as tar:
+        for name, own in members:
+            if name.endswith(extension) and content:
+                own, content = content, b""
+            member = tarfile.TarInfo(name)
+            member.size = len(own)
+            tar.addfile(member, io.BytesIO(own))
+
+
+def test_a_checkpoint(evalset, tmp_path, marker, refused):
+    path = tmp_path / "a.pt"
+    torch.save({"state_dict": {"logit_scale": torch.tensor(1.0)}, "planted": Payload(marker)}, path)
+    error = refused(f"--checkpoint {path} --model ViT-test --data {evalset} --out {tmp_path}/out.jsonl")
+    assert error.startswith("--checkpoint: ") and "is not a complete checkpoint" in error
+
+
+def test_the_parameters_beside_it(evalset, checkpoints, tmp_path, marker, refused):
+    path = tmp_path / "a.pt"
+    path.write_bytes(checkpoints[0].read_bytes())
+    code = f"open({str(marker)!r}, 'w')"
+    (tmp_path / "params.txt").write_text(f"model: {code}\nforce_quick_gelu: {code}\n")
+    error = refused(f"--checkpoint {path} --data {evalset} --out {tmp_path}/out.jsonl")
+    assert error.startswith("--model: ") and error.endswith("OpenCLIP does not know it")
+
+
+def test_numbers_and_images(tasks, checkpoints, tmp_path, marker, refused):
+    good = f"--checkpoint {checkpoints[0]} --data {tasks} --out {tmp_path}/out.jsonl --tasks"
+    stream = io.BytesIO()
+    np.save(stream, np.array([Payload(marker)], dtype=object), allow_pickle=True)
+    replace_member(tasks / "wds_evalset-colours_test" / "test" / "0.tar", ".npy", stream.getvalue())
+    assert "allow_pickle=False" in refused(f"{good} evalset/colours")
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 48\n%%EndComments\nshowpage\n%%EOF\n"
+    replace_member(tasks / "wds_evalset-background_test" / "test" / "0.tar", ".png", program)
+    assert "it is none of JPEG, PNG" in refused(f"{good} Background")
+
+
+def test_a_name_that_leads_elsewhere(evalset, checkpoints, tmp_path, refused):
+    """A link under the results' temporary name is replaced and not followed."""
+    from open_clip_ext.evaluate import main as evaluate
+
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    os.symlink(precious, tmp_path / "out.jsonl.partial")
+    command = f"--checkpoint {checkpoints[0]} --data {evalset} --tasks Background --out {tmp_path}/out.jsonl"
+    assert not evaluate([*command.split(), "--device", "cpu", "--workers", "0"])
+    assert precious.read_text() == "kept" and not (tmp_path / "out.jsonl").is_symlink()

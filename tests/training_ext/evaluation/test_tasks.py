@@ -1,0 +1,83 @@
+"""The table of tasks and the averages over it."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from open_clip_ext import InputError
+from training_ext.evaluation.aggregates import aggregates, average
+from training_ext.evaluation.tasks import DATACOMP, DATACOMP_TASKS, Task, read_tasks
+
+SCORES = {task.key: index / 100 for index, task in enumerate(DATACOMP_TASKS)}
+
+
+def test_the_38_tasks():
+    assert len(DATACOMP_TASKS) == len({task.key for task in DATACOMP_TASKS}) == 38
+    assert len({name for task in DATACOMP_TASKS for name in task.folder_names()}) == sum(
+        len(task.folder_names()) for task in DATACOMP_TASKS
+    )
+    named = {task.name: task for task in DATACOMP_TASKS}
+    others = {task.name: task.main_metric for task in DATACOMP_TASKS if task.main_metric != "acc1"}
+    assert others == {
+        **dict.fromkeys(
+            ("Caltech-101", "FGVC Aircraft", "Oxford Flowers-102", "Oxford-IIIT Pet"), "mean_per_class_recall"
+        ),
+        "Flickr": "mean_recall@1", "MSCOCO": "mean_recall@1", "WinoGAViL": "jaccard_score_10-12",
+        "iWildCam": "F1-macro_all", "FMoW": "acc_worst_region", "Dollar Street": "acc_top5_wg", "GeoDE": "acc_wg",
+    }
+    assert named["GeoDE"].folder_names()[0] == "wds_geode_test"
+    assert named["FMoW"].folder_names() == ["wds_wilds-fmow_test", "wds_wilds-fmow", "wilds-fmow"]
+    assert named["Caltech-101"].folder_names()[:2] == ["wds_vtab-caltech101_test", "wds_vtab-caltech101"]
+
+
+def test_averages_are_those_of_the_papers_and_of_datacomp():
+    found = {aggregate.name: average(aggregate, SCORES) for aggregate in aggregates(DATACOMP, DATACOMP_TASKS)}
+    by_name = {task.name: SCORES[task.key] for task in DATACOMP_TASKS}
+
+    def mean(names):
+        return pytest.approx(sum(by_name[name] for name in names) / len(names))
+
+    shifts = ["ImageNet Sketch", "ImageNet v2", "ImageNet-A", "ImageNet-O", "ImageNet-R", "ObjectNet"]
+    assert found["Papers and DataComp: average of 38"].value == mean(list(by_name))
+    assert found["Papers: ImageNet & variants"].value == mean(["ImageNet 1k", *shifts])
+    assert found["Papers: retrieval (Flickr, MSCOCO)"].value == mean(["Flickr", "MSCOCO"])
+    assert found["DataComp: ImageNet"].value == by_name["ImageNet 1k"]
+    assert found["DataComp: ImageNet dist. shifts"].value == mean(shifts)
+    assert found["DataComp: retrieval (and WinoGAViL)"].value == mean(["Flickr", "MSCOCO", "WinoGAViL"])
+    assert found["DataComp: VTAB"].value == mean([
+        "Caltech-101", "CIFAR-100", "CLEVR Counts", "CLEVR Distance", "Describable Textures", "EuroSAT",
+        "KITTI Vehicle Distance", "Oxford Flowers-102", "Oxford-IIIT Pet", "PatchCamelyon", "RESISC45", "SVHN",
+        "SUN397",
+    ])
+    assert all(one.complete for one in found.values())
+
+
+def test_an_average_over_fewer_tasks_says_so():
+    some = {key: SCORES[key] for key in ("imagenet1k", "objectnet")}
+    every, variants, retrieval, *_ = [average(one, some) for one in aggregates(DATACOMP, DATACOMP_TASKS)]
+    assert every.name == "[2 of 38 tasks] Papers and DataComp: average of 38" and not every.complete
+    assert variants.name.startswith("[2 of 7 tasks]")
+    assert variants.value == every.value == pytest.approx(sum(some.values()) / 2)
+    assert retrieval.value is None and not retrieval.complete
+
+
+def test_a_table_of_ones_own(tmp_path):
+    tasks = (
+        Task("a", "A", 5, folders=("x",)), Task("b", "B", 2, "acc_wg", fields=("place", "age"), group_by=("age",))
+    )
+    assert read_tasks(str(tmp_path)) == (DATACOMP, DATACOMP_TASKS)
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps({"name": "mine", "tasks": [asdict(task) for task in tasks]}))
+    assert read_tasks(str(tmp_path)) == ("mine", tasks)
+    (mine,) = aggregates("mine", tasks)
+    assert average(mine, {"a": 0.5, "b": 1.0}) == average(mine, {"a": 1.0, "b": 0.5})
+    for content in (
+        "no json", '{"name": "mine"}', '{"name": "mine", "tasks": [{"key": "a"}]}', '{"name": "mine", "tasks": []}',
+        '{"name": "DataComp", "tasks": [{"key": "a", "name": "A"}]}',
+        '{"name": "mine", "tasks": [{"key": "a", "name": "A", "group_by": ["age"]}]}',
+        json.dumps({"name": "mine", "tasks": [{"key": "a", "name": "A"}] * 2}),
+    ):
+        path.write_text(content)
+        with pytest.raises(InputError, match="--data: .*tasks.json"):
+            read_tasks(str(tmp_path))

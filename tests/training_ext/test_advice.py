@@ -1,0 +1,62 @@
+"""What a run is told about settings that do not fit its data."""
+
+import math
+
+import pytest
+
+from training_ext.advice import advise, recommended_gamma
+from training_ext.params import parse_args
+
+COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch-size 64 --lr 1e-3"
+
+
+def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[str]:
+    return advise(parse_args(f"{COMMON} {flags}".split()), num_samples, steps_per_epoch)
+
+
+@pytest.mark.parametrize(
+    "loss", ["fastclip-v3 --gamma 0.3", "sogclr", "queue", "neuclip", "neuclip --npn-joint", "amorlip", "cyclip"]
+)
+def test_nothing_is_said_where_all_fits(loss):
+    assert told(f"--loss {loss} --warmup 1000 --epochs 30", 1_000_000, 1000) == []
+
+
+@pytest.mark.parametrize(
+    "flags, steps, parts",
+    [
+        ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), 80 in all", "at most 30"]),
+        ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps where the training has 200", "0.2 %", "20"]),
+        # exp(-200 * 1e-3 / 8), and log(2) / 200
+        ("--loss queue --queue-size 200 --warmup 5", 10, ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"]),
+        ("--loss fastclip-v3 --warmup 5 --lr-tau 1 --epochs 4", 10, ["--gamma: 0.2", "5 visits", "4 epoch", "gives 1"]),
+        ("--loss queue --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are held"]),
+        ("--loss neuclip --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are held"]),
+        (
+            "--loss neuclip --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
+            ["--npn-restart-every: 1 ", "10 step(s)"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
+    flags = flags if "--epochs" in flags else f"{flags} --epochs 20"
+    [line] = told(flags, steps_per_epoch=steps)
+    assert all(part in line for part in parts), line
+
+
+def test_pretrained_weights_and_fixed_temperatures_need_not_move():
+    flags = "--loss queue --queue-size 200 --warmup 5 --epochs 2"
+    assert any("--lr-tau" in line for line in told(flags, steps_per_epoch=10))
+    assert told(f"{flags} --pretrained x.pt", steps_per_epoch=10) == []
+    assert told(f"{flags} --temperature fixed", steps_per_epoch=10) == []
+
+
+def test_the_rule_for_gamma():
+    assert recommended_gamma(7) == 1  # the authors' command for DFN-192M has 7 epochs and gamma 1.0
+    assert recommended_gamma(30) == pytest.approx(0.353, abs=1e-3)
+
+
+def test_the_command_says_it_once(run, datasets):
+    log = run("told", f"{datasets['shapes']} --loss queue --epochs 2 --workers 0 --batch-size 16").log
+    for flag in ("--batch-size: an epoch is only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
+        assert log.count(flag) == 1, flag
+    assert "normalizers queue (of 48, for as many samples)" in log and "Queued: 48.000" in log

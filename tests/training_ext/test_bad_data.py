@@ -1,0 +1,387 @@
+"""Data that cannot be used: refused at the start, or skipped and counted, or the run ends in one line."""
+
+import io
+import json
+import logging
+import pickle
+import re
+import shutil
+import tarfile
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import open_clip_train.main
+import pytest
+import webdataset as wds
+from conftest import LOSSES, ext_main, run_main
+
+from open_clip_ext.data import Scenes
+from training_ext import skips
+from training_ext.shards import ShardRows
+
+PER_SHARD, SHARDS = 8, 4
+WORKERS = pytest.mark.parametrize("workers", [0, 2])
+LOSS = pytest.mark.parametrize("loss", ["clip", "neuclip", "fastclip-v3"])
+COMMON = "--epochs 1 --workers 0"
+
+
+def tar(path: Path, members: list[tuple[str, bytes]]) -> None:
+    with tarfile.open(path, "w") as file:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            file.addfile(info, io.BytesIO(content))
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[bytes, bytes]]:
+    made = []
+    for image, caption in Scenes(PER_SHARD * SHARDS, image_size=48):
+        png = io.BytesIO()
+        image.save(png, "png")
+        made.append((png.getvalue(), caption.encode()))
+    return made
+
+
+@pytest.fixture
+def shards(tmp_path, pairs):
+    """shards(change) -> the command line of four shards of eight pairs, each member being change(...)."""
+
+    def write(change=lambda row, name, content: (name, content)) -> str:
+        (tmp_path / "shards").mkdir(exist_ok=True)
+        for shard in range(SHARDS):
+            members = []
+            for row in range(shard * PER_SHARD, (shard + 1) * PER_SHARD):
+                for suffix, content in zip(("png", "txt"), pairs[row], strict=True):
+                    members.append(change(row, f"{row:03}.{suffix}", content))
+            tar(tmp_path / f"shards/{shard}.tar", [member for member in members if member is not None])
+        return (
+            f"--train-data {tmp_path}/shards/{{0..{SHARDS - 1}}}.tar --dataset-type webdataset --train-num-samples "
+            f"{PER_SHARD * SHARDS}"
+        )
+
+    return write
+
+
+@pytest.fixture
+def csv(tmp_path, pairs):
+    """csv(change) -> the command line of 32 lines, each (path, caption) as change(row, path, caption) is."""
+
+    def write(change=lambda row, path, caption: (path, caption)) -> str:
+        lines = ["filepath\ttitle"]
+        for row, (image, caption) in enumerate(pairs):
+            path = tmp_path / f"{row}.png"
+            path.write_bytes(image)
+            lines.append("\t".join(map(str, change(row, path, caption.decode()))))
+        (tmp_path / "train.csv").write_text("\n".join(lines) + "\n")
+        return f"--train-data {tmp_path}/train.csv"
+
+    return write
+
+
+def zero_header(path: Path, member: int) -> None:
+    with tarfile.open(path) as file:
+        offset = file.getmembers()[member].offset
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 512] = bytes(512)
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def ends(tmp_path, capsys):
+    """ends(arguments) -> the one line in which a run ends after it has begun, and its log."""
+
+    def ends(arguments: str) -> tuple[str, str]:
+        capsys.readouterr()
+        assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == 2
+        error = capsys.readouterr().err
+        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
+        return error.strip().splitlines()[-1], (tmp_path / "logs/ended/out.log").read_text()
+
+    return ends
+
+
+@pytest.fixture
+def unseen(monkeypatch):
+    """Without the look at the first samples, which sees nothing of remote shards."""
+    monkeypatch.setattr("training_ext.data.look_at_shards", lambda urls: None)
+
+
+# Before the start
+
+
+@LOSS
+def test_shards_that_are_missing(refused, shards, tmp_path, loss):
+    data = f"{COMMON} {LOSSES[loss]} {shards()}"
+    line = refused(data.replace("{0..3}", "*"))
+    assert "--train-data: 1 of 1 shards cannot be read" in line and "* is not expanded" in line
+    (tmp_path / "shards/2.tar").unlink()
+    line = refused(data)
+    assert all(part in line for part in ("1 of 4", f"{tmp_path}/shards/2.tar", "--max-bad-samples 0.25")), line
+    assert "1 of 4" in refused(f"{data} --max-bad-samples 0.24")
+
+
+def test_missing_shards_are_looked_for_without_a_loss_too(refused, shards, tmp_path):
+    data = f"{COMMON} {shards()}"
+    shutil.rmtree(tmp_path / "shards")
+    line = refused(data)
+    assert "4 of 4 shards" in line and "3.tar" not in line and "and 1 more" in line and "--max-bad" not in line
+
+
+@LOSS
+@pytest.mark.parametrize(
+    "change, part",
+    [
+        (lambda row, name, content: (name.replace(".txt", ".json"), content), "no caption .txt but .png, .json"),
+        (lambda row, name, content: (name, content) if ".png" in name else None, "no caption .txt but .png"),
+        (lambda row, name, content: (name, content) if ".txt" in name else None, "no image"),
+        (lambda row, name, content: (name, b"nothing"), "cannot be decoded (cannot identify image file"),
+    ],
+    ids=["json", "no captions", "no images", "broken images"],
+)
+def test_shards_without_a_pair(refused, shards, loss, change, part):
+    line = refused(f"{COMMON} {LOSSES[loss]} {shards(change)}")
+    assert "--train-data: none of the first 32 samples can be used" in line and part in line, line
+
+
+@LOSS
+def test_a_csv_that_cannot_be_used(refused, csv, tmp_path, loss):
+    common = f"{COMMON} {LOSSES[loss]}"
+    line = refused(f"{common} {csv(lambda row, path, caption: (path, '' if row in (5, 9) else caption))}")
+    assert all(part in line for part in ("2 of 32 lines", f"{tmp_path}/train.csv", "line 7", "'title'")), line
+    line = refused(f"{common} {csv(lambda row, path, caption: ('' if row == 31 else path, caption))}")
+    assert "line 33 in column 'filepath'" in line
+    line = refused(f"{common} {csv(lambda row, path, caption: (f'{path}.gone', caption))}")
+    assert "none of the first 32 images" in line and "0.png.gone': No such file" in line
+
+
+def test_the_share_must_be_one(refused):
+    for value in ("-0.1", "1.1", "nan"):
+        line = refused(f"--dataset-type synthetic --train-num-samples 8 --max-bad-samples={value}")
+        assert f"--max-bad-samples: {float(value)}" in line and "from 0 to 1" in line
+
+
+def test_generated_data_have_no_bad_samples(refused):
+    line = refused("--dataset-type shapes --train-num-samples 8 --max-bad-samples 0.1")
+    assert "--max-bad-samples: --dataset-type shapes" in line
+
+
+# In the run
+
+
+def epochs(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / skips.FILE).read_text().splitlines()]
+
+
+@WORKERS
+@LOSS
+def test_bad_samples_are_counted_and_named_once(run, shards, loss, workers):
+    """In every shard two samples without a caption, one without an image and one that is broken, of eight."""
+
+    def change(row, name, content):
+        kind = row % PER_SHARD
+        if kind in (2, 3) and ".txt" in name or kind == 4 and ".png" in name:
+            return None
+        return name, b"nothing" if kind == 5 and ".png" in name else content
+
+    experiment = run("x", f"--epochs 2 --workers {workers} {LOSSES[loss]} {shards(change)}")
+    first, second = epochs(experiment.path)
+    for counts in (first, second):
+        # A batch is yielded when the next sample comes, so a loader reads one sample more than it uses, at most.
+        assert 32 <= counts["used"] <= 34
+        assert counts["no_caption"] > counts["no_image"] > 0 and counts["unreadable"] > 0
+        assert counts["lost"] == counts["shards_damaged"] == counts["shards_missing"] == 0
+        bad = counts["no_caption"] + counts["no_image"] + counts["unreadable"]
+        assert counts["skipped_by_process"] == [bad] and 24 <= bad <= 40
+    assert (first["epoch"], second["epoch"]) == (0, 1)
+    log = experiment.log
+    for part in ("it has no .txt but .png", "it has no .png, .jpg, .jpeg or .webp but .txt", "cannot identify image"):
+        assert log.count(part) == 1, log
+    assert f"Train Epoch: 1 data: used {second['used']} samples, left out {second['no_caption']} sample(s) with" in log
+
+
+def test_good_data_are_counted_and_not_mentioned(run, shards):
+    experiment = run("x", f"{COMMON} --loss clip {shards()}")
+    (counts,) = epochs(experiment.path)
+    assert counts["used"] == 32 and sum(counts["skipped_by_process"]) == 0
+    assert "left out" not in experiment.log.lower()
+
+
+def test_counts_reach_tensorboard_and_wandb(monkeypatch):
+    counts = skips.Skips(None, 2)
+    counts.use()
+    counts.skip(skips.NO_CAPTION, "a sample", "no caption")
+    scalars, logged = {}, []
+    writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
+    monkeypatch.setattr(
+        "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
+    )
+    args = Namespace(rank=0, accum_freq=2, wandb=True, save_logs=False)
+    skips.report_epoch(counts, args, 2, SimpleNamespace(num_batches=8), writer)
+    assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
+    ((values, step),) = logged
+    assert step == values["step"] == 12 and values["data/no_caption"] == 1
+
+
+@WORKERS
+def test_a_damaged_shard_is_counted(run, shards, tmp_path, workers):
+    data = shards()
+    zero_header(tmp_path / "shards/1.tar", 6)  # the image of its fourth pair
+    experiment = run("x", f"--epochs 1 --workers {workers} --loss clip {data}")
+    (counts,) = epochs(experiment.path)
+    assert counts["shards_damaged"] > 0 and counts["lost"] == 0  # of a shard of unknown size
+    log = experiment.log
+    assert log.count("1.tar' after 3 samples: there is more after the end of the archive") == 1
+
+
+def test_missing_and_damaged_shards_that_are_allowed(run, shards, tmp_path):
+    """With recorded sizes the lost samples are counted."""
+    data = f"{shards()} --epochs 1 --workers 0 {LOSSES['fastclip-v3']}"
+    (tmp_path / "shards/sizes.json").write_text(json.dumps({f"{i}.tar": PER_SHARD for i in range(SHARDS)}))
+    zero_header(tmp_path / "shards/1.tar", 6)
+    (tmp_path / "shards/2.tar").unlink()
+    experiment = run("x", f"{data} --max-bad-samples 0.5")
+    (counts,) = epochs(experiment.path)
+    assert counts["lost"] == 5 * counts["shards_damaged"] + 8 * counts["shards_missing"]
+    assert counts["shards_missing"] > 0 and counts["shards_damaged"] > 0
+
+
+@WORKERS
+def test_bad_lines_of_a_csv_are_replaced_and_counted(run, csv, tmp_path, workers):
+    def change(row, path, caption):
+        if row == 3:
+            path = f"{path}.gone"
+        if row == 20:
+            path.write_bytes(b"nothing")
+        return path, "" if row == 30 else caption
+
+    data = f"{csv(change)} --max-bad-samples 0.1"
+    for loss in ("clip", "fastclip-v3"):
+        experiment = run(f"x-{loss}", f"--epochs 2 --workers {workers} {LOSSES[loss]} {data}")
+        for counts in epochs(experiment.path):
+            assert counts["used"] == 32  # another line in the place of each
+            assert counts["unreadable"] >= 2 and counts["no_caption"] >= 1 and counts["no_image"] == 0
+        assert experiment.log.count("Others like it are counted") == 2
+        assert f"line 32 of '{tmp_path}/train.csv': its caption is empty" in experiment.log
+        assert "No such file" in experiment.log or "cannot identify image file" in experiment.log
+
+
+def test_a_bad_line_of_a_csv_for_validation(ends, csv, tmp_path):
+    data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
+    line, log = ends(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
+    assert f"--val-data: line 11 of '{tmp_path}/train.csv' cannot be used" in line and "9.png.gone" in line
+    assert "Train Epoch: 0 data: used 32 samples" in log
+
+
+def test_what_loader_workers_get_can_be_pickled(tmp_path):
+    """As under the start methods spawn and forkserver."""
+    counts = skips.Skips(None, 2)
+    stage = skips.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
+    stages = pickle.loads(pickle.dumps([stage, skips.Complete(counts), ShardRows(None, counts.skip_shard)]))
+    tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
+    decode, complete, shard_rows = stages
+    assert not list(decode(filter(complete, shard_rows([{"url": str(tmp_path / "0.tar")}]))))
+    own = complete.skips.counts()
+    assert (own[skips.NO_IMAGE], own[skips.UNREADABLE]) == (1, 1)
+
+
+@WORKERS
+def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, monkeypatch):
+    data = csv(lambda row, path, caption: (f"{path}.gone" if row % 8 == 5 else path, caption))
+    common = f"{LOSSES['fastclip-v3']} --workers {workers} {data}"
+    whole = run("whole", f"{common} --epochs 2")
+    saved = open_clip_train.main.train_one_epoch
+
+    class Killed(Exception):
+        pass
+
+    def dies(*args, **kwargs):
+        if args[3] == 1:
+            raise Killed
+        return saved(*args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(open_clip_train.main, "train_one_epoch", dies)
+        run("part", f"{common} --epochs 2")
+    part = run("part", f"{common} --epochs 2 --resume latest")
+    assert epochs(part.path) == epochs(whole.path)
+    for name, tensor in whole.checkpoint(2)["state_dict"].items():
+        assert tensor.equal(part.checkpoint(2)["state_dict"][name])
+
+
+# Its end
+
+
+@WORKERS
+@LOSS
+@pytest.mark.parametrize("resampled", ["", "--dataset-resampled"])
+def test_shards_without_a_pair_that_nobody_could_see(ends, unseen, shards, monkeypatch, loss, workers, resampled):
+    monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
+    data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
+    line, log = ends(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
+    assert ("500 samples in a row" if resampled else "hold 0 samples that can be used") in line, line
+    assert "cannot identify image" in line or "whose image or caption cannot be read" in line
+    assert log.count("Others like it are counted") == 1
+
+
+@pytest.mark.parametrize("loss", ["clip", "neuclip"])
+def test_fewer_samples_than_a_batch(ends, shards, loss):
+    line, _ = ends(f"{COMMON} {LOSSES[loss]} {shards()} --batch-size 33 --warmup 1")
+    assert "a loader's shards hold 32 samples that can be used where --batch-size is 33" in line
+
+
+@WORKERS
+@LOSS
+@pytest.mark.parametrize("resampled", ["", "--dataset-resampled"])
+def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch, loss, workers, resampled):
+    data = shards()
+    logged = logging.info
+
+    def info(message, *args):
+        logged(message, *args)
+        if "Train Epoch: 0" in message:
+            shutil.rmtree(tmp_path / "shards", ignore_errors=True)
+
+    monkeypatch.setattr(logging, "info", info)
+    line, log = ends(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
+    assert ("shards in a row cannot be read" if resampled else "shard(s) that cannot be opened") in line, line
+    assert log.count("Others like it are counted") == 1
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", ["csv", "shards"])
+def test_more_bad_samples_than_allowed(ends, shards, csv, kind, workers):
+    """A quarter of them: 4 of 16, or of 32 used."""
+    if kind == "csv":
+        data = csv(lambda row, path, caption: (f"{path}.gone" if row % 4 == 3 else path, caption))
+    else:
+        data = shards(lambda row, name, content: (name, b"no" if row % 4 == 3 and ".png" in name else content))
+    common = f"--epochs 1 --workers {workers} --loss clip {data}"
+    line, log = ends(f"{common} --max-bad-samples 0.1")
+    # Two workers may each find one more than there may be.
+    assert re.search("--max-bad-samples: more than 0.1 of the train data cannot be used: [45] sample.s. whose", line)
+    assert "Train Epoch: 0 data" not in log  # known before the epoch ended
+
+
+def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
+    data = shards()
+    for shard in (1, 2):
+        zero_header(tmp_path / f"shards/{shard}.tar", 6)
+    common = f"{COMMON} --loss clip {data}"
+    line, log = ends(f"{common} --max-bad-samples 0.4")
+    assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line and "damaged shard(s)" in line
+    assert "Train Epoch: 0 data" in log
+    assert not list((tmp_path / "logs/ended/checkpoints").iterdir())
+
+
+def test_two_processes_end_together(pair, shards, tmp_path):
+    data = shards(lambda row, name, content: (name, b"no" if row % 4 == 3 and ".png" in name else content))
+    common = f"--epochs 1 --workers 0 {LOSSES['fastclip-v3']} --dist-backend gloo {data}"
+    for process in pair(f"{common} --name whole", tmp_path / "logs"):
+        assert process.code == 0, process
+    (counts,) = epochs(tmp_path / "logs/whole")
+    assert sum(counts["skipped_by_process"]) == counts["unreadable"] and min(counts["skipped_by_process"]) > 0
+    ended = pair(f"{common} --name ended --max-bad-samples 0.1", tmp_path / "logs")
+    assert all(process.code in (1, 2) for process in ended) and any(process.code == 2 for process in ended), ended
+    assert any("--max-bad-samples: more than 0.1" in process.stderr for process in ended)

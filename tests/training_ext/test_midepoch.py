@@ -1,0 +1,260 @@
+"""A run that is stopped at any step and resumed equals an uninterrupted one."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+from conftest import LOSSES, Experiment, ext_main, run_main
+from open_clip_train.main import get_latest_checkpoint
+from stop import Killed, StopAt
+from test_training import same
+from torch.utils.data import DataLoader, IterableDataset
+
+from training_ext.data import RowLoader
+from training_ext.midepoch import NAME
+from training_ext.statistics_recovery import UNFINISHED
+from training_ext.stopping import Outlive, StopRequest
+
+TIMES = re.compile(r".*INFO \| |Data \(t\).*?gpu |Left: \S+| \(-?[\d.e+-]+\)")  # and running means, which begin anew
+
+
+@pytest.fixture
+def logs(tmp_path):
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def stopped(logs, monkeypatch, capsys):
+    """stopped(name, arguments, stop) -> the experiment, stopped by SIGTERM."""
+
+    def stopped(name: str, arguments: str, stop: StopAt) -> Experiment:
+        with monkeypatch.context() as patch:
+            patch.setattr(RowLoader, "__iter__", stop)
+            capsys.readouterr()
+            assert run_main(ext_main, f"{arguments} --name {name}", logs) == 143
+            assert f"--name {name} --resume latest goes on there" in capsys.readouterr().err
+        assert stop.seen >= stop.batch
+        return Experiment(logs, name)
+
+    return stopped
+
+
+@pytest.fixture
+def killed(logs, monkeypatch):
+    """killed(name, arguments, batch) -> the experiment, which saved nothing when it died."""
+
+    def killed(name: str, arguments: str, batch: int) -> Experiment:
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(RowLoader, "__iter__", StopAt(batch, signal=0))
+            run_main(ext_main, f"{arguments} --name {name}", logs)
+        return Experiment(logs, name)
+
+    return killed
+
+
+def steps_of(experiment: Experiment) -> list[str]:
+    """What the log says of every step but what takes time or counts from the start of a run."""
+    return [TIMES.sub("", line) for line in experiment.log.splitlines() if re.search("(Train|Recovery) Epoch", line)]
+
+
+def equal(resumed: Experiment, whole: Experiment) -> None:
+    lines = steps_of(resumed)
+    assert lines == steps_of(whole) and "LR: " in lines[0] and "Contrastive_loss: " in lines[0]
+    same(resumed.checkpoint(2), whole.checkpoint(2))
+    names = {path.name for path in (resumed.path / "checkpoints").iterdir()}
+    assert names == {path.name for path in (whole.path / "checkpoints").iterdir()}
+
+
+RESUMED = [
+    ("neuclip", "csv", 0, "--precision bf16", 8),
+    ("fastclip-v3", "csv", 2, "", 9),
+    ("neuclip", "shards", 2, "", 3),
+    ("fastclip-v3", "shards", 0, "", 8),
+    ("neuclip", "resampled", 2, "--accum-freq 2", 7),
+    ("fastclip-v3", "resampled", 0, "", 1),
+    ("neuclip", "shapes", 2, "", 6),
+    ("fastclip-v3", "shapes", 0, "--accum-freq 2 --lr-tau-scheduler model", 9),
+    ("sogclr", "shapes", 0, "", 2),
+    ("queue", "shards", 0, "", 4),
+    ("isogclr", "csv", 0, "--accum-freq 2", 7),
+    ("fastclip-v2", "shards", 1, "--save-most-recent", 10),
+    ("amorlip", "shapes", 0, "--accum-freq 2", 10),
+    ("joint", "shapes", 0, "", 9),
+    ("cyclip", "shapes", 0, "--precision amp", 9),
+    ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1", 9),
+]
+
+
+@pytest.mark.parametrize("loss, data, workers, extra, batch", RESUMED)
+def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datasets, loss, data, workers, extra, batch):
+    common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 2 --force-patch-dropout 0.25 {extra}"
+    whole = run("whole", common)
+    stopped("resumed", common, StopAt(batch))
+    resumed = run("resumed", f"{common} --resume latest")
+    assert "=> going on after step" in resumed.log and "order of the data" not in resumed.log
+    equal(resumed, whole)
+
+
+def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
+    """normalizer_mse is shown from the 10th step on: of 12, the run is stopped after 4."""
+    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 2 --batch-size 4"
+    whole = run("whole", common)
+    stopped("resumed", common, StopAt(4))
+    resumed = run("resumed", f"{common} --resume latest")
+    assert len(whole.logged("Normalizer_mse")) == 6
+    equal(resumed, whole)
+
+
+@pytest.mark.parametrize("data, workers", [("shapes", 0), ("shards", 1)])
+def test_a_recovery_goes_on_at_its_step(run, stopped, datasets, data, workers):
+    """9 batches of recovery and 12 of training, stopped in each of its parts, one after the other."""
+    flags = f"--loss tuneclip --osr-epochs 1.5 --tau-init 0.05 --lr 1e-3 --workers {workers}"
+    common = f"{datasets[data]} {flags} --epochs 2"
+    whole = run("whole", common)
+    for batch in (3, 5, 4):
+        unfinished = stopped("resumed", f"{common} --resume latest", StopAt(batch)).path / UNFINISHED
+    assert unfinished.exists()
+    resumed = run("resumed", f"{common} --resume latest")
+    equal(resumed, whole)
+    assert not unfinished.exists()
+
+
+def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
+    """Saved after every fifth step of the training; the newest stays until its epoch's file is there."""
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 2 --save-every-steps 5"
+    whole = run("whole", common)
+    folder = killed("resumed", common, 6).path / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["epoch_0_step_5.pt"]
+    # It goes on with step 6; the tenth is step 4 of epoch 1, and the eleventh dies.
+    killed("resumed", f"{common} --resume latest", 6)
+    assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_4.pt"}
+    stopped("resumed", f"{common} --resume latest", StopAt(1))
+    assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
+    resumed = run("resumed", f"{common} --resume latest")
+    equal(resumed, whole)
+
+
+def test_latest_is_the_newest(tmp_path):
+    for newer in ("epoch_0_step_2.pt", "epoch_0_step_10.pt", "epoch_1.pt", "epoch_1_step_1.pt", "epoch_10_step_1.pt"):
+        (tmp_path / newer).touch()
+        assert get_latest_checkpoint(str(tmp_path), remote=False) == str(tmp_path / newer)
+    assert NAME.format(epoch=1, step=1) == "epoch_1_step_1.pt"
+
+
+def test_a_stop_after_an_epoch_s_last_step_comes_before_its_evaluation(run, stopped, datasets):
+    common = f"{datasets['shapes']} --val-num-samples 8 {LOSSES['neuclip']} --workers 0 --epochs 1"
+    experiment = stopped("x", common, StopAt(6))
+    assert "Eval Epoch" not in experiment.log
+    assert run("x", f"{common} --resume latest").log.count("image_to_text_R@1:") == 1
+    assert len(experiment.logged()) == 6
+
+
+def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
+    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --batch-size 4"
+    stopped("x", f"{common} --workers 2", StopAt(4))  # of 12
+    log = run("x", f"{common} --workers 1 --seed 1 --accum-freq 2 --resume latest").log
+    assert "was written with --seed 0, now 1; --accum-freq 1, now 2; --workers 2, now 1" in log
+    assert "going on after step 2 of 6 in this epoch" in log and log.count("Train Epoch: 1") == 6
+
+
+PAIRS = [
+    ("fastclip-v3", "shards", "--workers 1", 4, 1),
+    ("neuclip", "shapes", "--workers 0", 2, 0),
+    ("tuneclip", "csv", "--workers 0 --osr-epochs 1 --tau-init 0.05 --lr 1e-3", 2, 1),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss, data, extra, batch, rank", PAIRS)
+def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank):
+    """One gets the signal; both end after the same step."""
+    flags = LOSSES.get(loss, f"--loss {loss}")
+    common = f"{datasets[data]} {flags} --epochs 2 --force-patch-dropout 0.25 {extra}"
+    place = "training_ext.data.RowLoader.__iter__"
+    codes = [
+        [process.code for process in pair(f"{common} --name {name}", tmp_path, **patches)]
+        for name, patches in (
+            ("whole", {}),
+            ("resumed", {place: StopAt(batch, rank)}),
+            ("resumed --resume latest", {}),
+        )
+    ]
+    assert codes == [[0, 0], [143, 143], [0, 0]]
+    equal(Experiment(tmp_path, "resumed"), Experiment(tmp_path, "whole"))
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
+    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --workers 1"
+    stopped("x", common, StopAt(3))
+    patches = {"training_ext.data.RowLoader.__iter__": StopAt(3)}
+    assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
+    experiment = run("x", f"{common} --resume latest")
+    assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log
+    assert experiment.log.count("=> going on after step") == 2
+    assert experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
+
+
+class Slow(IterableDataset):
+    def __iter__(self):
+        for number in range(4):
+            time.sleep(0.1)
+            yield number
+
+
+def test_workers_outlive_sigterm_while_the_run_goes_on():
+    outlive = Outlive()
+    others = set(multiprocessing.active_children())
+    loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
+    batches = iter(loader)
+    assert next(batches) == 0
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGTERM)
+    assert list(batches) == [1, 2, 3]
+    outlive.close()
+    worker.terminate()
+    worker.join(60)
+    assert worker.exitcode == -signal.SIGTERM
+
+
+def test_sigterm_does_what_it_did_once_a_run_is_over():
+    before = signal.getsignal(signal.SIGTERM)
+    request = StopRequest()
+    assert not request.agreed()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert request.agreed()
+    request.close()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--loss neuclip --save-every-steps 0", ["--save-every-steps: 0 is out of range", "at least 1"]),
+        ("--save-every-steps 5", ["--save-every-steps: needs --loss"]),
+        ("--loss clip --save-every-steps 5", ["--save-every-steps: 5 with --loss clip"]),
+        ("--loss neuclip --save-every-steps 5 --logs none", ["--save-every-steps: 5 with --logs none"]),
+    ],
+)
+def test_flags_that_cannot_be_followed(capsys, datasets, tmp_path, flags, parts):
+    from conftest import TINY
+
+    logs = "" if "--logs" in flags else f"--logs {tmp_path}"
+    assert ext_main(f"{TINY} {datasets['shapes']} {flags} {logs}".split()) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in parts) and error.count("\n") == 1 and not any(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_before_there_were_steps(run, datasets):
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
+    path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    entry = checkpoint["optimizer"]["open_clip_ext"]
+    entry["format"] = 2
+    del entry["order"], entry["position"]
+    torch.save(checkpoint, path)
+    assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6

@@ -1,0 +1,211 @@
+"""Recipes: the published ones, one's own files, what a run saves, and --dry-run."""
+
+import re
+import sys
+from math import ceil
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import TINY
+
+from open_clip_ext import InputError
+from open_clip_ext.main import main as ext_main
+from training_ext import recipes
+from training_ext.params import parse_args
+from training_ext.recipes import plan
+from training_ext.recipes.recipe import PUBLISHED, TYPES
+
+NAMES = recipes.names()
+MINE = "loss: neuclip, npn_prototypes: 20, npn_updates: 2, rho: 5, lr: 1e-3, epochs: 1, seed: 3, workers: 0"
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.fixture
+def write(tmp_path):
+    """write(text) -> path of a recipe."""
+
+    def write(text: str) -> str:
+        (tmp_path / "mine.yaml").write_text(text)
+        return str(tmp_path / "mine.yaml")
+
+    return write
+
+
+def parse(arguments: str):
+    return parse_args(arguments.split())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_published_recipe_says_where_it_is_from_and_can_be_planned(name, eight):
+    recipe = recipes.find(name)
+    assert recipe.source and recipe.data and recipe.score and recipe.samples
+    lines = (PUBLISHED / f"{name}.yaml").read_text().splitlines()
+    if not lines[0].startswith("# Every value is that of the released command"):
+        bare = [line for line in lines[lines.index("flags:") + 2 :] if "  # " not in line]
+        assert not bare, "without a source"
+    args = parse(f"--recipe {name}")
+    for key, value in recipe.flags.items():
+        assert getattr(args, key) == type(getattr(args, key))(value)
+    if recipe.global_batch_size:
+        assert args.batch_size * 8 == recipe.global_batch_size
+    text = "\n".join(plan.lines(args, 8))
+    found = re.search(r"([\d,]+) an epoch, ([\d,]+) in all", text)
+    steps, total = (int(number.replace(",", "")) for number in found.groups())
+    batches = ceil(recipe.samples / (8 * args.batch_size) / args.workers) * args.workers
+    assert steps == batches // args.accum_freq and total == steps * args.epochs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_saved_flags_are_those_of_the_recipe(name, tmp_path, eight):
+    args = parse(f"--recipe {name} --train-data x.tar --name run")
+    recipes.save(str(tmp_path), args, recipes.resolved_flags(args), samples=1000)
+    again = parse(f"--recipe {tmp_path}/recipe.yaml --name run")
+    differ = {"recipe", "recipe_flags", "given_flags", "given_settings"}
+    assert {key: value for key, value in vars(again).items() if key not in differ} == {
+        key: value for key, value in vars(args).items() if key not in differ
+    }
+
+
+def test_the_list_fits_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert pytest.raises(SystemExit, ext_main, ["--list-recipes"]).value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if not line.startswith(" ")] == NAMES
+
+
+def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(write, eight):
+    path = write(f"global_batch_size: 64\nflags: {{{MINE}, wd: 0.3, npn_wd: 0.5, aug_cfg: {{scale: '(0.5,1)'}}}}")
+    args = parse(f"--recipe {path} --wd 0.7 --rho 6 --train-data x.tar")
+    assert (args.wd, args.rho, args.npn_wd, args.lr, args.npn_lr) == (0.7, 6.0, 0.5, 1e-3, 1.0)
+    assert args.aug_cfg == {"scale": (0.5, 1)} and args.batch_size == 8
+    assert parse(f"--recipe {path} --accum-freq 2").batch_size == 4
+    assert parse(f"--recipe {path} --batch-size 5").batch_size == 5
+    # What a preset sets of OpenCLIP's flags gives way as well.
+    path = write("flags: {loss: tuneclip, wd: 0.3}")
+    args = parse(f"--recipe {path}")
+    assert (args.wd, args.lr, parse("--loss tuneclip").wd) == (0.3, 1e-5, 0.02)
+
+
+def test_a_global_batch_that_does_not_divide(write, eight):
+    path = write(f"global_batch_size: 100\nflags: {{{MINE}}}")
+    with pytest.raises(InputError, match=r"global batch of 100, .* 8 process\(es\) x --accum-freq 1; .*--batch-size"):
+        parse(f"--recipe {path}")
+
+
+BAD = {
+    "": "holds no mapping with the key 'flags'",
+    "- 1": "holds no mapping",
+    "{a: 1": "is not YAML: ",
+    "flags: !!python/object/apply:os.system [echo]": "is not YAML: could not determine a constructor",
+    "flags: [1]": r"flags is \[1\]; it must be a mapping of flags",
+    "flags: {}\nlr: 1": "'lr' is not one of source, .*flags belong under 'flags'",
+    "flags: {}\nsamples: 0": "samples is 0; it must be a whole number >= 1",
+    "flags: {}\nglobal_batch_size: 1.5": "global_batch_size is 1.5; it must be a whole number",
+    "flags: {}\nnotes: [1]": r"notes is \[1\]; it must be a list of texts",
+    "flags: {batch_size: 1}\nglobal_batch_size: 2": "both global_batch_size and the flag batch_size",
+    "flags: {lr-tau: 1}": "lr-tau is not a flag; did you mean lr_tau?",
+    "flags: {xyzzy: 1}": "xyzzy is not a flag; see --help",
+    "flags: {recipe: x.yaml}": "recipe is not a flag",
+    "flags: {1: 2}": "1 is not a flag",
+    "flags: {lr: [1]}": r"lr is \[1\]; --lr takes one number or text",
+    "flags: {lr: fast}": "argument --lr: invalid float value: 'fast'",
+    "flags: {epochs: true}": "epochs is True; --epochs takes one number",
+    "flags: {precision: fp8}": "argument --precision: invalid choice: 'fp8'",
+    "flags: {local_loss: 1}": "local_loss is 1; it must be true or false",
+    "flags: {image_mean: 1}": "image_mean is 1; it must be a list",
+    "flags: {loss: neuclip, gamma: 0.5}": r"--gamma: .*neuclip.* does not use it \(from --recipe .*mine.yaml\)",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_recipe_is_one_line(text, write, refused):
+    assert re.search(BAD[text], refused(f"--recipe {write(text)} --dataset-type shapes --train-num-samples 48"))
+
+
+def test_a_name_that_is_not_there(refused, tmp_path):
+    assert "'neuclip-cc12' is unknown; did you mean neuclip-cc12m?" in refused("--recipe neuclip-cc12")
+    assert "see --list-recipes" in refused("--recipe xyzzy")
+    assert "cannot be read: No such file" in refused(f"--recipe {tmp_path}/none.yaml")
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
+    assert "is not YAML" in refused(f"--recipe {tmp_path}/bytes.yaml")
+
+
+def test_a_run_repeats_from_what_it_saved(run, write, tmp_path, datasets):
+    flags = f"{MINE}, model: ViT-test, precision: fp32, warmup: 2, log_every_n_steps: 1"
+    path = write(f"global_batch_size: 8\nnotes: [a note]\nflags: {{{flags}}}")
+    first = run("first", f"--recipe {path} {datasets['shards']} --lr 2e-3")
+    saved = yaml.safe_load((first.path / "recipe.yaml").read_text())
+    assert saved["global_batch_size"] == 8 and saved["samples"] == 48 and saved["notes"] == ["a note"]
+    assert saved["source"].endswith(f"from the recipe {path}") and saved["flags"]["lr"] == 2e-3
+    assert set(saved) <= set(TYPES) and not {"name", "logs", "resume"} & set(saved["flags"])
+    second = run("second", f"--recipe {first.path}/recipe.yaml", lambda flags: ext_main(flags[len(TINY.split()) :]))
+    assert second.logged() == first.logged() and len(first.logged()) == 6
+    assert yaml.safe_load((second.path / "recipe.yaml").read_text())["flags"] == saved["flags"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--dataset-type shapes", "--train-data x-{0..5}.tar --batch-size 4 --accum-freq 2"]
+)
+def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run, write, capsys, tmp_path, datasets):
+    path = write(f"samples: 48\nflags: {{{MINE}}}")
+    shapes = " --train-num-samples 48" if "shapes" in arguments else ""
+    before = sorted(tmp_path.rglob("*"))
+    assert ext_main([*TINY.split(), *f"{arguments}{shapes} --recipe {path} --dry-run --name run".split()]) == 0
+    text = capsys.readouterr().out
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "--lr 1e-3" not in text and re.search(r"recipe .*--lr 0\.001", text) and "logs/run/out.log" in text
+    data = arguments if shapes else arguments.replace("--train-data x-{0..5}.tar", datasets["shards"])
+    trained = run("trained", f"{data}{shapes} --recipe {path}")
+    steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
+    assert f"{steps} an epoch, {steps} in all" in text and steps == 6
+    assert "in all        48 samples" in text
+    about = float(re.search(r"about ([\d.]+) MiB each", " ".join(text.split()))[1]) * 2**20
+    assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
+
+
+def test_the_documentation_has_every_recipe_and_what_is_printed(eight, monkeypatch, capsys):
+    text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    for name in NAMES:
+        recipe = recipes.find(name)
+        batch = f"{recipe.global_batch_size:,}" if recipe.global_batch_size else "not given"
+        row = f"| `{name}` | {recipe.flags['model']} | {batch} | {recipe.flags['epochs']} | {recipe.samples:,} |"
+        assert row in text
+    monkeypatch.setenv("COLUMNS", "100")
+    flags = ["--train-data", "/data/cc12m/{00000..01242}.tar", "--name", "neuclip-cc12m", "--dry-run"]
+    assert ext_main(["--recipe", "neuclip-cc12m", *flags]) == 0
+    for line in filter(None, capsys.readouterr().out.splitlines()):
+        assert f"\n    {line}\n" in text
+
+
+def test_only_the_first_process_prints_a_plan(monkeypatch, capsys, eight):
+    monkeypatch.setenv("RANK", "1")
+    assert ext_main(["--recipe", NAMES[0], "--dry-run"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_dry_run_without_recipe(capsys, refused):
+    flags = "--loss queue --lr 1e-3 --train-data x.tar --dry-run"
+    assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
+    assert "--dry-run does not look at the data; give their number" in refused(flags)
+    assert "more than 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
+    # What the training would refuse is refused.
+    assert "--keep-best" in refused(f"{flags} --train-num-samples 64 --keep-best x")
+    assert "--model: 'ViT-B-99' is unknown" in refused(f"{flags} --train-num-samples 64 --model ViT-B-99")
+    # OpenCLIP's own training has a plan, too.
+    assert ext_main([*TINY.split(), "--train-data", "x.tar", "--train-num-samples", "64", "--dry-run"]) == 0
+    assert "loss:" not in capsys.readouterr().out
+
+
+def test_yaml_is_never_executed(tmp_path, refused):
+    marker = tmp_path / "executed"
+    (tmp_path / "evil.yaml").write_text(f"flags: !!python/object/apply:os.mkdir ['{marker}']")
+    assert "is not YAML" in refused(f"--recipe {tmp_path}/evil.yaml")
+    assert not marker.exists() and "yaml" in sys.modules

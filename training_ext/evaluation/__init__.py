@@ -1,0 +1,1 @@
+"""Scores of a model: the DataComp tasks and zero-shot classification of one's own classes."""

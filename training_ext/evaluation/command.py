@@ -1,0 +1,295 @@
+"""The command line of an evaluation, and its steps."""
+
+import argparse
+import importlib.util
+import json
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import open_clip
+import torch
+import torch.distributed as dist
+from open_clip_train.distributed import init_distributed_device, world_info_from_env
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+from open_clip_ext.options import flag_of
+from training_ext import preflight
+from training_ext.evaluation.aggregates import aggregates, average
+from training_ext.evaluation.folders import Source, open_own_classes
+from training_ext.evaluation.inference import Encoder
+from training_ext.evaluation.models import Checkpoint, find_checkpoint, load_model
+from training_ext.evaluation.own_classes import KEY, name_of, score_own_classes, write_confusion
+from training_ext.evaluation.pictures import draw_comparison
+from training_ext.evaluation.results import Results, Row, table
+from training_ext.evaluation.scores import open_task, score
+from training_ext.evaluation.tasks import DATACOMP, Task, read_tasks
+
+PROG = "open_clip_ext.evaluate"
+PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")
+LINES = ".jsonl"
+COMPARISON = "comparison.png"
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command's flags.
+
+    Raises:
+        InputError: a wrong flag.
+    """
+    parser = Parser(
+        prog=PROG,
+        allow_abbrev=False,
+        description="Scores checkpoints on the 38 DataComp tasks, as far as they are in a folder, and on one's own "
+        "classes. Nothing is downloaded.",
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, nargs="+", metavar="PATH", help="files of weights, of any OpenCLIP model"
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="OpenCLIP's name of the model (default: from params.txt beside the checkpoint)"
+    )
+    parser.add_argument(
+        "--pretrained", metavar="TAG",
+        help="take the preprocessing of these pretrained weights of OpenCLIP (default: as params.txt says, or the "
+        "model's own)",
+    )
+    parser.add_argument("--data", metavar="FOLDER", help="where the folders of the tasks are")
+    parser.add_argument(
+        "--tasks", nargs="+", metavar="NAME", help="only these, by name or key (default: all that are there)"
+    )
+    parser.add_argument(
+        "--zeroshot-data", metavar="DIR", help="classify one's own images: class folders of images, or shards"
+    )
+    parser.add_argument(
+        "--out", required=True, metavar="PATH",
+        help=f"file for the results, *{LINES}; a folder if there are several checkpoints. What is there is kept",
+    )
+    parser.add_argument("--batch-size", type=int, default=64, metavar="INT", help="images at a time (default: 64)")
+    parser.add_argument("--workers", type=int, default=2, metavar="INT", help="loader processes (default: 2)")
+    parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="(default: fp32, as DataComp's)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device, help="(default: cuda, or cpu where there is none)")
+    return parser.parse_args(argv)
+
+
+@dataclass
+class Job:
+    """What process 0 finds out for all.
+
+    Args:
+        checkpoints: what is evaluated.
+        outs: their files of results.
+        picture: for the comparison, or None.
+        table: name of the table of tasks.
+        tasks: all of it.
+        folders: of the tasks that are there, by key.
+        todo: by checkpoint, the keys to evaluate; own classes have a key as well.
+    """
+
+    checkpoints: list[Checkpoint]
+    outs: list[str]
+    picture: str | None
+    table: str
+    tasks: list[Task]
+    folders: dict[str, str]
+    todo: list[list[str]]
+
+
+def run(argv: list[str]) -> None:
+    """The command.
+
+    Raises:
+        InputError: one line; nothing was written before it unless it is about what is in the data.
+    """
+    args = parse(argv)
+    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    job: Job | None = None
+    results: list[Results] = []
+    # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
+    if world_info_from_env()[1] == 0:
+        job, results = check(args)
+    device = init_distributed_device(args)
+    if args.distributed:
+        jobs = [job]
+        dist.broadcast_object_list(jobs, src=0)
+        job = jobs[0]
+    assert job is not None
+    if args.rank == 0:
+        logging.getLogger().setLevel(logging.WARNING)
+        for out in job.outs:
+            os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
+    for number in range(len(job.checkpoints)):
+        if job.todo[number]:
+            evaluate_checkpoint(args, device, job, number, results[number] if args.rank == 0 else None)
+    if args.rank == 0:
+        finish(job, results)
+    if args.distributed:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
+    """All that can be wrong with the command line; the sources are opened, and their images not read.
+
+    Raises:
+        InputError: one line that names the flag, its value and what would be right.
+    """
+    for setting, least in (("batch_size", 1), ("workers", 0)):
+        if (value := getattr(args, setting)) < least:
+            raise InputError(f"{flag_of(setting)}: {value} is out of range; it must be at least {least}")
+    if args.data is None and args.zeroshot_data is None:
+        raise InputError("--data: nothing to evaluate on; give it, or --zeroshot-data")
+    several = len(args.checkpoint) > 1
+    if several and args.out.endswith(LINES):
+        raise InputError(f"--out: {args.out!r} for {len(args.checkpoint)} checkpoints; give a folder")
+    if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
+        raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
+    if (several or args.zeroshot_data) and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("matplotlib is not installed, and draws the pictures; pip install matplotlib")
+    checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
+    labels = [one.label for one in checkpoints]
+    if len(set(labels)) < len(labels):
+        raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, or their results would be mixed")
+    if args.out.endswith(LINES):
+        outs = [args.out]
+    else:
+        outs = [os.path.join(args.out, label.replace("/", "-") + LINES) for label in labels]
+    results = [Results(out, about(args, one)) for out, one in zip(outs, checkpoints, strict=True)]
+    name = DATACOMP
+    name, tasks, folders = DATACOMP, list[Task](), dict[str, str]()
+    sources: dict[str, Source] = {}
+    if args.data is not None:
+        name, tasks, folders = find_tasks(args)
+        wanted = [task for task in tasks if task.key in folders and is_wanted(task, args)]
+        sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
+    elif args.tasks:
+        raise InputError(f"--tasks: {' '.join(args.tasks)} without --data")
+    if args.zeroshot_data is not None:
+        own = open_own_classes("--zeroshot-data", args.zeroshot_data)
+        sources[KEY + name_of(own)] = own
+    digests = {key: source.digest() for key, source in sources.items()}
+    todo = [
+        [key for key, digest in digests.items() if key not in own.rows or own.rows[key].data != digest]
+        for own in results
+    ]
+    picture = os.path.join(args.out, COMPARISON) if several and tasks else None
+    return Job(checkpoints, outs, picture, name, tasks, folders, todo), results
+
+
+def about(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a score depends on beside the data."""
+    settings = json.loads(json.dumps(checkpoint.flags))  # JSON has lists for tuples
+    return {
+        "checkpoint": checkpoint.digest, "model": checkpoint.model, "precision": args.precision, "settings": settings
+    }
+
+
+def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str]]:
+    """The table of tasks, and the folders of those that are there."""
+    if not os.path.isdir(args.data):
+        raise InputError(f"--data: there is no folder {args.data!r}")
+    name, every = read_tasks(args.data)
+    tasks = list(every)
+    if args.tasks:
+        known = {word: task for task in every for word in (task.key, task.name)}
+        unknown = [word for word in args.tasks if word not in known]
+        if unknown:
+            raise InputError(f"--tasks: {unknown[0]!r} is not one of {', '.join(task.name for task in every)}")
+    folders = {}
+    for task in tasks:
+        paths = [os.path.join(args.data, folder) for folder in task.folder_names()]
+        found = next((path for path in paths if os.path.isdir(path)), None)
+        if found is not None:
+            folders[task.key] = found
+    wanted = [task for task in tasks if is_wanted(task, args)]
+    if not any(task.key in folders for task in wanted):
+        looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
+        raise InputError(f"--data: {args.data!r} has the folder of no task, such as {looked_for}")
+    return name, tasks, folders
+
+
+def is_wanted(task: Task, args: argparse.Namespace) -> bool:
+    return not args.tasks or task.key in args.tasks or task.name in args.tasks
+
+
+def evaluate_checkpoint(
+    args: argparse.Namespace, device: torch.device, job: Job, number: int, results: Results | None
+) -> None:
+    """All that is to do for one of the checkpoints; results on process 0."""
+    checkpoint = job.checkpoints[number]
+    model, transform, tokenizer = load_model(checkpoint, args)
+    encoder = Encoder(
+        model, transform, tokenizer, device, args.precision, args.batch_size, args.workers, args.rank, args.world_size,
+        show=args.rank == 0,
+    )
+    tasks = {task.key: task for task in job.tasks}
+    for key in job.todo[number]:
+        if key not in tasks:
+            evaluate_own_classes(args, encoder, job, number, results)
+            continue
+        source = open_task(tasks[key], job.folders[key])
+        scored = score(encoder, tasks[key], source)
+        if results is not None:
+            assert scored is not None
+            found, samples = scored
+            results.add(Row(key, tasks[key].name, found, samples, source.digest()))
+            print(f"{checkpoint.label}: {tasks[key].name}: {100 * found['main_metric']:.2f}", flush=True)
+
+
+def evaluate_own_classes(
+    args: argparse.Namespace, encoder: Encoder, job: Job, number: int, results: Results | None
+) -> None:
+    source = open_own_classes("--zeroshot-data", args.zeroshot_data)
+    scores = score_own_classes(encoder, source)
+    if results is None:
+        return
+    assert scores is not None
+    found = {"acc1": scores.top1, "acc5": scores.top5, "mean_per_class_recall": scores.balanced, "main_metric": None}
+    label, path = job.checkpoints[number].label, confusion_path(job.outs[number], source)
+    write_confusion(path, source, scores, label)
+    results.add(Row(KEY + name_of(source), name_of(source), found, int(scores.counts.sum()), source.digest()))
+
+
+def confusion_path(out: str, source: Source) -> str:
+    return f"{out.removesuffix(LINES)}-{name_of(source)}.png"
+
+
+def finish(job: Job, results: list[Results]) -> None:
+    """The table and the picture."""
+    labels = [checkpoint.label for checkpoint in job.checkpoints]
+    if job.tasks:
+        missing = [
+            task for task in job.tasks
+            if task.key not in job.folders and not any(task.key in own.rows for own in results)
+        ]
+        print(table(job.table, job.tasks, labels, results, missing))
+    for label, out, own in zip(labels, job.outs, results, strict=True):
+        for row in own.rows.values():
+            if row.key.startswith(KEY):
+                top1, balanced = (100 * row.metrics[name] for name in ("acc1", "mean_per_class_recall"))
+                print(
+                    f"{label}: {row.name}: accuracy {top1:.2f}, balanced accuracy {balanced:.2f} of {row.samples} "
+                    f"images; {out.removesuffix(LINES)}-{row.name}.png"
+                )
+    if job.picture is not None:
+        scores = [own.scores() for own in results]
+        tasks = [(task.name, [own.get(task.key) for own in scores]) for task in job.tasks]
+        averages = []
+        for aggregate in aggregates(job.table, job.tasks):
+            values = [average(aggregate, own) for own in scores]
+            averages.append((min(values, key=lambda one: one.complete).name, [one.value for one in values]))
+        shown, means = (
+            [row for row in rows if any(value is not None for value in row[1])] for rows in (tasks, averages)
+        )
+        with whole_file(job.picture) as file:
+            draw_comparison(file, labels, shown, means, f"Zero-shot scores, {job.table} tasks")
+        print(job.picture)
+    print("\n".join(job.outs), flush=True)

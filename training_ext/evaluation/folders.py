@@ -1,0 +1,335 @@
+"""Reading of evaluation folders. Nothing in them is executed, and nothing is left out in silence: a score over fewer
+samples is another score."""
+
+import csv
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from open_clip import OPENAI_IMAGENET_TEMPLATES
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from open_clip_ext.errors import InputError
+from training_ext.loading import one_line
+
+CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
+TYPES = ("classification", "multilabel", "retrieval")
+SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # those of ImageFolder
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image.
+
+    Args:
+        place: where it is, for an error's message.
+        image: the bytes of its file.
+        target: class, captions, or one number for each class.
+        fields: the numbers of its .npy, or None.
+    """
+
+    place: str
+    image: bytes
+    target: Any
+    fields: NDArray | None = None
+
+
+@dataclass
+class Source:
+    """Images with what is to be found for them.
+
+    Args:
+        flag: that named it, for messages.
+        folder: where it is.
+        type: one of `TYPES`.
+        classes: their names, of a classification.
+        templates: with `{c}` where the name goes.
+    """
+
+    flag: str
+    folder: str
+    type: str = "classification"
+    classes: list[str] = field(default_factory=list)
+    templates: list[str] = field(default_factory=list)
+
+    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+        """Number and sample of those whose number is one's own; numbers count from 0 without gaps."""
+        raise NotImplementedError
+
+    def files(self) -> list[str]:
+        raise NotImplementedError
+
+    def digest(self) -> str:
+        """Of names and sizes of the files and of the texts: the same data have the same."""
+        found = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
+        for path in self.files():
+            found.update(f"{os.path.relpath(path, self.folder)} {os.path.getsize(path)}\n".encode())
+        return found.hexdigest()[:16]
+
+    def wrong(self, what: str) -> InputError:
+        return InputError(f"{self.flag}: {what}")
+
+
+class Shards(Source):
+    """A folder in the form of DataComp and clip_benchmark: DIR/test/nshards.txt, DIR/test/0.tar, ..."""
+
+    def __init__(self, flag: str, folder: str):
+        super().__init__(flag, folder)
+        path = os.path.join(folder, "test", "nshards.txt")
+        try:
+            with open(path, encoding="utf-8") as file:
+                number = int(file.read(32))
+        except (OSError, ValueError) as error:
+            raise self.wrong(f"{path!r} is no number of shards: {one_line(error)}") from None
+        self.shards = [os.path.join(folder, "test", f"{index}.tar") for index in range(number)]
+        missing = next((path for path in self.shards if not os.path.isfile(path)), None)
+        if missing is not None or not self.shards:
+            raise self.wrong(f"{missing or path!r} is missing; {number} shards are announced")
+        kind = lines_of(self, TYPE) or ["classification"]
+        self.type = kind[0].lower()
+        if self.type not in TYPES:
+            raise self.wrong(f"{os.path.join(folder, TYPE)!r} has {kind[0]!r}, which is none of {', '.join(TYPES)}")
+        if self.type != "retrieval":
+            self.classes, self.templates = lines_of(self, CLASSNAMES, needed=True), templates_of(self, needed=True)
+
+    def files(self) -> list[str]:
+        return self.shards
+
+    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+        number = 0
+        for path in self.shards:
+            try:
+                with tarfile.open(path, "r:") as tar:
+                    for members in grouped(tar):
+                        if own(number):
+                            yield number, self._sample(tar, members, path)
+                        number += 1
+                    check_end(tar)
+            except (OSError, tarfile.TarError) as error:
+                raise self.wrong(f"{path!r} is damaged: {one_line(error)}") from None
+
+    def _sample(self, tar: tarfile.TarFile, members: dict[str, tarfile.TarInfo], path: str) -> Sample:
+        first = next(iter(members.values()))
+        place = f"{path}: {first.name}"
+
+        def read(extension: str) -> bytes:
+            if extension not in members:
+                raise self.wrong(f"{place!r} has no .{extension} beside it")
+            file = tar.extractfile(members[extension])
+            assert file is not None
+            return file.read()
+
+        image = read(next((kind for kind in SHARD_IMAGES if kind in members), "jpg"))
+        numbers = read_array(self, read("npy"), place) if "npy" in members else None
+        if self.type == "retrieval":
+            captions = [line.strip() for line in read("txt").decode("utf-8", "replace").splitlines() if line.strip()]
+            if not captions:
+                raise self.wrong(f"{place!r} has no caption")
+            return Sample(place, image, captions)
+        if self.type == "multilabel":
+            if numbers is None or numbers.shape != (len(self.classes),) or not np.isin(numbers, (0, 1)).all():
+                raise self.wrong(f"{place!r} needs an .npy of {len(self.classes)} numbers, each 0 or 1")
+            return Sample(place, image, numbers)
+        text = read("cls")
+        label = int(text) if text.strip().isdigit() else -1
+        if not 0 <= label < len(self.classes):
+            raise self.wrong(f"{place!r} has the class {text[:20]!r}; {CLASSNAMES} has 0 to {len(self.classes) - 1}")
+        return Sample(place, image, label, numbers)
+
+
+class ClassFolders(Source):
+    """A folder of images for each class, as torchvision's ImageFolder reads it; the classes are the folders in
+    alphabetical order, named by classnames.txt beside them or by themselves."""
+
+    def __init__(self, flag: str, folder: str):
+        super().__init__(flag, folder)
+        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+        found = [(name, images_below(os.path.join(folder, name))) for name in names]
+        empty = [name for name, paths in found if not paths]
+        if not found or empty:
+            what = f"no image in {empty[0]!r}" if empty else "neither test/nshards.txt nor folders of images"
+            raise self.wrong(f"{folder!r} has {what}; give class folders of images, or shards")
+        self.images = [(path, label) for label, (_, paths) in enumerate(found) for path in paths]
+        self.classes = lines_of(self, CLASSNAMES) or [name.replace("_", " ") for name in names]
+        if len(self.classes) != len(names):
+            raise self.wrong(
+                f"{CLASSNAMES} in {folder!r} has {len(self.classes)} names and there are {len(names)} class folders; "
+                "give one line for each, in alphabetical order of the folders"
+            )
+        self.templates = templates_of(self)
+
+    def files(self) -> list[str]:
+        return [path for path, _ in self.images]
+
+    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+        for number, (path, label) in enumerate(self.images):
+            if own(number):
+                yield number, Sample(path, read_file(self, path), label)
+
+
+class Candidates(Source):
+    """WinoGAViL's folder: winogavil_dataset.csv, and the candidates' pictures as images/NAME.jpg.
+
+    Attributes:
+        instances: cue, numbers of the candidates' pictures, which of them are associations.
+    """
+
+    def __init__(self, flag: str, folder: str):
+        super().__init__(flag, folder, "winogavil")
+        self.instances: list[tuple[str, list[int], NDArray]] = []
+        number_of: dict[str, int] = {}
+        path = os.path.join(folder, WINOGAVIL)
+        try:
+            with open(path, encoding="utf-8", newline="") as file:
+                for row in csv.DictReader(file):
+                    candidates, associations = (json.loads(row[name]) for name in ("candidates", "associations"))
+                    numbers = [number_of.setdefault(str(name), len(number_of)) for name in candidates]
+                    truth = np.isin(candidates, associations)
+                    if not row["cue"] or truth.sum() != len(set(associations)) or not associations:
+                        raise ValueError(f"cue {row['cue']!r} has no association, or one that is no candidate")
+                    self.instances.append((row["cue"], numbers, truth))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self.wrong(f"{path!r} cannot be read as cue, candidates, associations: {one_line(error)}") from None
+        images = next((name for name in WINOGAVIL_IMAGES if os.path.isdir(os.path.join(folder, name))), "images")
+        self.images = [os.path.join(folder, images, f"{name}.jpg") for name in number_of]
+        missing = next((image for image in self.images if not os.path.isfile(image)), None)
+        if missing is not None or not self.instances:
+            raise self.wrong(f"{path!r} " + (f"needs {missing!r}" if missing else "has no instance"))
+
+    def files(self) -> list[str]:
+        return [os.path.join(self.folder, WINOGAVIL), *self.images]
+
+    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+        for number, path in enumerate(self.images):
+            if own(number):
+                yield number, Sample(path, read_file(self, path), 0)
+
+
+class Images(IterableDataset):
+    """The decoded samples of one process, shared among a loader's workers.
+
+    Args:
+        source: what is read.
+        transform: from an RGB image to a tensor.
+        rank, world_size: every world_size-th sample is read, from rank on.
+    """
+
+    def __init__(self, source: Source, transform: Callable[[Image.Image], Tensor], rank: int, world_size: int):
+        super().__init__()
+        self.source = source
+        self.transform = transform
+        self.rank = rank
+        self.world_size = world_size
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Any, NDArray | None]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        share, shares = self.rank * workers + worker, self.world_size * workers
+        for number, sample in self.source.samples(lambda number: number % shares == share):
+            try:
+                with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
+                    tensor = self.transform(image.convert("RGB"))
+            except Exception as error:  # decoders raise whatever they like
+                unknown = isinstance(error, UnidentifiedImageError)
+                reason = f"it is none of {', '.join(FORMATS)}" if unknown else one_line(error)
+                raise self.source.wrong(f"the image of {sample.place!r} cannot be read: {reason}") from None
+            yield number, tensor, sample.target, sample.fields
+
+
+def open_own_classes(flag: str, folder: str) -> Source:
+    """One's own zero-shot classification: class folders, or shards.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if not os.path.isdir(folder):
+        raise InputError(f"{flag}: there is no folder {folder!r}")
+    source: Source
+    if any(os.path.exists(os.path.join(folder, "test", name)) for name in ("nshards.txt", "0.tar")):
+        source = Shards(flag, folder)
+    else:
+        source = ClassFolders(flag, folder)
+    if source.type != "classification":
+        raise source.wrong(f"{folder!r} is of type {source.type}; give one class for each image")
+    return source
+
+
+def lines_of(source: Source, name: str, needed: bool = False) -> list[str]:
+    path = os.path.join(source.folder, name)
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.strip() for line in file.read().splitlines()]
+    except FileNotFoundError:
+        lines = []
+    except (OSError, ValueError) as error:
+        raise source.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
+    if needed and not lines:
+        raise source.wrong(f"{path!r} is missing or empty")
+    return lines
+
+
+def templates_of(source: Source, needed: bool = False) -> list[str]:
+    """The file's lines, or OpenCLIP's 80 for ImageNet where no file is needed and there is none."""
+    lines = [line for line in lines_of(source, TEMPLATES, needed) if line]
+    for line in lines:
+        if "{c}" not in line:
+            raise source.wrong(f"{TEMPLATES} in {source.folder!r}: {line!r} has no {{c}} for the class")
+    return lines or [template("{c}") for template in OPENAI_IMAGENET_TEMPLATES]
+
+
+def grouped(tar: tarfile.TarFile) -> Iterator[dict[str, tarfile.TarInfo]]:
+    """The members of each sample by extension: neighbours whose names are equal up to the first dot."""
+    key: tuple[str, str] | None = None
+    members: dict[str, tarfile.TarInfo] = {}
+    for member in tar:
+        folder, _, name = member.name.rpartition("/")
+        stem, _, extension = name.partition(".")
+        if not member.isfile() or not stem or not extension:
+            continue
+        if (folder, stem) != key:
+            if members:
+                yield members
+            key, members = (folder, stem), {}
+        members[extension.lower()] = member
+    if members:
+        yield members
+
+
+def check_end(tar: tarfile.TarFile) -> None:
+    """tarfile takes an archive that was cut between or in headers for a whole one."""
+    assert tar.fileobj is not None
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise tarfile.ReadError("it has no end mark")
+
+
+def read_array(source: Source, content: bytes, place: str) -> NDArray:
+    try:
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise source.wrong(f"the .npy of {place!r} cannot be read: {one_line(error)}") from None
+
+
+def read_file(source: Source, path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise source.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
+
+
+def images_below(folder: str) -> list[str]:
+    found = [os.path.join(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names]
+    return sorted(path for path in found if path.lower().endswith(IMAGE_FILES))

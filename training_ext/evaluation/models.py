@@ -1,0 +1,171 @@
+"""The model of a checkpoint, ours or any of OpenCLIP's."""
+
+import ast
+import hashlib
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import open_clip
+import torch
+from open_clip.pretrained import get_pretrained_cfg, is_pretrained_cfg
+from safetensors import SafetensorError, safe_open
+
+from open_clip_ext.distributed import plain_name
+from open_clip_ext.errors import InputError
+from training_ext.loading import load_mapped, one_line, without_remote_code
+from training_ext.overlay import replaced
+
+PARAMS = "params.txt"
+# What of a training's command line the model and its transform depend on.
+MODEL_FLAGS = (
+    "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length", "image_mean", "image_std",
+    "image_interpolation", "image_resize_mode",
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A file of weights and what its model is.
+
+    Args:
+        path: of the file.
+        label: short and readable, such as `NAME/epoch_3`.
+        model: OpenCLIP's name.
+        flags: of `MODEL_FLAGS`, as the training had them, and the preprocessing of the tag it began from.
+        digest: SHA-256 of the file's bytes.
+        has_logit_bias: its model was made for SigLIP's loss.
+    """
+
+    path: str
+    label: str
+    model: str
+    digest: str
+    has_logit_bias: bool
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Checkpoint:
+    """What is known of a checkpoint without loading it.
+
+    Args:
+        model: OpenCLIP's name of it, or None if params.txt beside the checkpoint is to say.
+        tag: of OpenCLIP's pretrained weights, whose preprocessing the model takes; None if params.txt is to say, or
+            if it is the model's own.
+
+    Raises:
+        InputError: there is no such file, no weights in it, or no model's name for it.
+    """
+    if not os.path.isfile(path):
+        raise InputError(f"--checkpoint: {path!r} is no file")
+    folder, name = os.path.split(os.path.abspath(path))
+    inside = os.path.basename(folder) == "checkpoints"
+    experiment = os.path.dirname(folder) if inside else folder
+    params = read_params(os.path.join(experiment, PARAMS))
+    if model is None and not isinstance(params.get("model"), str):
+        raise InputError(f"--model: there is no {PARAMS} with a model's name beside {path!r}; give the name")
+    own = model is None or model == params.get("model")
+    name_of_model = str(model or params["model"])
+    if tag is not None and not is_pretrained_cfg(name_of_model.replace("/", "-"), tag):
+        known = ", ".join(open_clip.list_pretrained_tags_by_model(name_of_model)) or "none"
+        raise InputError(f"--pretrained: {tag!r} is no tag of {name_of_model!r}, which has {known}")
+    if tag is None and own:
+        tag = str(params.get("pretrained"))  # a training's may also be a file, or nothing
+    preprocessing = {} if tag is None else preprocessing_of(name_of_model, tag)
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    label = os.path.splitext(name)[0]
+    return Checkpoint(
+        path,
+        f"{os.path.basename(experiment)}/{label}" if inside else label,
+        name_of_model,
+        digest.hexdigest(),
+        any(name.endswith("logit_bias") for name in names_of_weights(path)),
+        preprocessing | {name: params[name] for name in MODEL_FLAGS if own and params.get(name) is not None},
+    )
+
+
+def preprocessing_of(model: str, tag: str) -> dict[str, Any]:
+    """What OpenCLIP would set for the pretrained weights of this tag; {} if it has no such weights."""
+    settings = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
+    names = ("mean", "std", "interpolation", "resize_mode")
+    return {f"image_{name}": settings[name] for name in names if settings.get(name) is not None}
+
+
+def read_params(path: str) -> dict[str, Any]:
+    """OpenCLIP's `name: value` lines; {} where there is no such file."""
+    found: dict[str, Any] = {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return found
+    for line in lines:
+        name, _, text = line.partition(": ")
+        try:
+            found[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            found[name] = text
+    return found
+
+
+def names_of_weights(path: str) -> list[str]:
+    try:
+        if path.endswith(".safetensors"):
+            with safe_open(path, framework="pt") as file:
+                return list(file.keys())
+        content = load_mapped(path)
+    except (SafetensorError, Exception) as error:  # archives raise whatever they like
+        raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {one_line(error)}") from None
+    weights = content.get("state_dict", content) if isinstance(content, dict) else None
+    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise InputError(f"--checkpoint: {path!r} holds no model's weights")
+    return [plain_name(name) for name in weights]
+
+
+def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module, Callable, Callable]:
+    """The model in evaluation mode, the transform for evaluation, and the tokenizer.
+
+    Args:
+        args: for precision and device.
+
+    Raises:
+        InputError: OpenCLIP does not know the model, or the weights are of another.
+    """
+    given = f"--model: {checkpoint.model!r}"
+    seams = {
+        ("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer),
+        ("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path),
+    }
+    size = checkpoint.flags.get("force_image_size")
+    flags = {
+        **checkpoint.flags,
+        **({"force_image_size": size[0]} if isinstance(size, (tuple, list)) and len(size) == 1 else {}),
+        **({"init_logit_bias": 0.0} if checkpoint.has_logit_bias else {}),
+    }
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # of a training's settings, which do not matter here
+    try:
+        with replaced(seams):
+            model, _, transform = open_clip.create_model_and_transforms(
+                checkpoint.model, load_weights=False, pretrained_text=False, precision=args.precision,
+                device=args.device, output_dict=True, **flags,
+            )
+            open_clip.load_checkpoint(model, checkpoint.path)
+            length = checkpoint.flags.get("force_context_length")
+            tokenizer = open_clip.get_tokenizer(checkpoint.model, context_length=length)
+    except InputError:
+        raise
+    except Exception as error:  # a model's name may lead anywhere
+        reason = str(error).strip().splitlines()[-1].strip()[:200] if str(error).strip() else repr(error)
+        if open_clip.get_model_config(checkpoint.model) is None and ":" not in checkpoint.model:
+            reason = "OpenCLIP does not know it"
+        raise InputError(f"{given} with the weights of {checkpoint.path!r}: {reason}") from None
+    finally:
+        logging.disable(level)
+    return model.eval(), transform, tokenizer

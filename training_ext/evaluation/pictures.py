@@ -1,0 +1,110 @@
+"""Pictures: checkpoints side by side, and which classes are taken for which."""
+
+from collections.abc import Sequence
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#2a6f97", "#d1702b", "#4f8a3c", "#8a4f9e", "#b3892b", "#7a7a7a")
+MARKERS = ("o", "D", "s", "^", "v", "P")
+INK, GRID, BAND = "#222222", "#d9d9d9", "#f3f3f3"
+SHOWN_CLASSES, NUMBERED_CLASSES = 30, 15
+
+Rows = Sequence[tuple[str, Sequence[float | None]]]
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    # Here, for a run that draws nothing: the import takes long.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, averages: Rows, title: str) -> None:
+    """Write a PNG: a line for each task and, below, for each average; a mark for each checkpoint.
+
+    Args:
+        labels: of the checkpoints.
+        tasks, averages: names and one score in [0, 1] for each checkpoint, None where there is none.
+    """
+    rows = [*tasks, *averages]
+    figure = new_figure(9, 1.6 + 0.27 * len(rows) + 0.2 * len(labels))
+    axis = figure.subplots()
+    places = np.arange(len(rows))[::-1]
+    if averages:
+        axis.axhspan(-0.5, len(averages) - 0.5, color=BAND, zorder=0)
+    for place, (_, values) in zip(places, rows, strict=True):
+        known = [100 * value for value in values if value is not None]
+        if len(known) > 1:
+            axis.plot([min(known), max(known)], [place, place], color=GRID, linewidth=2, zorder=1)
+    for number, label in enumerate(labels):
+        known_places = [(own[number], place) for place, (_, own) in zip(places, rows, strict=True)]
+        points = np.array([(100 * value, place) for value, place in known_places if value is not None])
+        if len(points):
+            axis.scatter(
+                # Smaller and smaller: of equal scores each is seen.
+                points[:, 0], points[:, 1], s=20 + 60 / (number + 1), zorder=2, label=label, linewidths=0,
+                color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
+            )
+    axis.set_yticks(places, [name for name, _ in rows])
+    axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel="score, percent")
+    axis.grid(color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    figure.suptitle(title, fontsize=11, color=INK)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(3, len(labels)), frameon=False, fontsize=9)
+    figure.savefig(file, dpi=130, format="png")
+
+
+def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], title: str) -> None:
+    """Write a PNG: of each class's images, the share that is taken for each class.
+
+    Args:
+        counts: (C, C), row the label, column the answer.
+        classes: their names. Of more than 30, those with most errors are drawn.
+    """
+    samples = counts.sum(axis=1)
+    errors = samples + counts.sum(axis=0) - 2 * counts.diagonal()
+    chosen = np.arange(len(classes))
+    if len(classes) > SHOWN_CLASSES:
+        chosen = np.sort(np.argsort(-errors, kind="stable")[:SHOWN_CLASSES])
+        title += f"\nthe {SHOWN_CLASSES} of {len(classes)} classes with most errors"
+    shares = (counts / np.maximum(samples, 1)[:, None])[np.ix_(chosen, chosen)]
+    side = 3.2 + 0.24 * len(chosen)
+    figure = new_figure(side + 1.2, side)
+    axis = figure.subplots()
+    draw_shares(figure, axis, 100 * shares)
+    names = [shortened(classes[index]) for index in chosen.tolist()]
+    axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
+    axis.set_yticks(
+        range(len(names)), [f"{name} ({samples[index]})" for name, index in zip(names, chosen, strict=True)], fontsize=8
+    )
+    axis.set(xlabel="taken for", ylabel="class (images)")
+    axis.set_title(title, fontsize=10, color=INK)
+    figure.savefig(file, dpi=130, format="png")
+
+
+def draw_shares(figure: "Figure", axis: "Axes", shares: NDArray) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    colours = LinearSegmentedColormap.from_list("shares", ["#ffffff", "#a9cfe5", COLOURS[0], "#08243d"])
+    shown = axis.imshow(shares, vmin=0, vmax=100, cmap=colours)
+    figure.colorbar(shown, ax=axis, label="percent of the class's images", shrink=0.8)
+    if len(shares) > NUMBERED_CLASSES:
+        return
+    for row, column in zip(*np.nonzero(shares >= 0.5), strict=True):
+        value = shares[row, column]
+        axis.text(
+            column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white" if value > 45 else INK
+        )
+
+
+def shortened(name: str) -> str:
+    return name if len(name) <= 24 else name[:23] + "…"

@@ -1,0 +1,113 @@
+"""Results of a checkpoint: a file in DataComp's form, and the table for the terminal."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+from training_ext.evaluation.aggregates import aggregates, average
+from training_ext.evaluation.tasks import Task
+from training_ext.loading import one_line
+
+
+@dataclass(frozen=True)
+class Row:
+    """One task's result.
+
+    Args:
+        key, name: of the task.
+        metrics: by DataComp's names; `main_metric` is the score, None for what is in no average.
+        samples: how many there were.
+        data: digest of the source.
+    """
+
+    key: str
+    name: str
+    metrics: dict[str, Any]
+    samples: int
+    data: str
+
+
+class Results:
+    """One checkpoint's rows by key, kept in a file of a JSON object a line, as DataComp's evaluate.py writes it.
+
+    Args:
+        path: of the file.
+        about: what the rows are of: checkpoint, model, precision, settings. A file of something else is refused.
+    """
+
+    def __init__(self, path: str, about: dict[str, Any]):
+        self.path = path
+        self.about = about
+        self.rows: dict[str, Row] = {}
+        if not os.path.exists(path):
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = [json.loads(line) for line in file if line.strip()]
+            for line in lines:
+                row = Row(line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"])
+                self.rows[row.key] = row
+            others = {name for line in lines for name, value in about.items() if line.get(name) != value}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"--out: {path!r} has lines of another program: {one_line(error)}") from None
+        if others:
+            names = ", ".join(sorted(others))
+            raise InputError(f"--out: {path!r} has the results of another {names}; choose another file, or delete it")
+
+    def add(self, row: Row) -> None:
+        """Keep a row, in the file as well, which is complete at any time."""
+        self.rows[row.key] = row
+        with whole_file(self.path, text=True) as file:
+            for row in self.rows.values():
+                line = {"key": row.key, "dataset": row.name, "metrics": row.metrics}
+                file.write(json.dumps({**line, **self.about, "samples": row.samples, "data": row.data}) + "\n")
+
+    def scores(self) -> dict[str, float]:
+        """By key, of the tasks that count."""
+        found = {key: row.metrics.get("main_metric") for key, row in self.rows.items()}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def table(
+    name: str, tasks: Sequence[Task], labels: Sequence[str], results: Sequence[Results], missing: Sequence[Task]
+) -> str:
+    """What goes to stdout: a column for each checkpoint, in percent.
+
+    Args:
+        name: of the table of tasks.
+        labels, results: of the checkpoints.
+        missing: the tasks that have no folder.
+    """
+    scores = [one.scores() for one in results]
+    width = max(12, *(len(label) + 2 for label in labels))
+    averages = [[average(one, own) for own in scores] for one in aggregates(name, tasks)]
+    names = [min(own, key=lambda one: one.complete).name for own in averages]
+    wide = 2 + max(len(first) for first in [*names, *(task.name for task in tasks)])
+
+    def line(first: str, metric: str, samples: str, cells: Sequence[str]) -> str:
+        return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
+
+    def percent(value: float | None) -> str:
+        return "-" if value is None else f"{100 * value:.2f}"
+
+    lines = [line("task", "metric", "samples", labels)]
+    odd = False
+    for task in tasks:
+        if not any(task.key in own for own in scores):
+            continue
+        samples = next(one.rows[task.key].samples for one in results if task.key in one.rows)
+        mark = "" if task.size in (None, samples) else "*"
+        odd = odd or bool(mark)
+        cells = [percent(own.get(task.key)) for own in scores]
+        lines.append(line(task.name, task.main_metric, f"{samples}{mark}", cells))
+    if odd:
+        lines.append("* another number of samples than the task has: not comparable with published scores")
+    lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
+    for first, values in zip(names, averages, strict=True):
+        if any(one.value is not None for one in values):
+            lines.append(line(first, "mean", "", [percent(one.value) for one in values]))
+    return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""A task's metrics under DataComp's names."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from open_clip_ext.errors import InputError
+from training_ext.evaluation import metrics
+from training_ext.evaluation.folders import Candidates, Shards, Source
+from training_ext.evaluation.inference import Answers, Encoder, associate, classify, retrieve
+from training_ext.evaluation.tasks import Task
+
+RECALLS = (1, 5, 10)
+Metrics = dict[str, Any]
+
+
+def open_task(task: Task, folder: str) -> Source:
+    """Its data.
+
+    Raises:
+        InputError: the folder is not of the task's kind.
+    """
+    source = Candidates("--data", folder) if task.kind == "winogavil" else Shards("--data", folder)
+    if task.kind != "winogavil" and (source.type == "retrieval") != (task.kind == "retrieval"):
+        raise source.wrong(f"{folder!r} is of type {source.type}, where {task.name} is a {task.kind}")
+    return source
+
+
+def score(encoder: Encoder, task: Task, source: Source) -> tuple[Metrics, int] | None:
+    """Metrics and number of samples, on process 0; None on the others."""
+    found: Metrics
+    if isinstance(source, Candidates):
+        similarities = associate(encoder, source, task.name)
+        if similarities is None:
+            return None
+        found, size = association_metrics(similarities, source), len(similarities)
+    elif source.type == "retrieval":
+        embedded = retrieve(encoder, source, task.name, task.size)
+        if embedded is None:
+            return None
+        found, size = retrieval_metrics(**embedded), len(embedded["image"])
+    else:
+        answers = classify(encoder, source, task.name, task.size)
+        if answers is None:
+            return None
+        found, size = classification_metrics(task, answers, source), len(answers.labels)
+    if found.get(task.main_metric) is None:
+        raise source.wrong(f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(found)}")
+    return found | {"main_metric": found[task.main_metric]}, size
+
+
+def classification_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
+    if answers.scores is not None:
+        return {"mean_average_precision": metrics.mean_average_precision(answers.scores, answers.labels)}
+    predicted, labels = answers.ranked[:, 0], answers.labels
+    enough = len(source.classes) >= 5
+    recall = metrics.mean_per_class_recall(predicted, labels)
+    accuracy = metrics.top_k_accuracy(answers.ranked, labels, 1)
+    found: Metrics = {
+        "acc1": accuracy,
+        "acc5": metrics.top_k_accuracy(answers.ranked, labels, 5) if enough else None,
+        "mean_per_class_recall": recall,
+    }
+    if task.macro:
+        found |= {
+            "acc_avg": accuracy, "recall-macro_all": recall, "F1-macro_all": metrics.macro_f1(predicted, labels),
+        }
+    if task.group_by:
+        found |= group_metrics(task, answers, source)
+    return found
+
+
+def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
+    """Accuracy of each group that occurs, and of the worst one, with WILDS's names.
+
+    FMoW's region "Other" is a region as any: DataComp's script means to leave it out by its name, but its groups have
+    numbers, so that its published scores have it in.
+    """
+    if answers.fields is None or answers.fields.shape[1] != len(task.fields):
+        raise InputError(
+            f"--data: {source.folder!r}: each sample of {task.name} needs an .npy of {len(task.fields)} numbers, "
+            f"{', '.join(task.fields)}"
+        )
+    name = "acc" if task.top_k == 1 else f"acc_top{task.top_k}"
+    right = metrics.is_among(answers.ranked, answers.labels, task.top_k)
+    found: Metrics = {f"{name}_avg": float(right.mean())}
+    for field in task.group_by:
+        groups = metrics.by_group(right, answers.fields[:, task.fields.index(field)])
+        for group, (value, count) in groups.items():
+            found |= {f"{name}_{field}:{group}": value, f"count_{field}:{group}": count}
+        worst = "wg" if len(task.group_by) == 1 else f"worst_{field}"
+        found[f"{name}_{worst}"] = min(value for value, _ in groups.values())
+    return found
+
+
+def retrieval_metrics(image: NDArray, text: NDArray, image_of_text: NDArray) -> Metrics:
+    found: Metrics = metrics.retrieval_recall(image, text, image_of_text, RECALLS)
+    return found | {"mean_recall@1": (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2}
+
+
+def association_metrics(similarities: list[NDArray], source: Candidates) -> Metrics:
+    """Means of the Jaccard index, of all instances and by their number of candidates."""
+    values = np.array([
+        metrics.jaccard_of_picks(own, truth) for own, (_, _, truth) in zip(similarities, source.instances, strict=True)
+    ])
+    sizes = np.array([len(own) for own in similarities])
+    chosen = {
+        "avg_jaccard_score": sizes > 0,
+        **{f"jaccard_score_{size}": sizes == size for size in (5, 6, 10, 12)},
+        "jaccard_score_5-6": sizes <= 6,
+        "jaccard_score_10-12": sizes >= 10,
+    }
+    return {name: float(values[own].mean()) if own.any() else None for name, own in chosen.items()}

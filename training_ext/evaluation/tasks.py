@@ -1,0 +1,132 @@
+"""The tasks as data: DataComp's 38, or those that a folder's tasks.json names."""
+
+import json
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from open_clip_ext.errors import InputError
+
+TASKS_FILE = "tasks.json"
+DATACOMP = "DataComp"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of a table of tasks.
+
+    Args:
+        key: DataComp's key; results are kept by it.
+        name: DataComp's name, unique as well.
+        size: samples, or instances of WinoGAViL; None if it is not known.
+        main_metric: the score, one of the names that `scores` gives.
+        folders: names of its folder, in any of the forms of `folder_names`; the key's own if empty.
+        kind: classification, with one label or several as its folder says, retrieval or winogavil.
+        fields: what the columns of each sample's .npy are.
+        group_by: the fields whose groups are scored apart.
+        top_k: how many answers a group's accuracy allows.
+        macro: report F1 and recall over the classes, too.
+    """
+
+    key: str
+    name: str
+    size: int | None = None
+    main_metric: str = "acc1"
+    folders: tuple[str, ...] = ()
+    kind: str = "classification"
+    fields: tuple[str, ...] = ()
+    group_by: tuple[str, ...] = ()
+    top_k: int = 1
+    macro: bool = False
+
+    def folder_names(self) -> list[str]:
+        """Where it may lie below the data's folder: `wds_NAME_test` as DataComp downloads it, `wds_NAME` as
+        clip_benchmark's collection has it, or NAME."""
+        names = self.folders or (self.key.removeprefix("fairness/").replace("/", "-"),)
+        return [form.format(name) for name in names for form in ("wds_{}_test", "wds_{}", "{}")]
+
+
+PER_CLASS = "mean_per_class_recall"
+DATACOMP_TASKS = (
+    Task("vtab/caltech101", "Caltech-101", 6085, PER_CLASS),
+    Task("cifar10", "CIFAR-10", 10_000, folders=("cifar10", "vtab-cifar10")),
+    Task("vtab/cifar100", "CIFAR-100", 10_000),
+    Task("vtab/clevr_count_all", "CLEVR Counts", 15_000),
+    Task("vtab/clevr_closest_object_distance", "CLEVR Distance", 15_000),
+    Task("country211", "Country211", 21_100),
+    Task("vtab/dtd", "Describable Textures", 1880),
+    Task("vtab/eurosat", "EuroSAT", 5400),
+    Task("fgvc_aircraft", "FGVC Aircraft", 3333, PER_CLASS),
+    Task("food101", "Food-101", 25_250),
+    Task("gtsrb", "GTSRB", 12_630),
+    Task("imagenet1k", "ImageNet 1k", 50_000),
+    Task("imagenet_sketch", "ImageNet Sketch", 50_889),
+    Task("imagenetv2", "ImageNet v2", 10_000),
+    Task("imagenet-a", "ImageNet-A", 7500),
+    Task("imagenet-o", "ImageNet-O", 2000),
+    Task("imagenet-r", "ImageNet-R", 30_000),
+    Task("vtab/kitti_closest_vehicle_distance", "KITTI Vehicle Distance", 711),
+    Task("mnist", "MNIST", 10_000),
+    Task("objectnet", "ObjectNet", 18_574),
+    Task("vtab/flowers", "Oxford Flowers-102", 6149, PER_CLASS),
+    Task("vtab/pets", "Oxford-IIIT Pet", 3669, PER_CLASS),
+    Task("voc2007", "Pascal VOC 2007", 14_976),
+    Task("vtab/pcam", "PatchCamelyon", 32_768),
+    Task("renderedsst2", "Rendered SST2", 1821),
+    Task("vtab/resisc45", "RESISC45", 6300),
+    Task("cars", "Stanford Cars", 8041),
+    Task("stl10", "STL-10", 8000),
+    Task("sun397", "SUN397", 108_754),
+    Task("vtab/svhn", "SVHN", 26_032),
+    Task(
+        "retrieval/flickr_1k_test_image_text_retrieval", "Flickr", 1000, "mean_recall@1", kind="retrieval",
+        folders=("flickr30k", "flickr_1k_test_image_text_retrieval"),
+    ),
+    Task(
+        "retrieval/mscoco_2014_5k_test_image_text_retrieval", "MSCOCO", 5000, "mean_recall@1", kind="retrieval",
+        folders=("mscoco_captions", "mscoco_2014_5k_test_image_text_retrieval"),
+    ),
+    Task("misc/winogavil", "WinoGAViL", 3563, "jaccard_score_10-12", kind="winogavil", folders=("winogavil",)),
+    Task("wilds/iwildcam", "iWildCam", 42_791, "F1-macro_all", macro=True),
+    Task("wilds/camelyon17", "Camelyon17", 85_054, fields=("hospital", "slide", "y"), group_by=("slide",)),
+    Task(
+        "wilds/fmow", "FMoW", 22_108, "acc_worst_region", fields=("region", "year", "y"), group_by=("year", "region")
+    ),
+    Task(
+        "fairness/dollar_street", "Dollar Street", 3503, "acc_top5_wg", fields=("income_ds", "income_meta", "region"),
+        group_by=("income_ds",), top_k=5,
+    ),
+    Task("fairness/geode", "GeoDE", 12_488, "acc_wg", fields=("region", "country"), group_by=("region",)),
+)
+
+
+def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
+    """The table's name and tasks: those of FOLDER/tasks.json where there is one, else DataComp's.
+
+    Raises:
+        InputError: the file is no such table.
+    """
+    path = os.path.join(folder, TASKS_FILE)
+    if not os.path.exists(path):
+        return DATACOMP, DATACOMP_TASKS
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        # JSON has lists where a task has tuples.
+        rows: list[dict[str, Any]] = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+            for row in content["tasks"]
+        ]
+        tasks = tuple(Task(**row) for row in rows)
+        name = str(content["name"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        names = ", ".join(field.name for field in fields(Task))
+        raise InputError(
+            f"--data: {path!r} is no table of tasks: {error!r}; give a name and tasks of {names}"
+        ) from None
+    if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
+        raise InputError(f"--data: {path!r} must have a name other than {DATACOMP} and tasks of different keys")
+    for task in tasks:
+        if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
+            raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or groups by none of its fields")
+    return name, tasks

@@ -1,0 +1,73 @@
+"""A look at the first samples before a run starts: data of which nothing can be used are refused here."""
+
+import io
+from collections import Counter
+from itertools import islice
+
+import pandas as pd
+from PIL import Image
+
+from open_clip_ext.errors import InputError
+from training_ext.loading import PAIR_MEMBERS
+from training_ext.shards import is_local
+from training_ext.tars import one_line, read_samples
+
+LOOKED_AT = 100  # shards, samples of each, and lines of a csv, at most
+
+
+def look_at_shards(urls: list[str], flag: str = "--train-data") -> None:
+    """Read local shards until a pair is found; normally that is their first sample.
+
+    Raises:
+        InputError: none can be used of the first samples of the first shards.
+    """
+    if not all(map(is_local, urls)):
+        return
+    reasons: Counter[str] = Counter()
+    for url in urls[:LOOKED_AT]:
+        try:
+            for sample in islice(read_samples(url), LOOKED_AT):
+                reason = _reason(sample)
+                if reason is None:
+                    return
+                reasons[f"{reason} in {url!r}"] += 1
+        except Exception as error:  # what a run skips and counts; find_shards says what it refuses
+            reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
+    if reasons:
+        (first, _), *_ = reasons.items()
+        raise InputError(f"{flag}: none of the first {reasons.total()} samples can be used, as {first}")
+
+
+def _reason(sample: dict) -> str | None:
+    """Why a sample is no pair of an image and a caption, or None if it is one."""
+    suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+    *images, text = PAIR_MEMBERS
+    found = [name for name in images if name in sample]
+    if text not in sample:
+        return f"a sample has no caption .{text} but {suffixes}"
+    if not found:
+        return f"a sample has no image .{', .'.join(images)} but {suffixes}"
+    try:
+        sample[text].decode()
+        Image.open(io.BytesIO(sample[found[0]])).load()
+    except Exception as error:  # image libraries raise whatever they like
+        return f"a .{found[0]} or .{text} cannot be decoded ({one_line(error)})"
+    return None
+
+
+def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
+    """Open the first images of a csv until one can be read.
+
+    Raises:
+        InputError: none can.
+    """
+    first = None
+    images = table[image_key].dropna().head(LOOKED_AT)
+    for row, image in images.items():
+        try:
+            Image.open(str(image)).load()
+            return
+        except Exception as error:
+            first = first or f"line {row + 2} names {str(image)!r}: {one_line(error)}"
+    if first is not None:
+        raise InputError(f"{flag}: none of the first {len(images)} images of {path!r} can be read; {first}")

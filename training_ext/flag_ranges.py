@@ -1,0 +1,174 @@
+"""Which values OpenCLIP's flags may have. One row per flag; OpenCLIP itself checks next to nothing.
+
+What a value means beside other flags, on this machine or for a model is looked at in `preflight`, `machine` and
+`rehearsal`.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.params import MOST_EPOCHS
+
+MAX_INT = 2**31 - 1  # what C code below counts with
+MAX_SAMPLES = 1 << 50
+MAX_FLOAT = 1e30  # what float32 holds, and its products with what is usual
+
+
+@dataclass(frozen=True)
+class Range:
+    """Values of one flag.
+
+    Args:
+        holds: whether a value is in range.
+        expected: in words, after "must be".
+    """
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def whole(least: int, most: int = MAX_INT) -> Range:
+    return Range(lambda value: least <= value <= most, f"a whole number from {least} to {most}")
+
+
+def all_of(one: Range, counts: tuple[int, ...], expected: str) -> Range:
+    """Of a flag that takes several numbers."""
+    return Range(lambda values: len(values) in counts and all(map(one.holds, values)), expected)
+
+
+POSITIVE = Range(lambda value: 0 < value <= MAX_FLOAT, f"a number > 0, at most {MAX_FLOAT:g}")
+NOT_NEGATIVE = Range(lambda value: 0 <= value <= MAX_FLOAT, f"a number >= 0, at most {MAX_FLOAT:g}")
+FINITE = Range(lambda value: abs(value) <= MAX_FLOAT, "a number")
+BELOW_ONE = Range(lambda value: 0 <= value < 1, "in [0, 1)")
+GIVEN = Range(bool, "not empty")
+SCHEDULES = ("cosine", "const", "const-cooldown")
+DIST_IMPLS = ("bidir", "shift", "reduce", "gather")
+LOGGERS = ("", "none", "wandb", "tensorboard", "all")
+
+RANGES: dict[str, Range] = {
+    # Data
+    "train_data": GIVEN,
+    "val_data": GIVEN,
+    "imagenet_val": GIVEN,
+    "imagenet_v2": GIVEN,
+    "train_data_upsampling_factors": GIVEN,
+    "train_num_samples": whole(1, MAX_SAMPLES),
+    "val_num_samples": whole(1, MAX_SAMPLES),
+    "csv_separator": GIVEN,
+    "csv_img_key": GIVEN,
+    "csv_caption_key": GIVEN,
+    "workers": whole(0, 1024),  # each is a process
+    "batch_size": whole(1),
+    "accum_freq": whole(1),
+    # Length and schedule
+    "epochs": whole(1, MOST_EPOCHS),
+    "warmup": whole(0),
+    "lr_scheduler": Range(lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+    "epochs_cooldown": whole(0),
+    "lr_cooldown_end": NOT_NEGATIVE,
+    "lr_cooldown_power": POSITIVE,
+    # Optimizer
+    "opt": Range(lambda value: value.lower() == "adamw" or value.lower().startswith("timm/"), "adamw or timm/NAME"),
+    "lr": POSITIVE,
+    "beta1": BELOW_ONE,
+    "beta2": BELOW_ONE,
+    "eps": POSITIVE,
+    "wd": NOT_NEGATIVE,
+    "momentum": BELOW_ONE,
+    "grad_clip_norm": POSITIVE,
+    # Model
+    "model": GIVEN,
+    "lock_image_unlocked_groups": whole(0),
+    "lock_text_unlocked_layers": whole(0),
+    "image_mean": all_of(FINITE, (1, 3), "1 or 3 numbers"),
+    "image_std": all_of(POSITIVE, (1, 3), "1 or 3 numbers > 0"),
+    "force_context_length": whole(2, 2**16),  # the start and the end of a caption
+    "force_image_size": all_of(whole(1, 2**14), (1, 2), "1 or 2 whole numbers from 1 to 16384"),
+    "force_patch_dropout": BELOW_ONE,
+    "coca_caption_loss_weight": NOT_NEGATIVE,
+    "coca_contrastive_loss_weight": NOT_NEGATIVE,
+    # Logs and checkpoints
+    "logs": GIVEN,
+    "resume": GIVEN,
+    "log_every_n_steps": whole(1),
+    "save_frequency": whole(0),
+    "zeroshot_frequency": whole(0),
+    "val_frequency": whole(0),
+    "cache_dir": GIVEN,
+    "report_to": Range(
+        lambda value: all(logger.strip() in LOGGERS for logger in value.split(",")),
+        "wandb, tensorboard, wandb,tensorboard or all",
+    ),
+    "remote_sync": GIVEN,
+    "remote_sync_frequency": whole(1),
+    # Processes
+    "device": GIVEN,
+    "dist_url": Range(
+        lambda value: value.startswith(("env://", "tcp://", "file://")), "env://, tcp://HOST:PORT or file://PATH"
+    ),
+    "dist_backend": GIVEN,
+    "distill_model": GIVEN,
+    "distill_pretrained": GIVEN,
+    "use_bnb_linear": GIVEN,
+    "loss_dist_impl": Range(lambda value: value in DIST_IMPLS, f"one of {', '.join(DIST_IMPLS)}"),
+    # Ours that belong to no part
+    "osr_transfer": GIVEN,
+    "osr_save": GIVEN,
+    "osr_load": GIVEN,
+    "keep_best": GIVEN,
+    "shard_sizes": GIVEN,
+}
+# Of every other number, those of the losses included, after the range that it has of its own.
+FITS = {
+    int: Range(lambda value: -(2**63) <= value < 2**63, "of 64 bits"),
+    float: Range(lambda value: abs(value) <= MAX_FLOAT, f"a number, at most {MAX_FLOAT:g}"),
+}
+
+
+def check_ranges(args: Namespace) -> None:
+    """Raise InputError for the first flag whose value is out of range; None is not given."""
+    for name, value in vars(args).items():
+        range_ = RANGES.get(name) or FITS.get(type(value))
+        if value is not None and range_ is not None and not range_.holds(value):
+            shown = " ".join(map(str, value)) if isinstance(value, list) else repr(value)
+            raise InputError(f"{flag_of(name)}: {shown} is out of range; it must be {range_.expected}")
+
+
+# Where usual values lie of what makes numbers overflow; the first that lies outside is named when they do.
+USUAL: dict[str, Range] = {
+    "tau_init": Range(lambda value: value >= 1e-3, "0.01 to 0.1"),
+    "tau_start": Range(lambda value: value >= 1e-3, "0.01 to 0.1"),
+    "tau_min": Range(lambda value: value >= 1e-3, "0.005 to 0.05"),
+    "lr": Range(lambda value: value <= 1e-2, "1e-5 to 1e-3"),
+    "wd": Range(lambda value: value <= 1, "0 to 0.2"),
+    "lr_tau": Range(lambda value: value <= 1e-2, "1e-5 to 1e-3"),
+    "tau_lr": Range(lambda value: value <= 1, "0.01 to 0.05"),
+    "npn_lr": Range(lambda value: value <= 10, "0.001 to 1"),
+    "amor_lr": Range(lambda value: value <= 0.1, "1e-4 to 1e-2"),
+    "rho": Range(lambda value: value <= 100, "5 to 15"),
+    "rho_annealed": Range(lambda value: abs(value) <= 100, "-10 to 10"),
+    "margin": Range(lambda value: value <= 2, "0 to 1"),
+    "cyclip_inmodal": Range(lambda value: value <= 100, "0 to 1"),
+    "cyclip_crossmodal": Range(lambda value: value <= 100, "0 to 1"),
+    "amor_positive_weight": Range(lambda value: value <= 100, "0 to 1"),
+    "npn_wd": Range(lambda value: value <= 1, "0"),
+    "image_std": Range(lambda values: min(values) >= 1e-2, "0.2 to 0.5"),
+    "image_mean": Range(lambda values: max(map(abs, values)) <= 10, "0 to 1"),
+    "beta2": Range(lambda value: value >= 0.5, "0.95 to 0.999"),
+    "eps": Range(lambda value: value >= 1e-12, "1e-8 to 1e-6"),
+    "precision": Range(lambda value: value not in ("fp16", "pure_fp16"), "amp, amp_bf16 or fp32"),
+}
+
+
+def likely_cause(args: Namespace) -> str:
+    """What to change after numbers were no longer finite: the end of a message."""
+    for name, usual in USUAL.items():
+        value = getattr(args, name)
+        if value is not None and not usual.holds(value):
+            shown = " ".join(map(str, value)) if isinstance(value, list) else value
+            return f"the likely cause is {flag_of(name)} {shown}; usual is {usual.expected}"
+    return f"lower --lr ({args.lr:g}), or give --grad-clip-norm 1.0"

@@ -1,0 +1,119 @@
+"""What `--loss NAME --help` shows: that loss's flags alone, with the values that it would use."""
+
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
+from math import ceil
+from typing import Any
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import Derived, Option, flag_of
+from open_clip_ext.parts import Part
+
+PART_HELP = {
+    "normalizer": "estimator of the normalizers",
+    "temperature": "how the temperature moves",
+    "surrogate": "what a negative's similarity gap counts as",
+    "encoder_objective": "what the encoders minimise",
+}
+COLUMN = 34  # where the second column begins
+REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."
+
+
+def default_text(option: Option) -> str:
+    """What the help on all flags adds about an option's default; nothing for a switch."""
+    if option.type is bool:
+        return ""
+    declared = {same.default for part in factory.all_parts() for same in factory.options_of([part])
+                if same.name == option.name}
+    preset = {preset.defaults[option.name] for preset in factory.list_losses() if option.name in preset.defaults}
+    if len(declared | preset) > 1:
+        return " (default: per loss, see --loss NAME --help)"
+    (default,) = declared
+    return f" (default: {default.words if isinstance(default, Derived) else default})"
+
+
+def loss_help(given: Mapping[str, Any]) -> str:
+    """The text about the loss that `given` names.
+
+    Args:
+        given: flags of the command line by name. Settings and parts are shown as they would be with them; with `epochs`
+            also what follows from that, else words say what follows.
+
+    Raises:
+        InputError: as `factory.resolve_options`.
+    """
+    preset = factory.find_preset(given["loss"])
+    names = [*factory.PARTS, *(option.name for option in factory.all_options())]
+    own = {name: given[name] for name in names if name in given}
+    epochs = given.get("epochs", preset.training_defaults.get("epochs"))
+    if epochs is not None:
+        epochs += ceil(given.get("osr_epochs", 0))
+    settings = factory.resolve_options(preset.name, own, epochs)
+    parts = factory.parts_of(preset.name, settings)
+    defaults = factory.defaults_of(preset.name, parts)
+    if "lr_tau" in defaults:
+        defaults["lr_tau"] = Derived("--lr" + ("" if preset.lr_tau_ratio == 1 else f" / {1 / preset.lr_tau_ratio:g}"))
+
+    rows = []
+    shown: set[str] = set()
+    for kind, part in zip(("loss", *factory.PART_CLASSES), parts, strict=False):
+        rows.append(("the loss:", "") if kind == "loss" else _choice(kind, settings[kind]))
+        unused = []
+        for option in factory.options_of([part]):
+            if option.name in shown:
+                continue
+            shown.add(option.name)
+            if _has_effect(option, parts, settings, epochs):
+                rows.append(_option(option, settings[option.name], defaults[option.name]))
+            else:
+                unused.append(option.flag)
+        if unused:
+            rows.append(("", f"(without effect beside these: {', '.join(unused)})"))
+    if preset.has_parts:
+        rows.append(_choice("encoder_objective", settings["encoder_objective"]))
+    if preset.training_defaults:
+        flags = " ".join(f"{flag_of(name)} {value}" for name, value in preset.training_defaults.items())
+        rows.append(("the training, unless given:", flags))
+    lines = _lines(rows) or ["It has no flags of its own."]
+    return "\n".join([f"--loss {preset.name}: {preset.summary}", preset.paper, "", *lines, "", REST])
+
+
+def _choice(kind: str, name: str) -> tuple[str, str]:
+    """The row of a replaceable part; those of its options follow."""
+    return f"{flag_of(kind)} {name}", f"{PART_HELP[kind]}: {', '.join(factory.PARTS[kind])}"
+
+
+def _option(option: Option, value: Any, default: Any) -> tuple[str, str]:
+    notes = []
+    if option.choices:
+        notes.append(", ".join(option.choices))
+    if option.type is bool:
+        notes.append("on" if value else "off")
+        value = None
+    elif value is None:
+        notes.append(f"default: {default.words}")
+    flag = option.flag if value is None else f"{option.flag} {value}"
+    return f"  {flag}", option.help + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _has_effect(option: Option, parts: Sequence[type[Part]], settings: dict[str, Any], epochs: int | None) -> bool:
+    """Whether the option may be given beside the settings; a switch is given to be on."""
+    changed = {option.name: True} if option.type is bool else {}
+    try:
+        for part in parts:
+            part.complete(settings | changed, epochs, [option.name])
+    except InputError:
+        return False
+    return True
+
+
+def _lines(rows: list[tuple[str, str]]) -> list[str]:
+    """The two columns, the second wrapped to the terminal."""
+    width = max(80, shutil.get_terminal_size().columns) - COLUMN
+    lines = []
+    for left, right in rows:
+        first, *others = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
+        lines += [f"{left:<{COLUMN - 1}} {first}".rstrip(), *(" " * COLUMN + other for other in others)]
+    return lines

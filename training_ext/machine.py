@@ -1,0 +1,153 @@
+"""What a command line wants of the machine: folders, devices, packages. Looked at on process 0, nothing is written."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import open_clip_train.main
+import torch
+import torch.distributed as dist
+from open_clip_train.distributed import is_using_distributed
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.data import trains
+from training_ext.loading import one_line
+
+PACKAGES = {"horovod": "horovod", "use_bnb_linear": "bitsandbytes", "imagenet_v2": "imagenetv2_pytorch"}
+REGISTERED_ELSEWHERE = ("hccl", "ccl")  # backends that a package of its own brings
+
+
+def check_machine(args: Namespace) -> None:
+    """Raise InputError for the first flag that asks for what this machine does not have."""
+    for check in CHECKS:
+        check(args)
+
+
+def check_writable(flag: str, path: str) -> None:
+    """Raise InputError unless a folder `path` is there, or can be made, and takes files."""
+    try:
+        whole = folder = Path(path).absolute()
+        while not folder.exists():
+            folder = folder.parent
+        if not folder.is_dir():
+            raise NotADirectoryError(None, f"{str(folder)!r} is a file")
+        most = os.pathconf(folder, "PC_NAME_MAX")
+        if any(len(os.fsencode(part)) > most for part in whole.parts):
+            raise OSError(None, f"a name has at most {most} bytes")
+        # Asked by doing it: root may write where the file system says no.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise InputError(f"{flag}: {path!r} cannot be written to: {reason}; give a folder that can") from None
+
+
+def check_logs(args: Namespace) -> None:
+    check_writable("--logs", args.logs)
+    if args.name is not None:
+        check_writable("--name", os.path.join(args.logs, args.name))
+    if args.cache_dir is not None:
+        check_writable("--cache-dir", args.cache_dir)
+
+
+def check_device(args: Namespace) -> None:
+    """OpenCLIP's default is cuda, and where there is none it says so and takes the CPU."""
+    kind = args.device.partition(":")[0]
+    try:
+        torch.empty(0, device=args.device)
+        if kind == "meta":
+            raise ValueError("it computes nothing")
+    except Exception as error:
+        if "device" not in args.given_flags:
+            return
+        there = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
+        reason = str(error).splitlines()[0][:120]
+        raise InputError(f"--device: {args.device!r} is not on this machine, which has {there}: {reason}") from None
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if kind == "cuda" and is_using_distributed() and not args.no_set_device_rank:
+        if processes > torch.cuda.device_count():
+            raise InputError(
+                f"--device: {args.device!r} for {processes} processes on this machine, which has "
+                f"{torch.cuda.device_count()} of them; start one process for each"
+            )
+
+
+def check_backend(args: Namespace) -> None:
+    for name in (args.dist_backend or "gloo").lower().split(","):
+        name = name.rpartition(":")[2]
+        known = [*dist.Backend.backend_list[1:], *REGISTERED_ELSEWHERE]
+        if name not in known or (is_using_distributed() and not dist.is_backend_available(name)):
+            here = ", ".join(other for other in known if dist.is_backend_available(other))
+            raise InputError(f"--dist-backend: {args.dist_backend!r} is not in this PyTorch, which has {here}")
+
+
+def check_packages(args: Namespace) -> None:
+    for name, package in PACKAGES.items():
+        if getattr(args, name) and importlib.util.find_spec(package) is None:
+            raise InputError(f"{flag_of(name)}: needs the package {package}; install it or leave the flag out")
+    given = f"--report-to: {args.report_to!r}"
+    loggers = [name for name in ("wandb", "tensorboard") if name in args.report_to or "all" in args.report_to]
+    for logger in loggers:
+        if getattr(open_clip_train.main, logger) is None:
+            raise InputError(f"{given} needs {logger}; pip install {logger}, or leave it out")
+    if not trains(args) and "wandb" in loggers:
+        raise InputError(f"{given} without training, for which OpenCLIP fails; leave out wandb")
+
+
+def check_imagenet(args: Namespace) -> None:
+    if args.imagenet_val is None:
+        return
+    path = Path(args.imagenet_val)
+    if not path.is_dir() or not any(entry.is_dir() for entry in path.iterdir()):
+        raise InputError(f"--imagenet-val: {args.imagenet_val!r} is no folder with a folder for each class; give one")
+
+
+def check_remote(args: Namespace) -> None:
+    if args.remote_sync is None:
+        return
+    given = f"--remote-sync: {args.remote_sync!r}"
+    if args.resume == "latest" and (args.save_most_recent or args.remote_sync_protocol != "s3"):
+        raise InputError(f"{given} with --resume latest wants --remote-sync-protocol s3 and no --save-most-recent")
+    if args.remote_sync_protocol == "s3":
+        if not args.remote_sync.startswith("s3://"):
+            raise InputError(f"{given} is no s3://BUCKET/FOLDER; give one, or --remote-sync-protocol fsspec")
+        if shutil.which("aws") is None:
+            raise InputError(f"{given} needs the command aws; install it, or give --remote-sync-protocol fsspec")
+        return
+    try:
+        fsspec.core.url_to_fs(args.remote_sync)
+    except (ValueError, ImportError, OSError) as error:
+        raise InputError(f"{given} cannot be reached: {one_line(error)}") from None
+
+
+def check_remote_file(flag: str, url: str) -> None:
+    """Raise InputError unless there is a file at this url of fsspec's."""
+    try:
+        system, path = fsspec.core.url_to_fs(url)
+        if not system.isfile(path):
+            raise FileNotFoundError("there is no such file")
+    except Exception as error:  # each file system raises what it likes
+        raise InputError(f"{flag}: {url!r} cannot be read: {one_line(error) or repr(error)}") from None
+
+
+def check_code(args: Namespace) -> None:
+    """OpenCLIP copies what is three folders above its code: of a checkout the repository."""
+    source = Path(open_clip_train.main.__file__).resolve().parents[2]
+    if args.copy_codebase and (source / "site-packages").is_dir():
+        raise InputError(
+            f"--copy-codebase: OpenCLIP is installed as a package, and {source} with everything in it would be copied; "
+            "leave it out"
+        )
+    if args.trace and trains(args):
+        raise InputError("--trace: a traced model cannot be trained; leave it out, or leave out --train-data")
+
+
+CHECKS: tuple[Callable[[Namespace], None], ...] = (
+    check_device, check_backend, check_packages, check_logs, check_imagenet, check_remote, check_code,
+)

@@ -1,0 +1,197 @@
+"""Checkpoints between two optimizer steps of an epoch, and how a run goes on from one.
+
+They are OpenCLIP's own files with the number of epochs that are done and, in our entry, the place within the next one:
+
+    order       what the order of the data depends on, besides data and epoch
+    position    batches   done in the epoch, by each process
+                of        batches of the whole epoch
+                samples   that left each loader worker's stream, (processes, workers); (1, 0) with a sampler
+                shown     what the loss's diagnostics remember
+
+The order of an epoch is a function of its number (see `seeding`), so that the rest of it comes as it would have come:
+a sampler passes over indices, the stream of a worker over samples that are not decoded.
+"""
+
+import logging
+import os
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from open_clip_train.main import LATEST_CHECKPOINT_NAME
+
+from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.errors import InputError, Stopped
+from training_ext.checkpoint import atomic_save, keeps_files
+from training_ext.data import trains
+from training_ext.loss import TrainingLoss
+from training_ext.seeding import Start
+from training_ext.stopping import StopRequest
+
+# Sorted as OpenCLIP's --resume latest does, it lies between epoch_3.pt and epoch_4.pt.
+NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
+EPOCH = re.compile(r"epoch_\d+\.pt")
+
+
+def check_flag(args: Namespace) -> None:
+    """Raise InputError for a --save-every-steps that cannot be followed."""
+    if args.save_every_steps is None:
+        return
+    given = f"--save-every-steps: {args.save_every_steps}"
+    if args.save_every_steps < 1:
+        raise InputError(f"{given} is out of range; it must be at least 1")
+    if not args.uses_ext_loss:
+        raise InputError(f"{given} with --loss {args.loss}, whose order of data is OpenCLIP's and does not come again")
+    if not trains(args):
+        raise InputError(f"{given} without training; give --train-data")
+    if not keeps_files(args):
+        raise InputError(f"{given} with --logs {args.logs}, which keeps nothing; give a folder")
+
+
+def order_of(args: Namespace, streams: int) -> dict[str, int]:
+    """What the order of the train data depends on, by flag or by what it is.
+
+    Args:
+        streams: as in `RowLoader`; without streams the number of workers does not matter.
+    """
+    order = {"--seed": args.seed, "processes": world_size(), "--batch-size": args.batch_size}
+    order["--accum-freq"] = args.accum_freq
+    return order | {"--workers": streams} if streams else order
+
+
+class Interruptions:
+    """Saves between two steps of the epochs in progress, and ends the run there after a SIGTERM.
+
+    Args:
+        args: completed by OpenCLIP.
+        loss: with the train loader.
+    """
+
+    def __init__(self, args: Namespace, loss: TrainingLoss):
+        self.args = args
+        self.loss = loss
+        self.order = order_of(args, loss.loader.streams)
+        self._request = StopRequest() if keeps_files(args) else None
+        self._epoch = self._batches = 0
+        self._save: Callable[[dict[str, Any]], None]
+        if self._request is not None:
+            loss.loader.after_step = self._after_step
+
+    @contextmanager
+    def epoch(
+        self, number: int, batches: int, saved: dict[str, Any] | None, save: Callable[[dict[str, Any]], None]
+    ) -> Iterator[None]:
+        """For the time of an epoch of OpenCLIP's, which has begun for the loss.
+
+        Args:
+            number: seeds the order.
+            batches: of the whole epoch.
+            saved: "order" and "position" of a checkpoint from which the run goes on in this epoch.
+            save: called by every process with "order" and "position", if it is to be saved.
+        """
+        self._epoch, self._batches, self._save = number, batches, save
+        loader = self.loss.loader
+        loader.start_at(None if saved is None else self._start_from(saved))
+        yield
+        loader.start_at(None)
+
+    def _start_from(self, saved: dict[str, Any]) -> Start | None:
+        """Where this process goes on, and a word of it in the log; None for the beginning of an epoch.
+
+        In another order than the saved one it is the same share of the epoch.
+        """
+        position, before = saved.get("position"), saved.get("order")
+        if before is None:  # in files of before there was a position
+            return None
+        order = self.order
+        changed = [f"{name} {old}, now {order.get(name)}" for name, old in before.items() if order.get(name) != old]
+        if changed and self.args.rank == 0:
+            logging.warning(f"The order of the data changes: the checkpoint was written with {'; '.join(changed)}")
+        if position is None:
+            return None
+        batches, workers, keep = position["batches"], self.loss.loader.streams, self.args.accum_freq
+        if not changed and position["of"] == self._batches:
+            samples = position["samples"][self.args.rank].tolist() if workers else []
+            self.loss.load_diagnostics_state(position["shown"])
+        else:
+            batches = batches * self._batches // position["of"] // keep * keep
+            samples = [len(range(worker, batches, workers)) * self.args.batch_size for worker in range(workers)]
+        logging.info(f"=> going on after step {batches // keep} of {self._batches // keep} in this epoch")
+        return Start(self._epoch, batches, self._batches, samples)
+
+    def _after_step(self, batches: int) -> None:
+        assert self._request is not None
+        step, steps = batches // self.args.accum_freq, self._batches // self.args.accum_freq
+        stops = self._request.agreed(at_once=step == steps)  # after the last an evaluation may follow
+        every = self.args.save_every_steps
+        if not stops and (every is None or (self._epoch * steps + step) % every > 0):
+            return
+        self._save({"order": self.order, "position": self._position(batches)})
+        if self.args.distributed:
+            dist.barrier()  # the file is there before any process ends
+        if stops:
+            raise Stopped(
+                f"stopped by SIGTERM after step {step} of {steps} of an epoch; all is saved, and "
+                f"--name {self.args.name} --resume latest goes on there"
+            )
+
+    def _position(self, batches: int) -> dict[str, Any]:
+        own = torch.tensor([self.loss.loader.numbers], dtype=torch.int64, device=self.loss.device)
+        samples = all_gather(own).cpu() if self.loss.loader.streams else own.cpu()
+        shown = self.loss.loss.diagnostics_state()
+        return {"batches": batches, "of": self._batches, "samples": samples, "shown": shown}
+
+    def close(self) -> None:
+        if self._request is not None:
+            self._request.close()
+
+
+def write(
+    args: Namespace, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+    scaler: Any,
+) -> None:
+    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+
+    Args:
+        epoch: those that are done.
+        position: in the next.
+        optimizer: whose state has our entry.
+    """
+    step = position["batches"] // args.accum_freq
+    content = {
+        "epoch": epoch,
+        "name": args.name,
+        "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's names
+        "optimizer": optimizer.state_dict(),
+    }
+    if scaler is not None:
+        content["scaler"] = scaler.state_dict()
+    name = LATEST_CHECKPOINT_NAME if args.save_most_recent else NAME.format(epoch=epoch, step=step)
+    path = os.path.join(args.checkpoint_path, name)
+    atomic_save(torch.save, content, path)
+    remove_older(path)
+    logging.info(f"Saved after step {step} of epoch {epoch}: {path}")
+
+
+def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    """`atomic_save` in place of OpenCLIP's `torch.save`; an epoch's file takes the place of those within it."""
+    atomic_save(save, content, path, *args, **kwargs)
+    if isinstance(path, str) and EPOCH.fullmatch(os.path.basename(path)):
+        remove_older(path)
+
+
+def remove_older(path: str) -> None:
+    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`."""
+    folder, newer = os.path.split(path)
+    for name in os.listdir(folder):
+        if PATTERN.fullmatch(name) and name != newer:
+            os.remove(os.path.join(folder, name))
+
+
+def enumerate_from_first(original: Callable, batches: Iterable, start: int = 0) -> Iterable:
+    """The built-in `enumerate`, which counts the batches that an earlier run has had."""
+    return original(batches, start + getattr(batches, "first", 0))

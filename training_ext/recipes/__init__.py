@@ -1,0 +1,6 @@
+"""Recipes: the flags of a published training, as defaults below the flags that are given."""
+
+from training_ext.recipes.recipe import Recipe, arguments, find, listing, names
+from training_ext.recipes.resolved import resolved_flags, save
+
+__all__ = ["Recipe", "arguments", "find", "listing", "names", "resolved_flags", "save"]

@@ -1,0 +1,178 @@
+"""What a training would do, told from its flags alone: `--dry-run`."""
+
+import copy
+import logging
+import shlex
+import shutil
+import textwrap
+from argparse import Namespace
+from collections.abc import Mapping
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from open_clip_train.distributed import world_info_from_env
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
+from open_clip_ext.options import flag_of
+from training_ext import preflight
+from training_ext.data import kind_of, trains
+from training_ext.loss import build_loss
+from training_ext.recipes.recipe import Recipe, find
+from training_ext.recipes.resolved import resolved_flags
+
+MIB = 2**20
+TOGETHER = "\0"  # a space at which no line breaks
+
+
+def show(args: Namespace) -> None:
+    """Print the plan on process 0; nothing is written, and no data are looked at.
+
+    Raises:
+        InputError: what the training would refuse of the flags, or the number of samples is not known.
+    """
+    _, rank, processes = world_info_from_env()
+    if rank == 0:
+        print("\n".join(lines(args, processes)), flush=True)
+
+
+def lines(args: Namespace, processes: int) -> list[str]:
+    """The plan of a training by so many processes.
+
+    Args:
+        args: as `params.parse_args` gives them.
+    """
+    flags = resolved_flags(args)
+    recipe = None if args.recipe is None else find(args.recipe)
+    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    args = copy.copy(args)
+    preflight.prepare_shapes(args)
+    if not trains(args):
+        args.train_data = "DATA.tar"
+    samples = number_of_samples(args, recipe)
+    preflight.check_flags(args, processes)
+    steps = preflight.steps_per_epoch(args, kind_of(args, args.train_data or ""), samples, processes)
+    if steps < 1:
+        raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
+    text = [] if recipe is None else [*about(recipe), ""]
+    text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
+    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None
+    parts = model_bytes(args)
+    rows = {} if loss is None else preflight.bytes_per_row(loss)
+    parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
+    saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * samples
+    for name, size in rows.items():
+        what = "moving averages" if name.startswith("normalizer") else "temperatures"
+        parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(samples / processes) + 1)
+    return [*text, *memory(parts), "", *files(args, saved if "model" in parts else None)]
+
+
+def number_of_samples(args: Namespace, recipe: Recipe | None) -> int:
+    """Pairs of the train data: as given, else as in the recipe."""
+    if args.train_num_samples is not None:
+        return args.train_num_samples
+    if recipe is not None and recipe.samples is not None:
+        return recipe.samples
+    raise InputError("--train-num-samples: --dry-run does not look at the data; give their number")
+
+
+def about(recipe: Recipe) -> list[str]:
+    items = [("source", recipe.source), ("data", recipe.data), ("published", recipe.score)]
+    items += [("note", note) for note in recipe.notes]
+    return [f"Recipe {recipe.name}", *(_item(name, text) for name, text in items if text)]
+
+
+def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
+    """Every flag, by where its value is from; the rest of OpenCLIP's are at their defaults."""
+    given = args.given_flags - args.recipe_flags
+    groups: dict[str, list[str]] = {"given": [], "recipe": [], "default": []}
+    for name, value in {**flags, "batch_size": args.batch_size}.items():
+        origin = "given" if name in given else "recipe" if name in args.recipe_flags else "default"
+        several = isinstance(value, (list, dict))
+        words = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        words = [shlex.quote(str(word).replace("\t", "\\t")) for word in (words if several else [value])]
+        groups[origin].append(flag_of(name) if value is True else TOGETHER.join([flag_of(name), *words]))
+    return ["Flags", *(_item(origin, " ".join(words)) for origin, words in groups.items() if words)]
+
+
+def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[str]:
+    batch = args.batch_size * processes * args.accum_freq
+    factors = f"{processes} process(es) x {args.batch_size} x --accum-freq {args.accum_freq}"
+    passes = f"{args.epochs}" + (f" after {args.osr_epochs:g} of recovery" if args.osr_epochs > 0 else "")
+    return [
+        "Training",
+        _item("global batch", f"{batch:,} = {factors}"),
+        _item("samples", f"{samples:,} an epoch"),
+        _item("steps", f"{steps:,} an epoch, {steps * args.epochs:,} in all, {args.warmup:,} of them warm-up"),
+        _item("epochs", passes),
+        _item("in all", f"{steps * args.epochs * batch:,} samples"),
+    ]
+
+
+def model_bytes(args: Namespace) -> dict[str, int]:
+    """Bytes of the model and of what its training keeps; empty where the model would have to be fetched."""
+    known = None if ":" in args.model else open_clip.get_model_config(args.model)
+    if known is None and ":" not in args.model:
+        raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
+    if known is None or "hf_model_name" in known["text_cfg"]:
+        return {}
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # that no weights were loaded
+    try:
+        with torch.device("meta"):
+            model = open_clip.create_model(args.model, precision=args.precision, device="meta")
+    finally:
+        logging.disable(before)
+    if args.lock_image:
+        model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
+    if args.lock_text:
+        model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    moments = {"AdamW's moments": 2 * trained} if args.opt == "adamw" else {}
+    return {"model": weights, "gradients": trained, **moments}
+
+
+def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int]:
+    """Bytes that each process keeps for the loss, by part, without rows per sample."""
+    config = None if ":" in args.model else open_clip.get_model_config(args.model)
+    return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
+
+
+def memory(parts: Mapping[str, int]) -> list[str]:
+    lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in (*parts.items(), ("total", sum(parts.values())))]
+    unknown = [] if "model" in parts else ["  the model would have to be fetched, and is not counted"]
+    return ["State of each process, without activations", *lines, *unknown]
+
+
+def files(args: Namespace, saved: int | None) -> list[str]:
+    """Where files would go.
+
+    Args:
+        saved: bytes of a checkpoint, if known.
+    """
+    folder = Path(args.logs) / (args.name or f"DATE-model_{args.model.replace('/', '-')}-...")
+    size = "" if saved is None else f", about {saved / MIB:,.1f} MiB each"
+    often = "the last epoch" if args.delete_previous_checkpoint else f"every {args.save_frequency} epochs"
+    often = often.replace("every 1 epochs", "each epoch")
+    text = [
+        _item("log", str(folder / "out.log")),
+        _item("flags", f"{folder / 'recipe.yaml'} for --recipe, and params.txt"),
+        _item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}"),
+        _item("metrics", str(folder / "checkpoints" / "results.jsonl")),
+    ]
+    if args.keep_best:
+        text.append(_item("best weights", str(folder / "best.pt")))
+    if "tensorboard" in args.report_to:
+        text.append(_item("tensorboard", str(folder / "tensorboard")))
+    return ["Files", *text]
+
+
+def _item(name: str, text: str) -> str:
+    """A named line, broken where the terminal ends; flags stay with their values."""
+    width = max(60, min(120, shutil.get_terminal_size().columns))
+    wrapper = textwrap.TextWrapper(width, f"  {name:14}", " " * 16, break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(text).replace(TOGETHER, " ")

@@ -1,0 +1,67 @@
+"""The flags of a run as a recipe: what was given, what the recipe gave, and the defaults they were completed with."""
+
+import os
+from argparse import Namespace
+from typing import Any
+
+import yaml
+from open_clip_train.distributed import world_info_from_env
+
+import open_clip_ext
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+from training_ext.recipes.recipe import find
+
+# In the namespace, but no flags of the command.
+NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs"})
+# Of one run or machine; another run has its own.
+OF_ONE_RUN = frozenset(
+    {"recipe", "dry_run", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
+)
+
+
+def resolved_flags(args: Namespace) -> dict[str, Any]:
+    """Every flag's value that the command takes again, by name with underscores, but those of one run.
+
+    Args:
+        args: as `params.parse_args` gives them. The batch size is not among them, see `Recipe.global_batch_size`.
+    """
+    own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN}
+    values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
+    if args.loss is None:
+        del values["osr_epochs"]
+    elif args.osr_epochs == 0:
+        del values["osr_transfer"]
+    settings = {*factory.PARTS, *(option.name for option in factory.all_options())}
+    kept = dict(args.given_settings) if args.loss is not None else {}
+    for name in sorted(settings & values.keys() - kept.keys()):
+        try:
+            factory.resolve_options(args.loss, {**kept, name: values[name]}, args.loss_epochs)
+        except InputError:
+            continue  # has no effect beside the others, and is refused where it is given
+        kept[name] = values[name]
+    return {name: value for name, value in values.items() if name not in settings or name in kept}
+
+
+def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | None) -> None:
+    """Write the run's recipe as recipe.yaml.
+
+    Args:
+        folder: of the run's log.
+        flags: as `resolved_flags` gave them before OpenCLIP added to `args`.
+        samples: rows of the train data, if known.
+    """
+    processes = world_info_from_env()[2]
+    base = None if args.recipe is None else find(args.recipe)
+    recipe = {
+        "source": f"the run {args.name} with open_clip_ext {open_clip_ext.__version__}"
+        + (f", from the recipe {base.name}" if base else ""),
+        "data": args.train_data or "",
+        **({"notes": list(base.notes)} if base and base.notes else {}),
+        **({"samples": samples} if samples else {}),
+        "global_batch_size": args.batch_size * processes * args.accum_freq,
+        "flags": flags,
+    }
+    with whole_file(os.path.join(folder, "recipe.yaml"), text=True) as file:
+        yaml.safe_dump(recipe, file, sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,257 @@
+"""The model and the optimizer of a command line, tried without memory or data before anything is written.
+
+OpenCLIP builds its model on the meta device, which computes shapes alone, and takes one batch of two pairs; the
+optimizer takes one step on four numbers. What would fail after the first files are written fails here, in one line.
+"""
+
+import logging
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import open_clip
+import torch
+from open_clip.pretrained import is_pretrained_cfg
+from open_clip_train import params as open_clip_params
+from PIL import Image
+from torch import nn
+
+from open_clip_ext.distributed import plain_name
+from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.options import flag_of
+from training_ext.loading import load_mapped, one_line
+from training_ext.overlay import replaced
+from training_ext.params import SCHEMAS, trains_logit_scale
+from training_ext.recovered import FORCED
+
+# What makes the model and its transforms; each is left out in turn to find the one that fails.
+TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")
+TOWERS = (
+    "lock_image_unlocked_groups", "lock_image", "lock_text_unlocked_layers", "lock_text", "grad_checkpointing",
+)
+WEIGHTS = ("pretrained",)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """The run that follows says everything once more."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def model_config(args: Namespace) -> dict[str, Any] | None:
+    """The model's configuration, fetched where it is one of the hub's.
+
+    Raises:
+        InputError: there is none.
+    """
+    given = f"--model: {args.model!r}"
+    if args.model.startswith(SCHEMAS):
+        if args.model.startswith("hf-hub:") and args.cache_dir is not None:
+            return None  # OpenCLIP would fetch it to another place
+        try:
+            config = open_clip.get_model_config(args.model)
+            return config if {"vision_cfg", "text_cfg", "embed_dim"} <= set(config) else _no_model(given)
+        except (OSError, ValueError) as error:  # requests' errors are OSErrors
+            raise InputError(f"{given} has no open_clip_config.json that can be read: {one_line(error)}") from None
+    config = open_clip.get_model_config(args.model.replace("/", "-"))
+    if config is None:
+        near = did_you_mean(args.model, open_clip.list_models(), "see open_clip.list_models()")
+        raise InputError(f"{given} is not known{near}")
+    return config
+
+
+def _no_model(given: str) -> NoReturn:
+    raise InputError(f"{given} is no model of OpenCLIP's: its open_clip_config.json has no embed_dim or no towers")
+
+
+def check_model(args: Namespace) -> nn.Module | None:
+    """The model on the meta device, or None where that cannot be told without its real tensors.
+
+    Raises:
+        InputError: the model cannot be built, does not take a batch, or its weights do not fit.
+    """
+    config = model_config(args)
+    if config is None or "hf_model_name" in config["text_cfg"]:  # a part of it would have to be fetched
+        return None
+    if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
+        raise InputError(f"--pretrained-image: --model {args.model} has no image tower of timm's; leave it out")
+    with quiet():
+        try:
+            return _rehearse(args)
+        except NotImplementedError:  # the meta device does not know an operation
+            return None
+        except Exception as error:
+            flag, value = _to_blame(args)
+            reason = one_line(error) or repr(error)
+            raise InputError(
+                f"{flag}:{value} does not go with --model {args.model}: {reason}; give another or leave it out"
+            ) from None
+
+
+def _to_blame(args: Namespace) -> tuple[str, str]:
+    """The flag without which it works, and its value."""
+    defaults = open_clip_params.parse_args([])
+    for name in (*WEIGHTS, *FORCED, *TRANSFORM, *TOWERS, "precision"):
+        value = getattr(args, name)
+        if name in args.given_flags and value != getattr(defaults, name):
+            try:
+                _rehearse(Namespace(**{**vars(args), name: getattr(defaults, name)}))
+            except Exception:
+                continue
+            return flag_of(name), "" if value is True else f" {value!r}"
+    return "--model", f" {args.model!r}"
+
+
+def _rehearse(args: Namespace) -> nn.Module:
+    size = args.force_image_size
+    with torch.device("meta"):
+        model, for_training, for_evaluation = open_clip.create_model_and_transforms(
+            args.model, precision=args.precision, device="meta", output_dict=True, load_weights=False,
+            force_image_size=size[0] if size is not None and len(size) == 1 else size,
+            **{name: getattr(args, name) for name in (*FORCED, *TRANSFORM) if name != "force_image_size"},
+        )
+    if args.pretrained and not is_pretrained_cfg(args.model.replace("/", "-"), args.pretrained):
+        with replaced({("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path)}):
+            open_clip.factory.load_checkpoint(model, args.pretrained)
+    if args.lock_image:
+        model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
+    if args.lock_text:
+        model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing()
+    if args.uses_ext_loss:
+        train_temperature(model, trains_logit_scale(args))
+    picture = Image.new("RGB", (64, 64))
+    for_training(picture)
+    pixels = for_evaluation(picture)
+    images = pixels.new_empty(2, *pixels.shape, device="meta", dtype=open_clip.get_input_dtype(args.precision))
+    context = getattr(model, "context_length", None) or model.text.context_length
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        model(images, torch.zeros(2, context, dtype=torch.long, device="meta"))
+    return model
+
+
+def train_temperature(model: nn.Module, trained: bool) -> None:
+    """Whether OpenCLIP's optimizer gets the model's temperature; a loss of ours has no use for its bias."""
+    if not trained:
+        model.logit_scale.requires_grad_(False)
+    if getattr(model, "logit_bias", None) is not None:
+        model.logit_bias.requires_grad_(False)
+
+
+def check_optimizer(args: Namespace) -> torch.optim.Optimizer:
+    """The optimizer of the command line, over four numbers, after one step.
+
+    Raises:
+        InputError: there is none of that name, or it does not go with the other flags.
+    """
+    numbers = nn.Linear(2, 2, bias=False)
+    try:
+        if args.opt.lower() == "adamw":
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+                numbers.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, weight_decay=args.wd
+            )
+        else:
+            optimizer = _timm_optimizer(args, numbers)
+        with quiet():
+            numbers(torch.ones(2)).sum().backward()
+            optimizer.step()
+    except InputError:
+        raise
+    except Exception as error:  # each of timm's raises what it likes
+        raise InputError(
+            f"--opt: {args.opt!r} does not work with the flags given beside it: {one_line(error) or repr(error)}"
+        ) from None
+    return optimizer
+
+
+def _timm_optimizer(args: Namespace, numbers: nn.Module) -> torch.optim.Optimizer:
+    from timm.optim import create_optimizer_v2, list_optimizers
+
+    name = args.opt.lower().split("timm/")[-1]
+    known = list_optimizers()
+    if name.removeprefix("lookahead_") not in known:
+        near = did_you_mean(args.opt, [f"timm/{other}" for other in known], "see timm.optim.list_optimizers()")
+        raise InputError(f"--opt: {args.opt!r} is not one of timm's{near}")
+    if (args.beta1 is None) != (args.beta2 is None):
+        one, other = ("beta1", "beta2") if args.beta2 is None else ("beta2", "beta1")
+        raise InputError(f"--{one}: {getattr(args, one)} with --opt {args.opt} needs --{other}, too; give both or none")
+    more: dict[str, Any] = {} if args.beta1 is None else {"betas": (args.beta1, args.beta2)}
+    if args.momentum is not None:
+        more["momentum"] = args.momentum
+    try:
+        return create_optimizer_v2(numbers, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **more)
+    except TypeError:
+        if args.eps is not None:
+            raise
+        raise InputError(f"--eps: --opt {args.opt} needs one from OpenCLIP; give for example 1e-8") from None
+
+
+def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, args: Namespace) -> None:
+    """Raise InputError unless OpenCLIP can load the checkpoint into this model and this optimizer.
+
+    Args:
+        path: of a local file that `checkpoint.read_entry` could read.
+        model: on the meta device; None if not known.
+        optimizer: of the same kind as the run's; None if it only evaluates.
+    """
+    content = load_mapped(path)
+    if not isinstance(content, dict):
+        raise InputError(f"--resume: {path!r} holds a {type(content).__name__}; give a checkpoint of OpenCLIP's")
+    if "epoch" not in content:
+        _check_weights(path, content, model, args)  # weights alone, which OpenCLIP takes as well
+        return
+    epoch = content["epoch"]
+    if type(epoch) is not int or epoch < 0:
+        raise InputError(f"--resume: {path!r} has the epoch {epoch!r}; give a checkpoint of OpenCLIP's")
+    _check_weights(path, content.get("state_dict"), model, args)
+    if optimizer is None:
+        return
+    if epoch >= args.epochs:
+        raise InputError(f"--epochs: {args.epochs}, and --resume {path!r} has {epoch} behind it; give more")
+    _check_moments(path, content.get("optimizer"), model, optimizer, args)
+
+
+def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Namespace) -> None:
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        raise InputError(f"--resume: {path!r} holds no weights; give a checkpoint of OpenCLIP's")
+    if model is None:
+        return
+    own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    saved = {plain_name(name): tuple(value.shape) for name, value in weights.items()}
+    for name in (*own, *saved):
+        if own.get(name) != saved.get(name):
+            raise InputError(
+                f"--resume: {path!r} is of another model than --model {args.model}: {name} is "
+                f"{saved.get(name, 'not there')}, and should be {own.get(name, 'not there')}"
+            )
+
+
+def _check_moments(
+    path: str, saved: Any, model: nn.Module | None, optimizer: torch.optim.Optimizer, args: Namespace
+) -> None:
+    groups = saved.get("param_groups") if isinstance(saved, dict) else None
+    if not groups:
+        raise InputError(f"--resume: {path!r} holds no optimizer's state; give it as --pretrained for its weights only")
+    missing = set(optimizer.param_groups[0]) - set(groups[0])
+    if missing:
+        raise InputError(
+            f"--opt: {path!r} was trained with another optimizer than {args.opt!r}: one without "
+            f"{', '.join(sorted(missing))}; give that one"
+        )
+    own = None if model is None else sum(parameter.requires_grad for parameter in model.parameters())
+    count = sum(len(group["params"]) for group in groups)
+    if own is not None and count != own:
+        raise InputError(
+            f"--resume: {path!r} trained {count} of the model's tensors, and this command line trains {own}; "
+            "lock the same towers, and learn the temperature in both or in neither"
+        )

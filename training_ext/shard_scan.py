@@ -1,0 +1,87 @@
+"""What local shards hold, from one look at their headers that is remembered until the file changes."""
+
+import json
+import os
+import tempfile
+
+from tqdm import tqdm
+
+from training_ext.tars import Contents, scan
+
+_SAVE_EVERY = 100  # scanned shards
+
+
+def _stamp(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def scanned_before(paths: dict[str, str]) -> set[str]:
+    """The urls whose scan is remembered; `paths` are local files by url."""
+    cache = _load_cache() if paths else {}
+    entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
+    return {url for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
+
+
+def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
+    """What shards hold by url, from the cache where the file is unchanged since, else from their headers."""
+    found: dict[str, Contents] = {}
+    todo = {}
+    cache = _load_cache() if paths else {}
+    for url, path in paths.items():
+        key, stamp = os.path.abspath(path), _stamp(path)
+        if key in cache and cache[key][:2] == stamp:
+            samples, keys = cache[key][2:]
+            found[url] = Contents(samples, keys)
+        else:
+            todo[url] = path, key, stamp
+    fresh: dict[str, list[int]] = {}
+    try:
+        for url, (path, key, stamp) in tqdm(
+            todo.items(), desc="Counting samples", unit="shard", disable=not (progress and todo)
+        ):
+            found[url] = contents = scan(path)
+            if contents.damage is None:
+                fresh[key] = [*stamp, contents.samples, contents.keys]
+            if fresh and len(fresh) % _SAVE_EVERY == 0:
+                _save_cache(fresh)
+    finally:
+        if fresh:
+            _save_cache(fresh)
+    return found
+
+
+def _cache_file() -> str:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(home, "open_clip_ext", "shard_sizes.json")
+
+
+def _load_cache() -> dict[str, list[int]]:
+    """By absolute path: bytes, modification time (ns), samples, key digest; empty if there is no usable cache."""
+    try:
+        with open(_cache_file(), encoding="utf-8") as file:
+            cache = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(cache, dict):
+        return {}
+    return {
+        key: entry
+        for key, entry in cache.items()
+        if isinstance(entry, list) and len(entry) == 4 and all(type(n) is int and n >= 0 for n in entry)
+    }
+
+
+def _save_cache(fresh: dict[str, list[int]]) -> None:
+    path = _cache_file()
+    temporary = None
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        cache = {**_load_cache(), **fresh}  # read again: another process may have saved since
+        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
+            temporary = file.name
+            json.dump(cache, file)
+        os.replace(temporary, path)
+    except OSError:
+        if temporary is not None and os.path.exists(temporary):
+            os.remove(temporary)

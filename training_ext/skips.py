@@ -1,0 +1,333 @@
+"""Samples that cannot be used: left out, counted in the loader's workers, and reported by epoch.
+
+A run ends in one line where no sample can be used any more, and where more than --max-bad-samples cannot.
+"""
+
+import json
+import logging
+import os
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+from open_clip_train import train as open_clip_train_loop
+from open_clip_train.data import filter_no_caption_or_no_image
+from open_clip_train.distributed import is_master
+from torch.utils.data import Dataset
+
+from open_clip_ext.errors import InputError
+from training_ext.loading import PAIR_MEMBERS
+from training_ext.seeding import worker_id
+from training_ext.tars import one_line
+
+FILE = "data.jsonl"  # in the experiment's folder: a line for each epoch
+SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # after which one worker gives up; of a pipe or a URL, minutes
+
+# What is counted: each worker has a row of these. The skipped come last.
+READ, LOST, SHARDS, MISSING, DAMAGED, USED, NO_CAPTION, NO_IMAGE, UNREADABLE = range(9)
+SKIPPED = {
+    NO_CAPTION: "without a caption",
+    NO_IMAGE: "without an image",
+    UNREADABLE: "whose image or caption cannot be read",
+}
+BAD_SHARDS = {MISSING: "shard(s) that cannot be opened", DAMAGED: "damaged shard(s)"}
+NAMES = {
+    USED: "used", NO_CAPTION: "no_caption", NO_IMAGE: "no_image", UNREADABLE: "unreadable", LOST: "lost",
+    MISSING: "shards_missing", DAMAGED: "shards_damaged",
+}
+
+
+class Skips:
+    """Counts of one process's train data, over all workers of its loader.
+
+    Args:
+        max_share: --max-bad-samples, from 0 to 1, or None for no limit.
+        workers: of the loader.
+    """
+
+    def __init__(self, max_share: float | None, workers: int):
+        self.max_share = max_share
+        self.epoch_samples = 0  # that this process uses in an epoch
+        # Each worker writes to a row of its own, so that none waits for another.
+        self._counts = torch.zeros(max(1, workers), 9, dtype=torch.int64).share_memory_()
+        self._named = torch.zeros(9, dtype=torch.int64).share_memory_()
+        self._shards_in_a_row = 0
+        self._samples_in_a_row = 0
+        self._empty_passes = 0
+
+    def begin_epoch(self) -> None:
+        self._counts.zero_()
+
+    def counts(self) -> list[int]:
+        """Of this epoch, so far."""
+        return self._counts.sum(0).tolist()
+
+    def own(self) -> np.ndarray:
+        """The counts of the worker that calls."""
+        return self._counts.numpy()[worker_id()]
+
+    def use(self) -> None:
+        self.own()[USED] += 1
+        self._samples_in_a_row = 0
+
+    def skip(self, kind: int, what: str, why: str) -> None:
+        """Leave out one sample.
+
+        Raises:
+            InputError: there were too many.
+        """
+        self.own()[kind] += 1
+        self._name(kind, f"{what}: {why}")
+        self._samples_in_a_row += 1
+        if self._samples_in_a_row >= SAMPLES_IN_A_ROW:
+            raise InputError(
+                f"--train-data: {self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}"
+            )
+        counts = self.counts()
+        bad = sum(counts[kind] for kind in SKIPPED)
+        # What is skipped is not used: this share is reached whatever the rest of the epoch is like.
+        if self.max_share is not None and bad > self.max_share * (bad + self.epoch_samples):
+            self._raise_share(counts, f"{what}: {why}")
+
+    def skip_shard(self, url: str, error: Exception, position: int, size: int | None) -> None:
+        """Leave out what could not be read of a shard: all after `position` of its `size` samples, if that is known.
+
+        Raises:
+            InputError: there were too many.
+        """
+        kind = DAMAGED if position or not isinstance(error, OSError) else MISSING
+        own = self.own()
+        own[[kind, SHARDS]] += 1
+        own[READ] += position
+        own[LOST] += max(0, (size or 0) - position)
+        last = f"shard {url!r} after {position} samples: {one_line(error)}"
+        self._name(kind, last)
+        if self.max_share == 0:
+            self._raise_share(self.counts(), last)
+        self._count_row(position, last)
+
+    def end_shard(self, url: str, samples: int) -> None:
+        """A shard was read to its end.
+
+        Raises:
+            InputError: it was the last of too many in which there was nothing.
+        """
+        own = self.own()
+        own[SHARDS] += 1
+        own[READ] += samples
+        self._count_row(samples, f"shard {url!r}: no samples in it")
+
+    def _count_row(self, samples: int, last: str) -> None:
+        self._shards_in_a_row = 0 if samples else self._shards_in_a_row + 1
+        if self._shards_in_a_row >= SHARDS_IN_A_ROW:
+            raise InputError(f"--train-data: {SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}")
+
+    def end_pass(self, used: int, batch_size: int) -> None:
+        """A worker has gone through all of its shards once, and goes through the same ones again.
+
+        Raises:
+            InputError: that gave no batch twice, and never will.
+        """
+        self._empty_passes = 0 if used >= batch_size else self._empty_passes + 1
+        # Once is not enough: a run that resumes in the middle of an epoch may see the end of a pass only.
+        if self._empty_passes < 2:
+            return
+        left_out = describe(self.counts())
+        raise InputError(
+            f"--train-data: a loader's shards hold {used} samples that can be used where --batch-size is {batch_size}"
+            + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers")
+        )
+
+    def check_share(self, counts: list[int]) -> None:
+        """At the end of an epoch.
+
+        Raises:
+            InputError: more than `max_share` of it could not be used.
+        """
+        if self.max_share is not None and share_of(counts) > self.max_share:
+            self._raise_share(counts)
+
+    def _raise_share(self, counts: list[int], last: str = "") -> None:
+        last = f"; the last is {last}" if last else ""
+        raise InputError(
+            f"--max-bad-samples: more than {self.max_share:g} of the train data cannot be used: "
+            f"{describe(counts)}{last}; mend the data or give a larger share"
+        )
+
+    def _name(self, kind: int, text: str) -> None:
+        if not self._named[kind]:
+            self._named[kind] = 1
+            logging.warning(f"Left out of the train data: {text}. Others like it are counted, and not named")
+
+
+def share_of(counts: list[int]) -> float:
+    """The share of an epoch's samples that could not be used, from 0 to 1.
+
+    Shards and their samples are counted apart: a loader reads ahead of what it uses.
+    """
+    bad = sum(counts[kind] for kind in SKIPPED)
+    bad_shards = sum(counts[kind] for kind in BAD_SHARDS)
+    # Of shards of unknown size, the share of shards has to do.
+    of_shards = counts[LOST] / (counts[LOST] + counts[READ]) if counts[LOST] else bad_shards / max(1, counts[SHARDS])
+    of_samples = bad / max(1, bad + counts[USED])
+    return 1 - (1 - of_shards) * (1 - of_samples)
+
+
+def describe(counts: list[int]) -> str:
+    """What was left out and why, such as '3 sample(s) without a caption'; '' if nothing was."""
+    parts = [f"{counts[kind]} sample(s) {text}" for kind, text in SKIPPED.items() if counts[kind]]
+    parts += [f"{counts[kind]} {text}" for kind, text in BAD_SHARDS.items() if counts[kind]]
+    if counts[LOST]:
+        parts.append(f"{counts[LOST]} sample(s) in them")
+    return ", ".join(parts)
+
+
+def report_epoch(skips: Skips, args: Namespace, epoch: int, loader: Any, tb_writer: Any) -> None:
+    """Log what an epoch skipped, and write it beside the other metrics: TensorBoard, W&B and data.jsonl.
+
+    Raises:
+        InputError: it was more than --max-bad-samples.
+    """
+    every: list[Any] = [skips.counts()]
+    if dist.is_available() and dist.is_initialized():
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, skips.counts())
+    counts = [sum(column) for column in zip(*every, strict=True)]
+    if is_master(args):
+        _write(counts, every, args, epoch, loader, tb_writer)
+    skips.check_share(counts)
+
+
+def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: Any, tb_writer: Any) -> None:
+    by_process = [sum(own[kind] for kind in SKIPPED) for own in every]
+    if text := describe(counts):
+        logging.warning(
+            f"Train Epoch: {epoch} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
+            f"samples skipped by process: {' '.join(map(str, by_process))}"
+        )
+    metrics = {name: counts[kind] for kind, name in NAMES.items()}
+    step = loader.num_batches // args.accum_freq * (epoch + 1)
+    if tb_writer is not None:
+        for name, value in metrics.items():
+            tb_writer.add_scalar(f"data/{name}", value, step)
+    if args.wandb:
+        shown = {f"data/{name}": value for name, value in metrics.items()}
+        open_clip_train_loop.wandb.log({**shown, "step": step}, step=step)
+    if args.save_logs:
+        with open(os.path.join(args.logs, args.name, FILE), "a") as file:
+            file.write(json.dumps({"epoch": epoch, **metrics, "skipped_by_process": by_process}) + "\n")
+
+
+class Complete:
+    """OpenCLIP's filter of samples without image or caption, which counts what it leaves out."""
+
+    def __init__(self, skips: Skips):
+        self.skips = skips
+
+    def __call__(self, sample: dict) -> bool:
+        if filter_no_caption_or_no_image(sample):
+            return True
+        suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+        if "txt" not in sample:
+            self.skips.skip(NO_CAPTION, name_of(sample), f"it has no .txt but {suffixes}")
+        else:
+            self.skips.skip(NO_IMAGE, name_of(sample), f"it has no .png, .jpg, .jpeg or .webp but {suffixes}")
+        return False
+
+
+def name_of(sample: dict) -> str:
+    return f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
+
+
+class Decode:
+    """webdataset's `decode` of the members that OpenCLIP makes a pair of; counts what cannot be decoded.
+
+    Args:
+        decode: webdataset's.
+        skips: of the train data.
+        batch_size: in samples.
+    """
+
+    def __init__(self, decode: Callable, skips: Skips, batch_size: int):
+        self.decode = decode
+        self.skips = skips
+        self.batch_size = batch_size
+
+    def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
+        """As webdataset's, but for the handler of errors, which is ours."""
+        return partial(self._run, partial(self.decode, *handlers, only=PAIR_MEMBERS))
+
+    def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
+        current: dict = {}
+
+        def remembered() -> Iterator[dict]:
+            nonlocal current
+            for sample in samples:
+                current = sample
+                yield sample
+
+        def skip(error: Exception) -> bool:
+            self.skips.skip(UNREADABLE, name_of(current), one_line(error))
+            return True
+
+        used = 0
+        for sample in decode(handler=skip)(remembered()):
+            used += 1
+            self.skips.use()
+            yield sample
+        self.skips.end_pass(used, self.batch_size)
+
+
+class UsableLines(Dataset):
+    """The lines of a csv, where another one takes the place of one that cannot be used.
+
+    Args:
+        csv: OpenCLIP's data set, with the cells as `images` and `captions`.
+        dataset: the same lines, as they reach the loader.
+        path: of the file.
+        skips: of the train data; None for validation data, whose metrics are of all lines, so that a bad one raises
+            InputError.
+    """
+
+    def __init__(self, csv: Any, dataset: Dataset, path: str, skips: Skips | None):
+        self.csv = csv
+        self.dataset = dataset
+        self.path = path
+        self.skips = skips
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
+
+    def __getitem__(self, row: int) -> Any:
+        item = self._read(row)
+        # Whatever was drawn before, so that a resumed run takes the same.
+        draws = random.Random(row)
+        while item is None:
+            item = self._read(draws.randrange(len(self)))
+        return item
+
+    def _read(self, row: int) -> Any:
+        if pd.isna(self.csv.captions[row]):
+            return self._skip(row, NO_CAPTION, "its caption is empty")
+        if pd.isna(self.csv.images[row]):
+            return self._skip(row, NO_IMAGE, "its image is empty")
+        try:
+            item = self.dataset[row]
+        except Exception as error:  # image libraries raise whatever they like
+            return self._skip(row, UNREADABLE, f"{self.csv.images[row]!r}: {one_line(error)}")
+        if self.skips is not None:
+            self.skips.use()
+        return item
+
+    def _skip(self, row: int, kind: int, why: str) -> Any:
+        what = f"line {row + 2} of {self.path!r}"
+        if self.skips is None:
+            raise InputError(f"--val-data: {what} cannot be used: {why}; mend or remove it")
+        self.skips.skip(kind, what, why)
+        return None

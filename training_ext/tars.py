@@ -1,0 +1,140 @@
+"""The samples of tar files, grouped as OpenCLIP groups them, with damage told from the archive's end.
+
+webdataset reads by tarfile, which takes a header that is damaged or zeroed for the end: the rest of the shard would be
+lost without a word.
+"""
+
+import hashlib
+import inspect
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+from open_clip_train.data import group_by_keys_nothrow
+from webdataset.gopen import gopen
+from webdataset.tariterators import tar_file_iterator
+
+_SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
+_BLOCK = 1 << 16
+_READ_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, zlib.error)
+
+
+class _StrictHeader(tarfile.TarInfo):
+    """Raises ReadError for a damaged header, where tarfile would quietly take it for the archive's end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as err:
+            if not buf.strip(b"\0"):  # a true end: zeros, or the end of the file
+                raise
+            raise tarfile.ReadError(str(err)) from err
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members that webdataset's tar_file_iterator yields; ReadError where the archive is damaged."""
+    for member in tar:
+        # Else tarfile keeps every header in memory.
+        tar.members = []  # type: ignore[attr-defined]  # undocumented
+        # The pattern covers webdataset's meta_prefix and meta_suffix, too.
+        if member.isreg() and not re.match(_SKIP_META, member.name):
+            yield member
+    file: Any = tar.fileobj
+    while block := file.read(_BLOCK):
+        if block.count(0) < len(block):  # after a true end there are only zeros
+            raise tarfile.ReadError("there is more after the end of the archive, as where a header is zeroed")
+
+
+class KeyDigest:
+    """A digest of the keys of samples, in order; 56 bits, which JSON can hold."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=7)
+
+    def add(self, key: object) -> None:
+        # A member may be named "a.__key__": its payload is then the key, which a look at the headers does not see.
+        name = key if isinstance(key, str) else ""
+        self._hash.update(name.encode(errors="surrogateescape") + b"\0")
+
+    def value(self) -> int:
+        return int.from_bytes(self._hash.digest(), "big")
+
+
+def read_samples(url: str) -> Iterator[dict]:
+    """The samples of one shard, dicts of bytes by suffix, just as OpenCLIP's reader yields them.
+
+    Raises whatever opening and reading may raise, once the samples before the damage were yielded.
+    """
+    errors: list[Exception] = []
+    yield from group_by_keys_nothrow(_payloads(url, errors))
+    for error in errors:
+        raise error
+
+
+def _payloads(url: str, errors: list[Exception]) -> Iterator[dict]:
+    # The last sample is grouped when this ends, so an error must wait.
+    try:
+        with tarfile.open(fileobj=gopen(url), mode="r|*", tarinfo=_StrictHeader) as tar:
+            for member in _members(tar):
+                payload: Any = tar.extractfile(member)
+                yield {"fname": member.name, "data": payload.read(), "__url__": url}
+    except Exception as error:  # file systems, commands and archives raise whatever they like
+        errors.append(error)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a look at a tar's headers finds.
+
+    Args:
+        samples: their number; of a damaged tar, before the damage.
+        keys: `KeyDigest` of the samples.
+        damage: what is wrong, or None.
+    """
+
+    samples: int
+    keys: int
+    damage: str | None = None
+
+
+def scan(path: str) -> Contents:
+    """Look at the headers of a local tar."""
+    samples, keys, damage = 0, KeyDigest(), None
+    errors: list[Exception] = []
+    for sample in group_by_keys_nothrow(_lengths(path, errors)):
+        samples += 1
+        keys.add(sample["__key__"])
+    if errors:
+        damage = one_line(errors[0])
+    return Contents(samples, keys.value(), damage)
+
+
+def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:
+    """As `_payloads`, with each payload's length in its place: as true or false as the payload, which decides on a
+    sample with a "__bad__" member."""
+    try:
+        with open(path, "rb") as file, _open_tar(file) as tar:
+            for member in _members(tar):
+                yield {"fname": member.name, "data": member.size, "__url__": ""}
+    except _READ_ERRORS as error:
+        errors.append(error)
+
+
+def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
+    try:
+        return tarfile.open(fileobj=file, mode="r:", tarinfo=_StrictHeader)
+    except tarfile.ReadError:
+        # Compressed. As a stream, like webdataset: that mode stops after the first of several gzip members.
+        file.seek(0)
+        return tarfile.open(fileobj=file, mode="r|*", tarinfo=_StrictHeader)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line, without the number and the path of an OSError."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)  # what Pillow calls an image in memory
+    return " ".join(text.split())[:200] or type(error).__name__
