@@ -18,7 +18,7 @@ DIVIDED = {
     "isogclr": {},
     "neuclip": {"npn_prototypes": 8, "npn_split": True},
 }
-WHOLE = {"queue": {"queue_size": 8}, "neuclip": {"npn_prototypes": 8}}
+WHOLE = {"queue": {"queue_size": 16}, "neuclip": {"npn_prototypes": 8}}
 
 
 def stepped(name, settings, rank):
