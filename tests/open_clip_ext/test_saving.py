@@ -12,7 +12,7 @@ from ports import free_ports
 
 from open_clip_ext import create_loss, distributed
 
-ROWS = 10
+ROWS = 40
 DIVIDED = {
     "fastclip-v3": {},
     "isogclr": {},
