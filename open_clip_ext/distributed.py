@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from open_clip_ext.options import option
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # what `wait_for_others` allows before it warns, and ends
-_gatherings = count()
 
 
 def world_size() -> int:
@@ -55,7 +53,8 @@ def wait_for_others() -> None:
     if world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    key = f"open_clip_ext/gathering {next(_gatherings)}/"
+    # The store counts each process's gatherings: a process may have been in other groups before.
+    key = f"open_clip_ext/gathering {store.add(f'open_clip_ext/gatherings/{rank()}', 1)}/"
     if rank() > 0:
         store.set(f"{key}{rank()}", "here")
         return

@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, see `exit_code`.
     """
-    return exit_code(lambda: train(sys.argv[1:] if argv is None else argv))
+    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
 
 
 def train(flags: Iterable[object]) -> Trained:
@@ -66,8 +66,12 @@ def train(flags: Iterable[object]) -> Trained:
     Raises:
         InputError: bad input; the message is one line that says what to change, and nothing is written.
         NonFiniteError: the training met a NaN or an infinity.
-        Stopped: SIGTERM ended it; its state is saved.
+        Stopped: SIGTERM stopped it, and its state is saved.
     """
+    return _run([str(flag) for flag in flags])
+
+
+def _run(argv: list[str]) -> Trained:
     from training_ext import versions
 
     versions.check_version()
@@ -78,12 +82,12 @@ def train(flags: Iterable[object]) -> Trained:
     except ImportError as error:
         raise InputError(versions.cannot_import(error)) from None
     hooks.check_seams()
-    args = params.parse_args([str(flag) for flag in flags])
+    args = params.parse_args(argv)
     if args.dry_run:
         plan.show(args)
         return Trained([], None, [])
-    resolved = recipes.resolved_flags(args)  # before anything is added to them
-    session = Session(args, preflight.check(args), resolved)
+    flags = recipes.resolved_flags(args)  # before anything is added to them
+    session = Session(args, preflight.check(args), flags)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics
@@ -92,7 +96,8 @@ def train(flags: Iterable[object]) -> Trained:
     if not checkpoint.keeps_files(args):
         return Trained(by_epoch, None, [])
     folder = Path(args.logs, args.name)
-    checkpoints = sorted(folder.glob("checkpoints/epoch_*.pt"), key=lambda path: (len(path.name), path.name))
+    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if "_step_" not in path.name]
+    checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
     return Trained(by_epoch, folder, checkpoints)
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import signal
 import sys
 import tarfile
 from argparse import Namespace
@@ -50,7 +51,10 @@ def evidence(monkeypatch, tmp_path):
     import report
     import run
 
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield grid, run, report
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     for name in ("grid", "run", "report"):
         sys.modules.pop(name, None)
 

@@ -42,10 +42,10 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
 
 
 def _on_warmup(args: Namespace, steps: int) -> Iterator[str]:
-    if not args.skip_scheduler and args.warmup >= steps:
+    if not args.skip_scheduler and args.warmup > steps:
         yield (
             f"--warmup: {args.warmup} steps where the training has {steps}, so that the learning rate ends at "
-            f"{100 * steps / args.warmup:.2g} % of --lr; a tenth of the training is --warmup {steps // 10}"
+            f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
         )
 
 

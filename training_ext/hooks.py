@@ -17,7 +17,7 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext.flag_ranges import likely_cause
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import enumerate_from_first, save_checkpoint
-from training_ext.overlay import look_up, replaced
+from training_ext.patching import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
 from training_ext.skips import Complete
 from training_ext.versions import SUPPORTED, open_clip_version

@@ -11,9 +11,10 @@ from open_clip_train.distributed import world_info_from_env
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
-from training_ext import recipes, recovered
+from training_ext import recipes
 from training_ext.loss_help import PART_HELP, default_text, loss_help
-from training_ext.overlay import replaced
+from training_ext.osr import recovered
+from training_ext.patching import replaced
 
 
 class Parser(argparse.ArgumentParser):

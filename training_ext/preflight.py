@@ -21,17 +21,18 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint, midepoch, monitor, recovered
+from training_ext import checkpoint, keep_best, midepoch
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_machine, check_remote_file
+from training_ext.osr import recovered
+from training_ext.osr.recovery import unfinished_path
 from training_ext.params import SCHEMAS
 from training_ext.rehearsal import check_model, check_optimizer, check_resumed
 from training_ext.shards import check_missing, shard_urls
-from training_ext.statistics_recovery import unfinished_path
 
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
@@ -96,7 +97,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
         check_combination(args)
     path = resumed_path(args)
     resumed = find_resumed(path)
-    monitor.check_metric(args)
+    keep_best.check_metric(args)
     midepoch.check_flag(args)
     check_distillation(args)
     check_pretrained("--pretrained", args.model, args.pretrained)

@@ -22,9 +22,9 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.loading import load_mapped, one_line
-from training_ext.overlay import replaced
+from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
-from training_ext.recovered import FORCED
+from training_ext.patching import replaced
 
 # What makes the model and its transforms; each is left out in turn to find the one that fails.
 TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")

@@ -27,18 +27,18 @@ from training_ext import checkpoint, midepoch, recipes
 from training_ext.advice import advise
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.evaluation import during_training
+from training_ext.keep_best import Monitor, known_metrics
 from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
-from training_ext.monitor import Monitor, known_metrics
 from training_ext.optimizer import TemperatureGroup
+from training_ext.osr.recovery import StatisticsRecovery, remove_unfinished
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
 from training_ext.rehearsal import train_temperature
 from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSeed, kept_random_state, seed_all
 from training_ext.shards import ShardRows
 from training_ext.skips import Decode, Skips, UsableLines, report_epoch
-from training_ext.statistics_recovery import StatisticsRecovery, remove_unfinished
 from training_ext.stopping import Outlive
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes

@@ -346,7 +346,8 @@ def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch,
     monkeypatch.setattr(logging, "info", info)
     line, log = ends(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
     assert ("shards in a row cannot be read" if resampled else "shard(s) that cannot be opened") in line, line
-    assert log.count("Others like it are counted") == 1
+    # Two workers that meet it at the same time both say so.
+    assert 1 <= log.count("Others like it are counted") <= max(1, workers)
 
 
 @WORKERS

@@ -88,7 +88,10 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
         ),
         (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of", "GiB", "lower"]),
         (f"{SHAPES} --loss queue --queue-size 8", ["--queue-size: 8 holds nothing beside", "batch of 8 pairs"]),
-        (f"{SHAPES} --loss queue --batch-size 10", ["--queue-size: 16 samples in global batches of 10", "at most 8"]),
+        (
+            f"{SHAPES} --loss queue --batch-size 10 --warmup 1",
+            ["--queue-size: 16 samples in global batches of 10", "at most 8"],
+        ),
         (f"{HUGE} --loss queue --queue-size 9000000000", ["--queue-size: 9000000000", "GiB", "lower it"]),
         (f"{NEUCLIP} --normalizer mlp --surrogate hinge", ["--surrogate: 'hinge'", "mlp", "'identity'"]),
         (f"{NEUCLIP} --negatives both", ["--negatives: 'both'", "prototypes", "'cross'"]),

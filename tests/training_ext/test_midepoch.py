@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from training_ext.data import RowLoader
 from training_ext.midepoch import NAME
-from training_ext.statistics_recovery import UNFINISHED
+from training_ext.osr.recovery import UNFINISHED
 from training_ext.stopping import Outlive, StopRequest
 
 TIMES = re.compile(r".*INFO \| |Data \(t\).*?gpu |Left: \S+| \(-?[\d.e+-]+\)")  # and running means, which begin anew

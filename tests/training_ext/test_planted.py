@@ -24,9 +24,9 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.files import whole_file
 from open_clip_ext.normalizers_report import main as report_main
 from training_ext.embeddings import KEY_FILE
-from training_ext.monitor import BEST, START
+from training_ext.keep_best import BEST, START
+from training_ext.osr.recovery import UNFINISHED
 from training_ext.report.command import CACHE
-from training_ext.statistics_recovery import UNFINISHED
 from training_ext.temperature_sheet import FILE
 
 ROWS = 16

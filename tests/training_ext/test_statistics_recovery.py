@@ -18,8 +18,8 @@ from torch.nn.functional import normalize
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.recovery import StandingWeights
 from training_ext.data import RowLoader
+from training_ext.osr.recovery import FIRST_EPOCH, UNFINISHED
 from training_ext.params import parse_args
-from training_ext.statistics_recovery import FIRST_EPOCH, UNFINISHED
 
 TUNE = "--loss tuneclip --lr 1e-3"
 RN = {

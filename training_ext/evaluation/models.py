@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.loading import load_mapped, one_line, without_remote_code
-from training_ext.overlay import replaced
+from training_ext.patching import replaced
 
 PARAMS = "params.txt"
 # What of a training's command line the model and its transform depend on.

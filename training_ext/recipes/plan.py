@@ -59,7 +59,9 @@ def lines(args: Namespace, processes: int) -> list[str]:
         raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
-    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None
+    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # of one row, so that no table is made
+    if loss is not None:
+        loss.limit_to(samples)
     parts = model_bytes(args)
     rows = {} if loss is None else preflight.bytes_per_row(loss)
     parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}

@@ -22,7 +22,7 @@ from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
-from training_ext.overlay import replaced
+from training_ext.patching import replaced
 from training_ext.shards import Shards, find_shards
 
 BATCH_SIZES = (64, 256, 1024)

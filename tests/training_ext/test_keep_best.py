@@ -12,7 +12,7 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.monitor import BEST, START, is_better, known_metrics
+from training_ext.keep_best import BEST, START, is_better, known_metrics
 from training_ext.params import parse_args
 from training_ext.zero_shot import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
 

@@ -22,10 +22,10 @@ from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.recovery import StandingWeights, check_still, epoch_lengths, standing_still
-from training_ext import recovered
 from training_ext.checkpoint import keeps_files
 from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
+from training_ext.osr import recovered
 
 FIRST_EPOCH = 1 << 20  # the recovery's epochs are numbered from here, where numbers seed the order of the data
 OPEN_CLIPS_LINE = re.compile(r"Train Epoch: (?P<epoch>\d+) (?P<rest>\[ *(?P<seen>\d+)/(?P<of>\d+) .*)")
