@@ -43,8 +43,10 @@ def process(rank, port, folder):
         if rank == 0:
             create_loss(name, num_samples=ROWS, epochs=1, **settings).load_state_dict(loss.state_dict())
         step(loss, rank)
+    losses = []
     for name, settings in DIVIDED.items():
         loss = stepped(name, settings, rank)
+        losses.append(loss)
         state = loss.state_dict()
         if rank == 0:
             torch.save(state, f"{folder}/{name}.pt")
@@ -52,8 +54,9 @@ def process(rank, port, folder):
     dist.barrier()
     try:
         if rank == 0:
-            with pytest.raises(RuntimeError, match="process 0 waits for process 1; every process must call it"):
-                loss.state_dict()
+            for loss in losses:
+                with pytest.raises(RuntimeError, match="process 0 waits for process 1; every process must call it"):
+                    loss.state_dict()
         else:
             step(loss, rank)  # goes on, and loses process 0
     except RuntimeError:
