@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 READY = $(VENV)/installed
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo finetune test test-slow test-all lint clean
+.PHONY: demo finetune test test-slow test-flags test-all lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -20,6 +20,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PYTEST) -m slow
+
+test-flags: $(READY)
+	$(PYTEST) -m campaign
 
 test-all: $(READY)
 	$(PYTEST) -m "slow or not slow"

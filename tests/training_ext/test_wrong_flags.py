@@ -21,13 +21,13 @@ def outcomes():
     process.join()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_every_wrong_value_is_answered(outcomes):
     bad = [(case, outcome) for case, outcome in outcomes if outcome.kind not in wrong_flags.GOOD]
     assert not bad, bad
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_page_has_the_table(outcomes):
     """But for the answers' words, some of which are other packages'."""
 
