@@ -408,7 +408,11 @@ def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
         return features
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", interrupted)
-    assert run_main(ext_main, f"{NEUCLIP} --name stopped", tmp_path / "logs") == 130
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        assert run_main(ext_main, f"{NEUCLIP} --name stopped", tmp_path / "logs") == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
     error = capsys.readouterr().err
     assert "Traceback" not in error and error.strip().splitlines()[-1].startswith("open_clip_ext: interrupted")
     assert not list((tmp_path / "logs/stopped/checkpoints").iterdir())
