@@ -28,7 +28,8 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     losses = {"clip": ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world)}
-    small = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": args.prototypes}}
+    queued = max(args.prototypes, 2 * args.batch_size * dist.get_world_size())  # more than the batch
+    small = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": queued}}
     for preset in list_losses():
         if not preset.is_open_clip:
             losses[preset.name] = create_loss(preset.name, num_samples=10_000, epochs=2, **small.get(preset.name, {}))
