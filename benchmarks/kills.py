@@ -200,7 +200,8 @@ def go_through(case: Case, folder: Path, kills: int, draw: random.Random) -> Non
             case.kills[at] = case.kills.get(at, 0) + 1
         run.clean()
         if any(run.codes.values()):
-            raise AssertionError(f"{case.name}: a resumed run failed, see {folder}/{name}.0.txt")
+            end = (folder / f"{name}.0.txt").read_text()[-1000:]
+            raise AssertionError(f"{case.name}: a resumed run failed, exit codes {list(run.codes.values())}; ... {end}")
         case.runs += 1
         case.equal += equal(checkpoint(folder, name), expected)
 

@@ -216,7 +216,7 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     _check_weights(path, content.get("state_dict"), model, args)
     if optimizer is None:
         return
-    if epoch >= args.epochs:
+    if epoch >= args.epochs and args.resume != "latest":  # a job that is requeued may find that it is done
         raise InputError(f"--epochs: {args.epochs}, and --resume {path!r} has {epoch} behind it; give more")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
 

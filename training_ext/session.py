@@ -155,6 +155,8 @@ class Session:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.rows)
             self._restored = entry
+            if loaded["epoch"] >= self.args.epochs:
+                logging.info(f"Nothing is left to train: {path!r} has {loaded['epoch']} of {self.args.epochs} epochs")
         return loaded
 
     # Data

@@ -99,6 +99,9 @@ def test_resume_latest_goes_on_after_a_kill(datasets, run, tmp_path):
     resumed = run("killed", f"{common} --resume latest")
     assert resumed.logged() == whole.logged()
     same(resumed.checkpoint(3), whole.checkpoint(3))
+    again = run("killed", f"{common} --resume latest")  # as after a kill between the last save and the exit
+    assert again.logged() == resumed.logged() and "Nothing is left to train" in again.log
+    same(again.checkpoint(3), whole.checkpoint(3))
 
 
 def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
