@@ -76,12 +76,12 @@ class Queue(Normalizer):
         if self.queue_size <= size:
             raise InputError(
                 f"{self.queue_size} holds nothing beside a global batch of {size} pairs; give several times {size}, or "
-                "use --normalizer batch", "queue_size",
+                "use the normalizer batch", "queue_size",
             )
         if self.num_in_data is not None and self.num_in_data < 2 * size:
             raise InputError(
-                f"{self.num_in_data} samples in global batches of {size} pairs leave nothing to queue; lower "
-                f"--batch-size to at most {self.num_in_data // 2} pairs in all, or use --normalizer batch",
+                f"{self.num_in_data} samples in global batches of {size} pairs leave nothing to queue; lower the global "
+                f"batch to at most {self.num_in_data // 2} pairs, or use the normalizer batch",
                 "queue_size",
             )
 

@@ -72,6 +72,29 @@ def test_the_queues_state_survives():
         create_loss("queue", queue_size=9).load_full_state(first.full_state())
 
 
+def test_a_capped_queue_goes_on_within_its_epoch():
+    """It is emptied where an epoch begins, not where a state saved in mid-epoch is loaded."""
+
+    def step(loss, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return loss(unit(generator, 5, 8).float(), unit(generator, 5, 8).float(), torch.tensor(20.0))
+
+    def queued(loss):
+        return int(loss.normalizer.ring.active)
+
+    first, second = (create_loss("queue", num_samples=15) for _ in range(2))
+    for epoch in range(2):
+        first.set_epoch(epoch)
+        for seed in range(2):
+            step(first, seed)
+    second.load_full_state(first.full_state())
+    second.set_epoch(1)
+    assert torch.equal(step(first, 2), step(second, 2)) and queued(first) == queued(second) == 15
+    second.set_epoch(2)
+    step(second, 3)
+    assert queued(second) == 5
+
+
 @pytest.mark.parametrize(
     "options, message",
     [(dict(queue_size=0), "queue_size: 0"), (dict(mixing=1.0), "mixing: 1.0"), (dict(gamma=0.5), "gamma")],
@@ -133,7 +156,7 @@ def test_a_queue_of_a_small_part_of_the_data_goes_on_over_epochs():
     "settings, message",
     [
         (dict(queue_size=64), "queue_size: 64 holds nothing beside a global batch of 64 pairs; give several times"),
-        (dict(num_samples=100), "queue_size: 100 samples in global batches of 64 .* lower --batch-size to .* 50"),
+        (dict(num_samples=100), "queue_size: 100 samples in global batches of 64 .* lower the global batch to .* 50"),
     ],
 )
 def test_a_queue_that_would_do_nothing_is_refused(settings, message):
