@@ -42,9 +42,8 @@ tau of AmorLIP, an inverse temperature                     | s: 0-d
 S, D: the data set; B: the mini-batch                      | what e1 and e2 hold
 
 Sources: CLIP, arXiv 2103.00020. CyCLIP, arXiv 2205.14459. SogCLR, PMLR 162; its equations and those of FastCLIP, arXiv
-2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP: Efficient Large-Scale CLIP Training with
-Neural Normalizer Optimization. AmorLIP, arXiv 2505.18983. TuneCLIP: Breaking the Limits of Open-Weight CLIP. Where a
-paper is silent the docstring says what is done here.
+2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP, arXiv 2511.08417. AmorLIP, arXiv 2505.18983.
+TuneCLIP, arXiv 2601.09859. Where a paper is silent the docstring says what is done here.
 """
 
 import math

@@ -122,14 +122,14 @@ PRESETS = {
         LossPreset(
             "neuclip",
             "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
-            "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",
+            "Wei et al. 2025, arXiv 2511.08417, Eq. 10-12, Algorithm 1",
             normalizer="prototypes",
             encoder_objective="unified",
         ),
         LossPreset(
             "amorlip",
             "MLPs learn each sample's partition function, which the encoders divide by",
-            "AmorLIP: Efficient Language-Image Pretraining via Amortization",
+            "Sun et al. 2025, arXiv 2505.18983, Eq. 6-12, Algorithm 1",
             loss=AmorLIPLoss,
             lr_tau_ratio=1 / 4,
         ),
@@ -149,7 +149,7 @@ PRESETS = {
         LossPreset(
             "amorlip-paper",
             "as amorlip, with the paper's own form of the loss and its settings for CC12M",
-            "AmorLIP: Efficient Language-Image Pretraining via Amortization, Algorithm 1, Appendix C",
+            "Sun et al. 2025, arXiv 2505.18983, Algorithm 1, Appendix C",
             loss=AmorLIPLoss,
             # A full positive over the target network, which collapses where we could measure it.
             defaults={
@@ -161,7 +161,7 @@ PRESETS = {
         LossPreset(
             "tuneclip",
             "for fine-tuning: recovery of the optimizer's statistics, then hinged gaps over moving averages, fixed tau",
-            "TuneCLIP: Breaking the Limits of Open-Weight CLIP, Algorithms 1-2, Eq. 8-9",
+            "Mehta et al. 2026, arXiv 2601.09859, Eq. 8-9, Algorithms 1-2",
             normalizer="table",
             temperature="fixed",
             surrogate="hinge",
@@ -176,7 +176,7 @@ PRESETS = {
         LossPreset(
             "queue",
             "a queue of the latest embeddings, mixed with the batch's own estimate; nothing to train",
-            "of no paper: open_clip_ext",
+            "not from a paper",
             normalizer="queue",
             defaults={"mixing": 0.6},
         ),

@@ -39,6 +39,20 @@ def equal(one, other) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
+def test_what_pages_name_is_there():
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+    folders = "examples|docs|tests|benchmarks|open_clip_ext|training_ext"
+    for page in pages:
+        text = page.read_text()
+        for link in re.findall(r"\]\(([^)#\s]+)", text):
+            assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+        for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+    index = (ROOT / "docs/README.md").read_text()
+    unlisted = [page.name for page in pages if page.parent.name == "docs" and f"({page.name})" not in index]
+    assert unlisted == ["README.md"]
+
+
 def test_every_section_is_tried():
     headings = re.findall(r"^## (.*)$", (ROOT / LOOP).read_text(), re.MULTILINE)
     tests = Path(__file__).read_text()

@@ -1,4 +1,4 @@
-"""The README's code runs as it stands."""
+"""The code of README and docs/extending.md runs as it stands."""
 
 import os
 import re
@@ -39,11 +39,12 @@ def test_the_loop(tmp_path):
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory):
-    """The README's package, installed in a folder of its own."""
+    """The package of docs/extending.md, installed in a folder of its own."""
     source, installed = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
-    project, module = code("A loss of one's own")[:2]
-    (source / "pyproject.toml").write_text(project)
-    (source / "my_normalizers.py").write_text(module)
+    page = "docs/extending.md"
+    sections = ("A preset", "A normalizer", "A loss without parts")
+    (source / "pyproject.toml").write_text(code(None, page)[0])
+    (source / "my_losses.py").write_text("\n\n".join(code(section, page)[0] for section in sections))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
     subprocess.run([*pip, "--no-build-isolation", "--target", str(installed), str(source)], check=True)
     return installed
@@ -56,10 +57,12 @@ def command(arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_another_packages_loss(plugin, tmp_path):
     path = f"{ROOT}{os.pathsep}{plugin}"
-    name = "--logs logs --name shared"
-    for arguments in (f"{TINY} --loss shared", f"{TINY} --loss shared --epochs 2 --resume latest"):
-        done = run(command(f"{arguments} {name} --shared-keep 0.99"), tmp_path, PYTHONPATH=path)
-        assert done.returncode == 0, done.stderr
+    shared = f"{TINY} --loss shared --logs logs --name shared --shared-keep 0.99"
+    lines = [shared, f"{shared} --epochs 2 --resume latest", f"{TINY} --loss gentle --queue-size 16"]
+    lines.append(f"{TINY} --loss pairwise --lr-tau 1e-3".replace("--rho 5", ""))
+    script = "import sys; from open_clip_ext.main import train; [train(line.split()) for line in sys.argv[1:]]"
+    done = run([sys.executable, "-c", script, *lines], tmp_path, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
     saved = torch.load(tmp_path / "logs/shared/checkpoints/epoch_2.pt", weights_only=True)
     assert saved["optimizer"]["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
     refused = run(command(f"{TINY} --loss neuclip --normalizer shared"), tmp_path, PYTHONPATH=path)

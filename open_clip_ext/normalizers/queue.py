@@ -80,8 +80,8 @@ class Queue(Normalizer):
             )
         if self.num_in_data is not None and self.num_in_data < 2 * size:
             raise InputError(
-                f"{self.num_in_data} samples in global batches of {size} pairs leave nothing to queue; lower the global "
-                f"batch to at most {self.num_in_data // 2} pairs, or use the normalizer batch",
+                f"{self.num_in_data} samples in global batches of {size} pairs leave nothing to queue; lower the global"
+                f" batch to at most {self.num_in_data // 2} pairs, or use the normalizer batch",
                 "queue_size",
             )
 
