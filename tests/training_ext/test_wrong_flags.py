@@ -10,21 +10,36 @@ import wrong_flags
 PAGE = Path(__file__).parents[2] / "docs/wrong-flags.md"
 
 
-@pytest.fixture(scope="module")
-def outcomes():
+def answers(every: int) -> list:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=wrong_flags.send_all, args=(theirs,))
+    process = context.Process(target=wrong_flags.send_all, args=(theirs, every))
     process.start()
     theirs.close()
-    yield ours.recv()
+    outcomes = ours.recv()
     process.join()
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return answers(every=1)
+
+
+def all_answered(outcomes: list) -> bool:
+    bad = [(case, outcome) for case, outcome in outcomes if outcome.kind not in wrong_flags.GOOD]
+    assert not bad, bad
+    return len(outcomes) > 50
+
+
+@pytest.mark.slow
+def test_a_sample_of_wrong_values_is_answered():
+    assert all_answered(answers(every=17))
 
 
 @pytest.mark.campaign
 def test_every_wrong_value_is_answered(outcomes):
-    bad = [(case, outcome) for case, outcome in outcomes if outcome.kind not in wrong_flags.GOOD]
-    assert not bad, bad
+    assert all_answered(outcomes)
 
 
 @pytest.mark.campaign
