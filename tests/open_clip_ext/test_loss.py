@@ -31,6 +31,26 @@ def test_no_state_moves_without_gradients(name):
         assert torch.equal(after[key], value) if isinstance(value, torch.Tensor) else after[key] == value
 
 
+@pytest.mark.parametrize("name", ["fastclip-v3", "isogclr", "neuclip", "queue"])
+def test_without_gradients_training_mode_gives_the_value_of_evaluation(name):
+    """For other samples, too, than those of the step before."""
+    settings = dict(num_samples=20) if name in ("fastclip-v3", "isogclr") else {}
+    loss = create_loss(name, epochs=2, **settings)
+    loss.set_epoch(0)
+    generator = torch.Generator().manual_seed(0)
+
+    def call(rows):
+        features = (unit(generator, len(rows), 4).float().requires_grad_() for _ in range(2))
+        return loss(*features, torch.tensor(10.0), index=rows)
+
+    for start in (0, 6, 0, 6):  # the second visits move individual temperatures
+        call(torch.arange(start, start + 6)).backward()
+    features = unit(generator, 6, 4).float(), unit(generator, 6, 4).float()
+    with torch.no_grad():
+        values = [loss.train(mode)(*features, torch.tensor(10.0), index=torch.arange(6)) for mode in (True, False)]
+    assert torch.equal(*values)
+
+
 @pytest.mark.parametrize("scale, warned", [(2.659, True), (14.3, False)])
 def test_a_logarithm_for_the_scale_is_pointed_out_once(scale, warned, caplog):
     loss = create_loss("neuclip")
