@@ -7,8 +7,12 @@ rounds' ratios. Memory is what a call has allocated at a time beyond what was th
 out here (`network.py` has them). What compares anchors with m other vectors is also compared with ClipLoss plus the
 bare matrix products which that takes: forward, and backward in the anchors where alpha has a gradient. `amorlip` and
 what it is compared with are called eight times, one of which trains its networks.
+
+`--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, functions of (rows, device) by name, each of
+which returns what is called like our losses, with features, logit scale and `index=`.
 """
 
+import runpy
 from collections.abc import Callable
 
 import torch
@@ -39,6 +43,7 @@ class Call:
         self.more = {}
         if isinstance(loss, open_clip_ext.losses.Loss):
             loss.set_epoch(0)
+        if not isinstance(loss, ClipLoss):
             self.more["index"] = torch.randint(rows, (batch,), generator=generator).to(device)
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
@@ -76,7 +81,10 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     if name == "neuclip":
         settings["npn_prototypes"] = m
     rows = args.num_samples
-    loss = open_clip_ext.create_loss(name, num_samples=rows, epochs=8, device=device, **settings)
+    if name in args.peers:
+        loss = args.peers[name](rows, device)
+    else:
+        loss = open_clip_ext.create_loss(name, num_samples=rows, epochs=8, device=device, **settings)
     ours = Call(loss, batch, dim, dtype, device, rows)
     clip = Call(ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
@@ -116,9 +124,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue where B is less")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
+    flags.add_argument("--peers", default={}, type=lambda path: runpy.run_path(path)["PEERS"], help="see above")
     args = flags.parse_args(argv)
     device = begin(args)
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]
+    names += args.peers
     cases = [
         (name, batch, dim, getattr(torch, dtype))
         for dtype in args.dtypes for dim in args.dims for batch in args.batch_sizes for name in names

@@ -82,11 +82,14 @@ class BareProducts:
 
     CPU_ROWS = 512
 
-    def __init__(self, batch: int, dim: int, m: int, back: str | None, device: torch.device):
-        self.anchors, self.others = torch.randn(2, batch, dim, device=device), torch.randn(2, m, dim, device=device)
+    def __init__(
+        self, batch: int, dim: int, m: int, back: str | None, device: torch.device, dtype: torch.dtype = torch.float32
+    ):
+        self.anchors, self.others = (torch.randn(2, rows, dim, device=device, dtype=dtype) for rows in (batch, m))
         self.back = back
         self.rows = min(self.CPU_ROWS, batch) if device.type == "cpu" else batch
-        self.products = torch.empty(self.rows * m if device.type == "cpu" else 2 * batch * m, device=device)
+        numbers = self.rows * m if device.type == "cpu" else 2 * batch * m
+        self.products = torch.empty(numbers, device=device, dtype=dtype)
         self.sums = torch.zeros_like(self.anchors if back == "anchors" else self.others)
 
     def __call__(self) -> None:

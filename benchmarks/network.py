@@ -5,8 +5,14 @@
 `autograd` is Algorithm 1, lines 6 to 8, as `open_clip_ext.equations` prints it: the graph of the cosines with 2 x m
 prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
 anchors with prototypes, and weights with anchors. Ours is a step's whole `update`, which also takes the batch into the
-ring. Ratios of the medians of rounds in which all three alternate.
+ring. Ratios of the medians of rounds in which all alternate.
+
+`--also compile` adds the update under torch.compile, `graph` (CUDA) as one CUDA graph, `bfloat16` the bare products in
+bfloat16: what could be gained by fewer launches and by smaller numbers. A variant that fails says why and is left out.
 """
+
+import sys
+from collections.abc import Callable
 
 import torch
 from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
@@ -40,6 +46,38 @@ class PlainAutograd:
             self.optimizer.step()
 
 
+def captured(normalizer: Prototypes, batch: Batch) -> Callable[[], None]:
+    """An update as a CUDA graph. Places in the ring are those of the capture: good for its time alone."""
+    for group in normalizer.optimizer.param_groups:
+        group["capturable"] = True  # AdaGrad reads no number of the device without a decay of its rate
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            normalizer.update(batch)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        normalizer.update(batch)
+    return graph.replay
+
+
+def variant(kind: str, make: Callable[[], Prototypes], batch: Batch, args) -> Callable[[], object] | None:
+    """What `--also` names; None if it cannot be made here."""
+    try:
+        if kind == "bfloat16":
+            products = BareProducts(len(batch.image), args.dim, args.m, "others", batch.image.device, torch.bfloat16)
+            return lambda: [products() for _ in range(args.updates)]
+        normalizer = make()
+        if kind == "graph":
+            return captured(normalizer, batch)
+        compiled = torch.compile(normalizer.update)
+        compiled(batch)
+        return lambda: compiled(batch)
+    except Exception as error:
+        print(f"{kind}: {type(error).__name__}: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return None
+
+
 def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> dict:
     generator = torch.Generator().manual_seed(0)
     image = normalize(torch.randn(max(batch_size, m), dim, generator=generator), dim=1).to(device)
@@ -49,10 +87,14 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         log_batch = torch.full((2, len(image[rows])), -9.0, device=device)
         return Batch.of_process(image[rows], text[rows], torch.tensor(0.03, device=device), log_batch=log_batch)
 
-    normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
-    normalizer.materialize(dim, device, image.dtype)
-    for start in range(0, m, batch_size):
-        normalizer.update(batch_of(slice(start, start + batch_size)))
+    def make() -> Prototypes:
+        normalizer = Prototypes(npn_prototypes=m, npn_updates=args.updates, npn_restart_every=0, npn_lr=0.01)
+        normalizer.materialize(dim, device, image.dtype)
+        for start in range(0, m, batch_size):
+            normalizer.update(batch_of(slice(start, start + batch_size)))
+        return normalizer
+
+    normalizer = make()
     batch = batch_of(slice(0, batch_size))
     products = BareProducts(batch_size, dim, m, "others", device)
     functions = {
@@ -60,10 +102,13 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
         "autograd": PlainAutograd(normalizer.weight, batch, args.updates),
         "products": lambda: [products() for _ in range(args.updates)],
     }
+    variants = {kind: variant(kind, make, batch, args) for kind in args.also}
+    functions |= {kind: function for kind, function in variants.items() if function is not None}
     times = alternate(functions, device, seconds=args.seconds)
     return {
         "batch": batch_size, "m": m, "dim": dim, "updates": args.updates,
         "to_products": summary(times, "ours", "products"), "to_autograd": summary(times, "ours", "autograd"),
+        "also": {kind: summary(times, kind, "products") for kind in args.also if kind in times},
         "bytes": peak_memory(functions["ours"], device), "autograd_bytes": peak_memory(functions["autograd"], device),
     }
 
@@ -74,6 +119,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("-m", type=int, default=4096, help="prototypes a side")
     flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
     flags.add_argument("--updates", type=int, default=10, help="T_u")
+    flags.add_argument("--also", nargs="*", default=[], choices=("compile", "graph", "bfloat16"), help="see above")
     args = flags.parse_args(argv)
     device = begin(args)
     results = [compare(batch, args.m, args.dim, device, args) for batch in tqdm(args.batch_sizes, desc="batches")]
@@ -82,6 +128,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
             "B": result["batch"], "m": result["m"], "d": result["dim"], "updates": result["updates"],
             **{f"{key} / {base}": value for base in ("products", "autograd")
                for key, value in shown(result[f"to_{base}"]).items() if key != "ms"},
+            **{f"{kind} / products": shown(result["also"][kind])["time"] if kind in result["also"] else "failed"
+               for kind in args.also},
             "ms": f"{1e3 * result['to_products']['seconds']:.0f}",
             "MiB": f"{result['bytes'] / 2**20:.0f}", "autograd MiB": f"{result['autograd_bytes'] / 2**20:.0f}",
         }

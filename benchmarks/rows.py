@@ -19,7 +19,8 @@ from open_clip_ext.normalizers import MovingAverageTable
 
 def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
     start = now(device)
-    normalizer = MovingAverageTable(num_rows, gamma_schedule="constant", device=device)
+    where = "cpu" if args.rows_on == "host" else device
+    normalizer = MovingAverageTable(num_rows, gamma_schedule="constant", device=where)
     seconds = {"start": now(device) - start}
     generator = torch.Generator().manual_seed(0)
     rows: ShardedRows = normalizer.log_u
@@ -44,10 +45,12 @@ def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument("--rows", type=int, nargs="+", default=[10**k for k in (5, 6, 7, 8)])
+    flags.add_argument("--rows-on", choices=("device", "host"), default="device", help="as the command's flag")
     flags.add_argument("--batch-size", type=int, default=4096)
     args = flags.parse_args(argv)
     device = begin(args)
-    sizes = [rows for rows in args.rows if 8 * rows < 0.8 * total_memory(device)]
+    memory = total_memory(torch.device("cpu") if args.rows_on == "host" else device)
+    sizes = [rows for rows in args.rows if 8 * rows < 0.8 * memory]
     results = [compare(rows, args.batch_size, device, args) for rows in tqdm(sizes, desc="tables")]
     print(table([
         {

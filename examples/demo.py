@@ -22,8 +22,8 @@ LOSSES = {
     "clip": "--loss clip",
 }
 RECIPE = (
-    "--model ViT-shapes-tiny --device cpu --precision fp32 --workers 1 --batch-size {batch} --epochs {epochs} "
-    "--lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
+    "--model ViT-shapes-tiny --device {device} --precision {precision} --workers 1 --batch-size {batch} "
+    "--epochs {epochs} --lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
 )
 
 
@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64, help="pairs per process and step (default: 64)")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--device", default="cpu", help="as OpenCLIP's flag (default: cpu)")
+    parser.add_argument("--precision", default="fp32", help="as OpenCLIP's flag (default: fp32)")
     args = parser.parse_args()
 
     shards = make_data(args)
@@ -69,7 +71,7 @@ def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.processes)]
     # The -- keeps torchrun from taking --logs for an abbreviation of its own flags.
     command += ["-m", "--", "open_clip_ext.main", *flags.split()]
-    command += RECIPE.format(batch=args.batch, epochs=args.epochs).split()
+    command += RECIPE.format(**vars(args)).split()
     command += ["--train-data", shards["train"], "--val-data", shards["val"], "--val-num-samples", "1000"]
     command += ["--logs", str(logs), "--name", name]
     print(f"\ntorchrun {' '.join(command[3:])}", flush=True)

@@ -13,15 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip --batch-sizes 16 --dims 8 --dtypes float32 bfloat16 -m 8",
-    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2",
+    "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also bfloat16",
     "operations": "--batch-size 8 --dim 4 -m 16 --num-samples 100",
+    "parity": "--losses fastclip-v3 neuclip --batch-size 8 --dim 8 -m 16 --num-samples 50 --steps 2",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
     "rows": "--rows 100 1000 --batch-size 8",
     "step_time": "--losses fastclip-v3 --batch-size 4 --num-samples 50 --precision amp_bf16",
     "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
 SLOW = ("end_to_end", "operations")
-ROWS = {"loss": 8, "network": 1, "operations": 15, "precision": 2, "rows": 2, "step_time": 1, "end_to_end": 2}
+ROWS = {"loss": 8, "network": 1, "operations": 15, "parity": 4, "precision": 2, "rows": 2, "step_time": 1}
+ROWS["end_to_end"] = 2
 
 
 def numbers(value) -> list[float]:
@@ -53,6 +55,18 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
                 assert low <= high
         assert all(value > 0 for key, value in result.items() if key.endswith("bytes"))
     assert len(capsys.readouterr().out.strip().splitlines()) >= ROWS[name] + 1
+
+
+@pytest.mark.slow
+def test_the_script_for_a_gpu(tmp_path):
+    """Its parts begin, and one that fails is counted."""
+    environment = {**os.environ, "TINY": "1", "PYTHON": sys.executable, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "rows", "parity"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"rows-device.json", "rows-host.json", "parity.json"}
+    command = ["bash", str(ROOT / "benchmarks/gpu.sh"), "rows"]
+    assert subprocess.run(command, env={**environment, "PYTHON": "false"}, capture_output=True).returncode == 1
 
 
 @pytest.mark.slow
