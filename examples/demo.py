@@ -23,7 +23,8 @@ LOSSES = {
 }
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision {precision} --workers 1 --batch-size {batch} "
-    "--epochs {epochs} --lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
+    "--epochs {epochs} --lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 "
+    "--aug-cfg scale=(0.95,1.0)"
 )
 
 
