@@ -2,12 +2,16 @@ PYTHON ?= python3
 VENV ?= .venv
 # For example PIP_ARGS="--index-url URL" for another package index.
 PIP_ARGS ?=
+# Where `make docs` writes.
+REFERENCE ?= api
 
 BIN = $(VENV)/bin
 READY = $(VENV)/installed
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo finetune test test-slow test-flags test-all lint clean
+API = $(shell find open_clip_ext -name '*.py' ! -name __main__.py | sort | sed 's|/__init__.py||; s|\.py$$||; s|/|.|g')
+
+.PHONY: demo finetune docs test test-slow test-flags test-all lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -37,5 +41,10 @@ $(READY): setup.py pyproject.toml
 	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[test]"
 	touch $(READY)
 
+docs: $(READY)
+	@# Packages without __all__ bring their modules along, which are then named twice.
+	$(BIN)/python -W "ignore:The module specification" -m pdoc -d markdown -o $(REFERENCE) $(API)
+	@echo "the library's reference: $(REFERENCE)/index.html; everything else: docs/README.md"
+
 clean:
-	rm -rf $(VENV) demo finetune build *.egg-info
+	rm -rf $(VENV) api demo finetune build *.egg-info

@@ -10,6 +10,7 @@ version = next(
 URL = "https://github.com/open-clip-ext/open_clip_ext"
 plots = ["matplotlib"]
 data = ["scikit-learn", "resvg-py"]
+docs = ["pdoc"]
 
 setup(
     name="open-clip-ext",
@@ -63,8 +64,10 @@ setup(
     extras_require={
         "data": data,
         "plots": plots,
+        "docs": docs,
         "test": [
             "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", *data, *plots,
+            *docs,
         ],
     },
 )

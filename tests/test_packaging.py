@@ -68,3 +68,15 @@ def test_the_pages_name_every_loss_and_no_flag_that_is_not_there():
         row = re.search(rf"^\| `{option.flag}` \| ([\d.e-]+) ", text, re.MULTILINE)
         if row:
             assert float(row[1]) in [same.default for same in declared if same.name == option.name], option.flag
+
+
+@pytest.mark.slow
+def test_the_reference_has_a_page_for_each_module(tmp_path):
+    if not Path(sys.prefix, "installed").exists():
+        pytest.skip("for an environment that make has made")
+    command = ["make", "docs", f"VENV={sys.prefix}", f"REFERENCE={tmp_path}/api"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Warn" not in done.stderr, done.stderr
+    modules = [path for path in (ROOT / "open_clip_ext").rglob("*.py") if path.name != "__main__.py"]
+    pages = [path for path in (tmp_path / "api").rglob("*.html") if path.name != "index.html"]
+    assert len(pages) == len(modules)
