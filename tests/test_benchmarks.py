@@ -58,6 +58,19 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads /proc")
+def test_saving(tmp_path):
+    flags = ["--rows", "100000", "--processes", "1", "2", "--losses", "fastclip-v3", "--json", "saving.json"]
+    command = [sys.executable, str(ROOT / "benchmarks/saving.py"), *flags]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    results = json.loads((tmp_path / "saving.json").read_text())
+    assert [result["processes"] for result in results] == [1, 2]
+    for result in results:
+        assert 8 * 100_000 < result["file_bytes"] < 8 * 100_000 + 10_000  # two float32 a row
+        assert result["save_memory"] > 0 and result["save_seconds"] > 0 and result["resume_seconds"] > 0
+
+
+@pytest.mark.slow
 def test_the_script_for_a_gpu(tmp_path):
     """Its parts begin, and one that fails is counted."""
     environment = {**os.environ, "TINY": "1", "PYTHON": sys.executable, "OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}
