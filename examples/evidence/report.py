@@ -16,7 +16,7 @@ LEVELS = (10, 15, 20)  # percent of R@1
 # Student's t at 97.5 %, for 1, 2, ... degrees of freedom.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 HEADER = (
-    "method", "tuned", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
+    "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
     "tau at the end", *(f"steps to {level} %" for level in LEVELS), "zero-shot concepts, emoji, %", "CPU hours",
 )  # fmt: skip
 
