@@ -26,19 +26,23 @@ def load_plain(file: Any, **options: Any) -> Any:
     return torch.load(file, **{"map_location": "cpu", **options, "weights_only": True})
 
 
-def load_mapped(path: str) -> Any:
+def load_mapped(path: str, **options: Any) -> Any:
     """`load_plain` from a local file, whose tensors stay on disk until they are used."""
     # Files of before torch 1.6, which OpenCLIP loads as well, are no zip archives and cannot be mapped.
-    return load_plain(path, mmap=zipfile.is_zipfile(path))
+    return load_plain(path, mmap=zipfile.is_zipfile(path), **options)
 
 
 def load_resumed(path: str, map_location: Any = "cpu") -> Any:
     """The checkpoint of `--resume`, a path or a URL of fsspec's.
 
+    A local file is mapped: each process of a machine needs its own rows of a table alone, and they share the pages.
+
     Raises:
         InputError: it cannot be read, or holds more than tensors, numbers and strings.
     """
     try:
+        if os.path.isfile(path):
+            return load_mapped(path, map_location=map_location)
         with fsspec.open(path, "rb") as file:
             return load_plain(file, map_location=map_location)
     except Exception as error:  # file systems and archives raise whatever they like
