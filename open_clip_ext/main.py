@@ -87,7 +87,9 @@ def _run(argv: list[str]) -> Trained:
         plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before anything is added to them
-    session = Session(args, preflight.check(args), flags)
+    with _logging_as_before():  # the first line that is logged adds a handler, and each would be shown twice
+        rows = preflight.check(args)
+    session = Session(args, rows, flags)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics
