@@ -41,7 +41,8 @@ def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Lo
 class LogItems(dict):
     """OpenCLIP adds up `values()` to the total loss and logs `items()`: only the latter shows the diagnostics.
 
-    The total, "loss", is the one loss under a name that says less, and is not logged. OpenCLIP asks for `items()` on steps that it logs, so that nothing waits for the device on the others.
+    The total, "loss", is the one loss under a name that says less, and is not logged. OpenCLIP asks for `items()` on
+    steps that it logs, so that nothing waits for the device on the others.
     """
 
     def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):

@@ -212,8 +212,9 @@ class ListRecipes(Print):
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
-OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best")
-OF_TRAINING += ("log_all",)
+OF_TRAINING = (
+    "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all"
+)
 
 
 def starts_from_weights(args: argparse.Namespace) -> bool:

@@ -1,7 +1,7 @@
 """What a training with --loss says: a short line for each logged step, and every number in metrics.jsonl.
 
-OpenCLIP's loop logs a line with all numbers, and gives the same numbers to TensorBoard's writer by name. `RunLog` stands
-in for the writer, so that it has them without reading any text, and says its own line in place of OpenCLIP's.
+OpenCLIP's loop logs a line with all numbers, and gives the same numbers to TensorBoard's writer by name. `RunLog`
+stands in for the writer, so that it has them without reading any text, and says its own line in place of OpenCLIP's.
 """
 
 import logging

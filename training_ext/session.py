@@ -4,6 +4,7 @@ import copy
 import logging
 import math
 import os
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,7 @@ from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSee
 from training_ext.shards import ShardRows
 from training_ext.skips import Decode, Skips, UsableLines, report_epoch
 from training_ext.stopping import Outlive
+from training_ext.summary import summary
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
@@ -60,6 +62,7 @@ class Session:
         self.rows = rows
         self._flags = flags
         self.log = RunLog(args)
+        self._began = time.monotonic()
         self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
         self.loss: TrainingLoss | None = None
@@ -397,8 +400,12 @@ class Session:
 
     def finish(self) -> None:
         """The training has ended well, its last checkpoint is there."""
-        if self.args.osr_epochs > 0 and trains(self.args):
-            remove_unfinished(self.args)
+        args = self.args
+        if args.osr_epochs > 0 and trains(args):
+            remove_unfinished(args)
+        if args.loss is not None and trains(args) and args.save_logs:
+            for line in summary(args, time.monotonic() - self._began):
+                logging.info(line)
 
     def _begin(
         self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], begun: bool,
@@ -475,7 +482,7 @@ class Session:
         if self._monitor is not None and metrics:
             if epoch == 0:
                 self._monitor.begin(metrics)
-            self._monitor.after(metrics, epoch, model)
+            self._monitor.after(metrics, epoch, model, data)
         return metrics
 
     def zero_shot_eval(

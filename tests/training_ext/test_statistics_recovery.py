@@ -385,12 +385,13 @@ def test_the_file_of_the_recovery_goes_with_the_last_checkpoint(run, datasets, p
 
 
 def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
-    experiment = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0")
+    flags = f"--pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0"
+    experiment = run("x", f"{datasets['shapes']} {TUNE} {flags}")
     log = experiment.log
     lines = [line for line in log.splitlines() if " left " in line]
-    for line, shown in zip(lines, ["Recovery 1/2 1/6", *[""] * 7, "Recovery 2/2 3/3", "Epoch 0 1/6", *[""] * 5], strict=True):
-        assert shown in line
-    assert lines[-1].endswith(" left 0s")
+    assert len(lines) == 6 + 3 + 6 and lines[-1].endswith(" left 0s")
+    for number, shown in (0, "Recovery 1/2 1/6 "), (8, "Recovery 2/2 3/3 "), (9, "Epoch 0 1/6 "):
+        assert shown in lines[number]
     assert str(FIRST_EPOCH) not in log
     recovered = read_metrics(experiment.path, "recovery")
     assert [line["samples"] for line in recovered] == [8 * step for step in range(1, 10)]

@@ -145,7 +145,8 @@ def test_the_log_carries_the_diagnostics(run, datasets):
 
     events = EventAccumulator(str(neuclip.path / "tensorboard"))
     events.Reload()
-    assert {"train/tau", "train/alpha_image_mean", "train/npn_unified_after", "train/objective_learnable"} <= set(events.Tags()["scalars"])
+    names = {"tau", "alpha_image_mean", "npn_unified_after", "objective_learnable"}
+    assert {f"train/{name}" for name in names} <= set(events.Tags()["scalars"])
 
 
 def test_the_temperature_has_its_own_learning_rate(run, datasets):
