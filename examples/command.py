@@ -1,5 +1,6 @@
 """Run training commands, follow their logs, and read what they evaluated."""
 
+import json
 import os
 import shlex
 import subprocess
@@ -42,8 +43,10 @@ def run(command: list[str], experiment: Path, show: Callable[[dict], None]) -> N
 
 
 def evaluations(experiment: Path) -> list[dict]:
-    """The metrics of every evaluation of a run."""
-    return read_metrics(experiment, "eval")
+    """The metrics of every evaluation of a run, the last one of each epoch where a run was resumed."""
+    lines = (experiment / "checkpoints" / "results.jsonl").read_text().splitlines()
+    by_epoch = {metrics["epoch"]: metrics for metrics in map(json.loads, lines)}
+    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
 def results_of(jobs: dict[Any, Future]) -> dict[Any, Any]:

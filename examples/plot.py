@@ -90,9 +90,13 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
     import matplotlib.pyplot as plt
 
     panels = {name: title for name, title in (PERCENT | STEPS).items() if any(name in run for run in runs.values())}
-    size = 3.6 * len(panels), 3.9
-    figure, axes = plt.subplots(1, len(panels), figsize=size, constrained_layout=True, squeeze=False)
-    for axis, (panel, title) in zip(axes[0], panels.items(), strict=True):
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = 4 * columns, 3.2 * rows + 0.4
+    figure, grid = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (panel, title) in zip(grid.flat, panels.items(), strict=False):
         for number, (name, run) in enumerate(runs.items()):
             style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.4}
             points = run.get(panel, [])
@@ -108,7 +112,7 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
         elif panel in PERCENT or panel == "throughput":
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
     figure.savefig(path, dpi=120)
 
 

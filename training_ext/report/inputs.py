@@ -160,8 +160,7 @@ def training_flags(path: str, given: list[str]) -> list[str]:
     recipe = os.path.join(experiment_of(path), RECIPE)
     if flags & {"--model", "--loss", "--recipe"} or not os.path.exists(recipe):
         return given
-    batch_size = [] if "--batch-size" in flags else ["--batch-size", "64"]  # of the embedding, which has no gradients
-    return ["--recipe", recipe, *batch_size, *given]
+    return ["--recipe", recipe, *given]
 
 
 def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
