@@ -1,5 +1,6 @@
 """metrics.jsonl: every number that a training logs, one JSON object a line (docs/logs.md has the names)."""
 
+import errno
 import json
 import math
 import os
@@ -27,9 +28,15 @@ class MetricsFile:
                     self._file.write(b"\n")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line at once, so that a kill cannot leave a part of it; JSON has no NaN, null stands for it."""
+        """Write a line at once, so that a kill cannot leave a part of it; JSON has no NaN, null stands for it.
+
+        Raises:
+            OSError: the disk is full.
+        """
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        text = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        if self._file.write(text) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
         self._file.close()

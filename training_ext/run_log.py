@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from open_clip_train.distributed import is_master
 
-from open_clip_ext.distributed import world_size
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
 
 # Change once an epoch or are taken once in it; shown in the line at its end.
@@ -61,6 +60,7 @@ class RunLog:
         self.args = args
         self.loss_name: str | None = None  # of the value that the loss minimises, if it is ours
         self._file: MetricsFile | None = None
+        self._full = False
         self._epoch: Epoch | None = None
         self._numbers: dict[str, float] = {}
         self._latest: dict[str, Any] = {}
@@ -177,7 +177,7 @@ class RunLog:
         if not self._numbers or self._epoch is None:
             return
         epoch, now = self._epoch, time.monotonic()
-        global_batch = self.args.batch_size * self.args.accum_freq * world_size()
+        global_batch = self.args.batch_size * self.args.accum_freq * self.args.world_size
         step_before, time_before = self._last
         throughput = (self._step - step_before) * global_batch / max(now - time_before, 1e-9)
         self._last = self._step, now
@@ -218,11 +218,14 @@ class RunLog:
 
     def _add(self, stage: str, epoch: int, step: int, **numbers: Any) -> None:
         self._latest = numbers
-        if not self.args.save_logs:
+        if not self.args.save_logs or self._full:
             return
-        if self._file is None:
-            self._file = MetricsFile(os.path.join(self.args.logs, self.args.name))
-        self._file.add({"stage": stage, "epoch": epoch, "step": step, "time": round(time.time(), 3), **numbers})
+        try:
+            self._file = self._file or MetricsFile(os.path.dirname(self.path))
+            self._file.add({"stage": stage, "epoch": epoch, "step": step, "time": round(time.time(), 3), **numbers})
+        except OSError as error:  # the training is worth more
+            self._full = True
+            logging.warning(f"No more lines are added to {self.path}: {error.strerror}")
 
     @property
     def path(self) -> str:

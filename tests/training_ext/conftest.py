@@ -3,6 +3,7 @@
 import gc
 import logging
 import multiprocessing
+import re
 from pathlib import Path
 
 import open_clip
@@ -71,6 +72,10 @@ class Experiment:
             for line in read_metrics(self.path, "train")
             if name is None or name in line
         ]
+
+    def open_clips_losses(self) -> list[tuple[str, str]]:
+        """(epoch, loss) of every line of OpenCLIP's own: of a run without --loss, or with --log-all."""
+        return re.findall(r"Train Epoch: (\d+) .* Loss: (\S+) \(", self.log)
 
     def checkpoint(self, epoch: int) -> dict:
         return torch.load(self.path / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)

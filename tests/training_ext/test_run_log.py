@@ -1,5 +1,6 @@
 """What a training says: one short line a step, all numbers in a file, and a summary."""
 
+import errno
 import logging
 import re
 from argparse import Namespace
@@ -20,7 +21,7 @@ PREFIX = len("2026-11-22,05:02:51 | INFO | ")
 def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     """The millionth step of some, with every number at its longest."""
     args = Namespace(
-        loss="neuclip", log_all=False, rank=0, save_logs=False, batch_size=4096, accum_freq=1, epochs=33,
+        loss="neuclip", log_all=False, rank=0, save_logs=False, batch_size=4096, accum_freq=1, world_size=1, epochs=33,
     )
     now = iter([0.0, 3600.0])
     monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: next(now), time=lambda: 0.0))
@@ -72,6 +73,20 @@ def test_the_terminal_is_spared_what_the_files_have(tmp_path, capsys):
     (evaluated,) = read_metrics(tmp_path / "x", "eval")
     assert evaluated["epoch"] == 1 and evaluated["image_to_text_R@1"] >= 0
     assert log.count("effective_negatives") == 1  # taken once, and shown at the epoch's end
+
+
+def test_a_full_disk_ends_the_file_and_not_the_training(run, monkeypatch):
+    written = MetricsFile.add
+
+    def add(self, line):
+        if line["step"] == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, line)
+
+    monkeypatch.setattr(MetricsFile, "add", add)
+    experiment = run("x", f"{FLAGS} {LOSSES['queue']}")
+    assert experiment.log.count(f"No more lines are added to {experiment.path}/metrics.jsonl: No space left") == 1
+    assert "Epoch 0 6/6" in experiment.log and len(experiment.logged()) == 2
 
 
 def test_log_all_is_open_clips_log(run):

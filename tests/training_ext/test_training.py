@@ -1,6 +1,5 @@
 """Runs of the command: what OpenCLIP does it does, and a resumed run is an uninterrupted one."""
 
-import re
 import subprocess
 import sys
 
@@ -38,8 +37,7 @@ def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arg
     plain = "--siglip" if "siglip" in arguments else ""
     theirs = run("theirs", f"{common} {plain}", main=open_clip_main)
     ours = run("ours", f"{common} {arguments} {'--log-all' if '--loss' in arguments else ''}")
-    losses = [re.findall(r"Train Epoch: (\d+) .* Loss: (\S+) \(", experiment.log) for experiment in (theirs, ours)]
-    assert len(losses[0]) == 12 and losses[0] == losses[1]
+    assert len(theirs.open_clips_losses()) == 12 and ours.open_clips_losses() == theirs.open_clips_losses()
     same(ours.checkpoint(2), theirs.checkpoint(2))
 
 
