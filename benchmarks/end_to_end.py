@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         ]
         commands = {"OpenCLIP": ([sys.executable, "-c", OPEN_CLIP, str(MODEL_CONFIGS)], common)}
         for loss in args.losses:
-            commands[loss] = ([sys.executable, "-m", "open_clip_ext.main"], [*common, "--loss", loss])
+            commands[loss] = ([sys.executable, "-m", "open_clip_ext.main"], [*common, "--loss", loss, "--log-all"])
         rates: dict[str, list[float]] = {name: [] for name in commands}
         with tqdm(total=args.rounds * len(commands), desc="epochs") as bar:
             for _ in range(args.rounds):

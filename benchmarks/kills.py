@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -32,6 +31,7 @@ from measuring import table
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.main import main as train
+from open_clip_ext.metrics_file import FILE
 from training_ext import hooks, params, preflight, session  # noqa: F401  # imported once, before every fork
 
 MODEL = {
@@ -42,7 +42,7 @@ MODEL = {
 COMMON = "--model kills-tiny --precision fp32 --device cpu --dist-backend gloo --batch-size 8 --warmup 2 --lr 1e-3"
 COMMON += " --epochs 2 --log-every-n-steps 1 --force-patch-dropout 0.25 --save-every-steps 5 --resume latest"
 SAMPLES, DEADLINE = 160, 300  # seconds until a process that should have ended counts as one that hangs
-PHASES = {"Recovery Epoch": "recovery", "Train Epoch": "training", "Eval Epoch": "evaluation"}
+PHASES = {"recovery": "recovery", "train": "training", "eval": "evaluation"}
 
 
 @dataclass
@@ -155,10 +155,10 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def phase(folder: Path, name: str, size: int) -> str:
-    """What the log was about when the run ended, `size` bytes of it being of earlier runs."""
-    path = folder / f"logs/{name}/out.log"
-    said = re.findall("|".join(PHASES), path.read_text()[size:]) if path.exists() else []
-    return PHASES[said[-1]] if said else "start-up"
+    """What was measured last when the run ended, `size` bytes of the file being of earlier runs."""
+    path = folder / f"logs/{name}" / FILE
+    lines = path.read_bytes()[size:].splitlines() if path.exists() else []
+    return PHASES[json.loads(lines[-1])["stage"]] if lines else "start-up"
 
 
 def kill(run: Run, draw: random.Random, kind: signal.Signals, phase_now: Callable[[], str]) -> None:
@@ -186,7 +186,7 @@ def go_through(case: Case, folder: Path, kills: int, draw: random.Random) -> Non
     expected = checkpoint(folder, "whole")
     while sum(case.kills.values()) < kills:
         name = f"killed-{case.runs}"
-        log = folder / f"logs/{name}/out.log"
+        log = folder / f"logs/{name}" / FILE
         while True:
             size = log.stat().st_size if log.exists() else 0
             run = Run(case, folder, name)

@@ -2,10 +2,11 @@
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from pathlib import Path
@@ -14,31 +15,31 @@ from typing import Any
 
 from tqdm import tqdm
 
-PROGRESS = re.compile(r"(Train|Recovery) Epoch: (\d+)(?:/\d+)? \[ *(\d+)/(\d+) .*? Loss: (\S+)")
+from open_clip_ext.metrics_file import read_metrics
+
+SECONDS = 0.5  # between two looks at how far a run is
 
 
-def run(command: list[str], name: str, show: Callable[[str, int, float, str], None]) -> None:
+def run(command: list[str], experiment: Path, show: Callable[[dict], None]) -> None:
     """Run `command` on one thread a process; end this program with the command's last lines if it fails.
 
     Args:
-        name: for the message.
-        show: called for each logged step with Train or Recovery, the epoch as logged, the part of it that is done and
-            the loss.
+        experiment: the run's folder.
+        show: called with the latest line of the run's metrics.jsonl, now and then.
     """
-    output: list[str] = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-    ) as process:
-        for line in process.stdout:
-            output.append(line)
-            if found := PROGRESS.search(line):
-                stage, epoch, done, of, loss = found.groups()
-                show(stage, int(epoch), int(done) / int(of), loss)
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+            while process.poll() is None:
+                time.sleep(SECONDS)
+                if steps := [line for line in read_metrics(experiment) if line["stage"] != "eval"]:
+                    show(steps[-1])
+        output.seek(0)
+        lines = output.readlines()
     if process.returncode:
         # torchrun's own summary comes after the line that says what is wrong.
-        errors = [line for line in output if line.startswith("open_clip_ext: error: ")]
-        sys.exit("".join(errors[-1:] or output[-40:]) + f"{name} ended with code {process.returncode}")
+        errors = [line for line in lines if line.startswith("open_clip_ext: error: ")]
+        sys.exit("".join(errors[-1:] or lines[-40:]) + f"{experiment.name} ended with code {process.returncode}")
 
 
 def evaluations(experiment: Path) -> list[dict]:
@@ -83,10 +84,10 @@ class Runs:
         experiment = self.logs / name
         shown = 0
 
-        def show(stage: str, epoch: int, part: float, loss: str) -> None:
+        def show(line: dict) -> None:
             nonlocal shown
-            before = epoch - 1 if stage == "Recovery" else recovered + epoch
-            now = round(min(before + part, recovered + epochs) * size)
+            before = line["epoch"] + (recovered if line["stage"] == "train" else 0)
+            now = round(min(before + line["step"] / line["steps"], recovered + epochs) * size)
             with self._lock:
                 self.bar.update(now - shown)
             shown = now
@@ -97,7 +98,7 @@ class Runs:
             command += ["--epochs", str(epochs), "--logs", str(self.logs), "--name", name]
             if experiment.exists():
                 command += ["--resume", "latest"]
-            run(command, name, show)
+            run(command, experiment, show)
         with self._lock:
             self.bar.update(round((recovered + epochs) * size) - shown)
         return experiment

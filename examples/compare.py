@@ -35,6 +35,8 @@ from statistics import mean, stdev
 from command import Runs, evaluations, results_of
 from tqdm import tqdm
 
+from open_clip_ext.metrics_file import read_metrics
+
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision fp32 --workers 1 --wd 0.1 --lr {lr:.2e} --warmup {warmup} "
     "--log-every-n-steps 10 --aug-cfg scale=(0.95,1.0) --delete-previous-checkpoint"
@@ -104,7 +106,6 @@ METRICS = {
     "shapes-zeroshot-top1": "zero-shot, %",
     "normalizer_mse": "error of log-normalizers",
 }
-ERROR = re.compile(r"Train Epoch: (\d+) .*Normalizer_mse: (\S+) \(")
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,9 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
             flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]} {args.flags}"
             experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
             errors: dict[int, list[float]] = {}
-            for epoch, error in ERROR.findall((experiment / "out.log").read_text()):
-                errors.setdefault(int(epoch) + 1, []).append(float(error))
+            for line in read_metrics(experiment, "train"):
+                if "normalizer_mse" in line:
+                    errors.setdefault(line["epoch"] + 1, []).append(line["normalizer_mse"])
             means = {epoch: {"normalizer_mse": mean(values)} for epoch, values in errors.items()}
             return [metrics | means.get(metrics["epoch"], {}) for metrics in evaluations(experiment)]
 

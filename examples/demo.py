@@ -78,11 +78,11 @@ def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
     print(f"\ntorchrun {' '.join(command[3:])}", flush=True)
     with tqdm(total=args.samples * args.epochs, desc=name, unit=" pairs", unit_scale=True) as bar:
 
-        def show(stage: str, epoch: int, part: float, loss: str) -> None:
-            bar.set_postfix(epoch=epoch, loss=loss)
-            bar.update(round((epoch + part) * args.samples) - bar.n)
+        def show(line: dict) -> None:
+            bar.set_postfix(epoch=line["epoch"], tau=f"{line['tau']:.3g}")
+            bar.update(round((line["epoch"] + line["step"] / line["steps"]) * args.samples) - bar.n)
 
-        run(command, name, show)
+        run(command, logs / name, show)
     return evaluations(logs / name)
 
 

@@ -29,7 +29,8 @@ class Trained:
     Attributes:
         by_epoch: the metrics of every evaluation of this run, by name, `epoch` among them (0: before the first step);
             empty without one, and on every process but 0.
-        folder: with `out.log`, `params.txt` and, if asked for, `best.pt`; None with `--logs none`, without checkpoints.
+        folder: with `out.log`, `metrics.jsonl` (see `metrics_file.read_metrics`), `params.txt` and, if asked for,
+            `best.pt`; None with `--logs none`, without checkpoints.
         checkpoints: the files `epoch_N.pt` in it, in order.
     """
 
@@ -87,7 +88,9 @@ def _run(argv: list[str]) -> Trained:
         plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before anything is added to them
-    session = Session(args, preflight.check(args), flags)
+    with _logging_as_before():  # the first line that is logged adds a handler, and each would be shown twice
+        rows = preflight.check(args)
+    session = Session(args, rows, flags)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics

@@ -33,7 +33,8 @@ TRAINING = """
 mkdir -p {folder}/checkpoints
 printf '{{"epoch": 1, "image_to_text_R@1": {r1}, "text_to_image_R@1": {r1}, "image_to_text_R@5": 0.5,
  "text_to_image_R@5": 0.5, "clip_val_loss": NaN}}' | tr -d '\\n' > {folder}/checkpoints/results.jsonl
-echo 'Train Epoch: 0 [16/16] LR: 0.001 Logit Scale: 20.000 Loss: 1.0 (1.0) Tau: 0.04 (0.05)' > {folder}/out.log
+echo '{{"stage": "train", "epoch": 0, "step": 1, "tau": 0.04}}' > {folder}/metrics.jsonl
+echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metrics.jsonl
 """
 
 

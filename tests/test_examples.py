@@ -136,3 +136,29 @@ def test_every_form_of_a_comparison_is_drawn(example, cells):
     compare.draw(results, argparse.Namespace(experiment="methods", size="small"), Path("drawn.png"))
     assert Path("drawn.png").stat().st_size > 10_000
     assert compare.table(results, 100).count("\n| ") == 1 + len(variants) * len(rows) * len(batches)
+
+
+def test_curves(example, tmp_path, capsys):
+    """Of a run with an evaluation before the first step, and of one without an estimator."""
+    from open_clip_ext.metrics_file import MetricsFile
+
+    for name in ("queue", "clip"):
+        (tmp_path / name).mkdir()
+        file = MetricsFile(tmp_path / name)
+        for epoch in range(3):
+            file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": 0.1, "text_to_image_R@1": 0.2})
+            for step in (1, 5):
+                line = {"stage": "train", "epoch": epoch, "step": step, "steps": 5, "samples": 8 * (5 * epoch + step)}
+                error = {"normalizer_mse": 0.5, "minibatch_mse": 0.7} if name == "queue" and step == 5 else {}
+                file.add({**line, "tau": 0.05, "throughput": 100.0 * step, **error})
+        file.close()
+    example("plot", ["queue", "clip", "--out", "drawn.png"])
+    assert capsys.readouterr().out == "drawn.png\n" and Path("drawn.png").stat().st_size > 10_000
+    import plot
+
+    found = plot.curves(plot.read_metrics("queue"))
+    assert found["R@1"] == [(epoch * 0.04, pytest.approx(15.0)) for epoch in range(3)]
+    assert found["error"] == [(pytest.approx(0.04 * epoch), 0.5) for epoch in (1, 2, 3)]
+    assert [rate for _, rate in found["throughput"]] == [100, 300, 100, 300, 100, 500]
+    with pytest.raises(SystemExit, match="nothing: no metrics.jsonl"):
+        example("plot", ["nothing"])

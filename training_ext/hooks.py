@@ -16,7 +16,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.flag_ranges import likely_cause
 from training_ext.loading import load_weights, without_remote_code
-from training_ext.midepoch import enumerate_from_first, save_checkpoint
+from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
 from training_ext.skips import Complete
@@ -154,9 +154,11 @@ SEAMS = (
     ),
     Seam(
         MAIN, "create_model_and_transforms",
-        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel",
+        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel; the "
+        "log names the size of the model",
         contract="main gets the model from it before wrapping it, and the first call is the trained model",
         replacement=lambda original, session: partial(session.create_model, original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "optim.AdamW",
@@ -178,10 +180,28 @@ SEAMS = (
     ),
     Seam(
         "open_clip_train.train", "enumerate",
-        why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs",
+        why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
+        "all there when the next batch is asked for",
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
         "alone it tells the step, and asks for the next batch when the optimizer's step is done",
-        replacement=lambda original, session: partial(enumerate_from_first, original),
+        replacement=lambda original, session: partial(session.enumerate, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip_train.train", "logging.info",
+        why="a logged step is a line of 500 characters and more; ours is short, and all numbers are in metrics.jsonl",
+        contract="train_one_epoch logs a step by logging.info, and nothing else, and gives its numbers to "
+        "tb_writer.add_scalar('train/' + name, number, step) if there is a writer; evaluate logs by it, too",
+        replacement=lambda original, session: partial(session.log.of_loop, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "logging.info",
+        why="the model's structure and all flags fill pages of a terminal; 'Start epoch 0' comes before a recovery",
+        contract="between building the model and get_data or pt_load main logs these pages; after create_loss it logs "
+        "that an epoch starts",
+        replacement=lambda original, session: partial(session.log.of_main, original),
+        for_ext_loss=False,
     ),
     Seam(
         "open_clip_train.train", "unwrap_model",
@@ -223,9 +243,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "create_loss",
-        why="the loss itself",
+        why="the loss itself; what main logs after it waits until a recovery is done",
         contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
-        replacement=lambda original, session: session.create_loss,
+        replacement=lambda original, session: partial(session.create_loss, original),
+        for_ext_loss=False,
     ),
     Seam(
         MAIN, "train_one_epoch",
@@ -233,7 +254,7 @@ SEAMS = (
         "epoch the recovery of statistics, which is this same epoch at learning rate 0",
         contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
         "tb_writer=), before optimizer.state_dict() is saved; it enumerates data['train'].dataloader, calls set_epoch "
-        "of data['train'] and scheduler(step), and logs lines that begin with 'Train Epoch: {epoch} ['",
+        "of data['train'] and scheduler(step)",
         replacement=lambda original, session: partial(session.train_one_epoch, original),
         for_ext_loss=False,
     ),

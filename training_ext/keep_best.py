@@ -15,11 +15,12 @@ from open_clip_ext.files import whole_file
 from training_ext import zero_shot
 from training_ext.checkpoint import atomic_save, keeps_files
 from training_ext.data import trains
+from training_ext.evaluation.own_classes import IMAGES as OWN_IMAGES
 from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
 from training_ext.loading import load_mapped, one_line
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
-COUNTS = ("epoch", "num_samples")
+COUNTS = ("epoch", "num_samples", OWN_IMAGES)
 SIDES = ("image_to_text", "text_to_image")
 VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
 VALIDATION += ("clip_val_loss",)
@@ -64,6 +65,22 @@ def is_better(metric: str, value: float, other: float) -> bool:
     return value < other if smaller_is_better(metric) else value > other
 
 
+def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
+    """Of how many images or captions a metric is a share, where that is known."""
+    if metric in OWN_CLASSES:
+        return metrics.get(OWN_IMAGES)
+    for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
+        if metric in names:
+            return len(data[key].dataloader.dataset)
+    return metrics.get("num_samples")
+
+
+def standard_error(share: float, items: int) -> float:
+    """Of a share of so many items, with one item of each kind more, so that it is not zero for 0 or 1."""
+    share = (share * items + 1) / (items + 2)
+    return math.sqrt(share * (1 - share) / items)
+
+
 class Monitor:
     """Watches the evaluations of one run, on process 0.
 
@@ -97,16 +114,26 @@ class Monitor:
             with whole_file(path, text=True) as file:
                 json.dump(self.start, file, indent=1)
 
-    def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module) -> None:
-        """Compare with the starting point, and keep the weights if they are the best so far."""
+    def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module, data: dict[str, Any]) -> None:
+        """Compare with the starting point, and keep the weights if they are the best so far.
+
+        Args:
+            data: OpenCLIP's, by name; tells how many images of ImageNet there are.
+        """
         values = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
-        shared = [name for name in values if name in self.start]
-        worse = [name for name in shared if is_better(name, self.start[name], values[name])]
+        deviations = {
+            name: standard_error(self.start[name], items)
+            for name in values
+            if name in self.start and not smaller_is_better(name) and (items := num_items(name, metrics, data))
+        }
+        worse = [name for name, deviation in deviations.items() if values[name] < self.start[name] - deviation]
         if worse and epoch > 0:
-            those = ", ".join(f"{name} {values[name]:.4f} (was {self.start[name]:.4f})" for name in worse)
-            logging.warning(f"Below the starting point after epoch {epoch}: {those}")
-        elif shared and epoch > 0:
-            logging.info(f"No metric is below the starting point after epoch {epoch}")
+            those = ", ".join(
+                f"{name} {values[name]:.4f} (was {self.start[name]:.4f} +- {deviations[name]:.4f})" for name in worse
+            )
+            logging.warning(f"Below the starting point after epoch {epoch} by more than a standard error: {those}")
+        elif deviations and epoch > 0:
+            logging.info(f"No metric is below the starting point after epoch {epoch} by more than a standard error")
         self._keep(values, epoch, model)
 
     def _keep(self, values: dict[str, float], epoch: int, model: torch.nn.Module) -> None:

@@ -41,7 +41,8 @@ def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Lo
 class LogItems(dict):
     """OpenCLIP adds up `values()` to the total loss and logs `items()`: only the latter shows the diagnostics.
 
-    It asks for `items()` on steps that it logs, so that nothing waits for the device on the others.
+    The total, "loss", is the one loss under a name that says less, and is not logged. OpenCLIP asks for `items()` on
+    steps that it logs, so that nothing waits for the device on the others.
     """
 
     def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):
@@ -49,7 +50,8 @@ class LogItems(dict):
         self._diagnostics = diagnostics
 
     def items(self) -> Any:
-        return (dict(self) | self._diagnostics()).items()
+        own = {name: value for name, value in super().items() if name != "loss"}
+        return (own | self._diagnostics()).items()
 
 
 class TrainingLoss:
@@ -65,6 +67,7 @@ class TrainingLoss:
         self.loss = loss
         self.loader = loader
         self.device = torch.device(device)
+        self.name = loss.value_name
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
         index = None
@@ -73,7 +76,7 @@ class TrainingLoss:
         losses = self.loss(**model_out, index=index, output_dict=True)
         if not output_dict:
             return losses["contrastive_loss"]
-        return LogItems(losses, self._diagnostics)
+        return LogItems({self.name: losses["contrastive_loss"]}, self._diagnostics)
 
     def load_diagnostics_state(self, state: dict[str, Any]) -> None:
         """As `Loss.load_diagnostics_state`, from tensors anywhere."""

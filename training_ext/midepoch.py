@@ -16,7 +16,7 @@ import logging
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -190,8 +190,3 @@ def remove_older(path: str) -> None:
     for name in os.listdir(folder):
         if PATTERN.fullmatch(name) and name != newer:
             os.remove(os.path.join(folder, name))
-
-
-def enumerate_from_first(original: Callable, batches: Iterable, start: int = 0) -> Iterable:
-    """The built-in `enumerate`, which counts the batches that an earlier run has had."""
-    return original(batches, start + getattr(batches, "first", 0))

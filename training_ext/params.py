@@ -168,6 +168,13 @@ class Parser(argparse.ArgumentParser):
             help="save also within epochs, for --resume latest; the newest is kept until the epoch's own is there",
         )
         group.add_argument(
+            "--log-all",
+            action="store_true",
+            default=None,
+            help="log OpenCLIP's own lines, with every number, and the model's structure; else these numbers are in "
+            "metrics.jsonl, TensorBoard and W&B alone",
+        )
+        group.add_argument(
             "--keep-best",
             metavar="METRIC",
             help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
@@ -205,7 +212,9 @@ class ListRecipes(Print):
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
-OF_TRAINING = ("shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best")
+OF_TRAINING = (
+    "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all"
+)
 
 
 def starts_from_weights(args: argparse.Namespace) -> bool:

@@ -228,7 +228,8 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
     if os.path.exists(path) and not (resumes_training or unfinished):
         raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
     if path.endswith(".pt"):
-        raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; end it in something else")
+        instead = path.removesuffix(".pt") + ".state"
+        raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; call it {instead!r}")
 
 
 def check_numbers(args: Namespace, world_size: int) -> None:

@@ -4,8 +4,9 @@ import copy
 import logging
 import math
 import os
+import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import NonFiniteError
+from open_clip_ext.metrics_file import RECOVERY, TRAIN
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, midepoch, recipes
 from training_ext.advice import advise
@@ -32,14 +34,16 @@ from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
 from training_ext.optimizer import TemperatureGroup
-from training_ext.osr.recovery import StatisticsRecovery, remove_unfinished
+from training_ext.osr.recovery import FIRST_EPOCH, StatisticsRecovery, remove_unfinished
 from training_ext.params import starts_from_weights, trains_logit_scale
 from training_ext.preflight import check_alike
 from training_ext.rehearsal import train_temperature
+from training_ext.run_log import Epoch, RunLog
 from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSeed, kept_random_state, seed_all
 from training_ext.shards import ShardRows
 from training_ext.skips import Decode, Skips, UsableLines, report_epoch
 from training_ext.stopping import Outlive
+from training_ext.summary import summary
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
@@ -57,6 +61,8 @@ class Session:
         self.args = args
         self.rows = rows
         self._flags = flags
+        self.log = RunLog(args)
+        self._began = time.monotonic()
         self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
         self.loss: TrainingLoss | None = None
@@ -102,6 +108,9 @@ class Session:
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
+        self.log.has_model(model)
+        if not self.args.uses_ext_loss:
+            return model, *transforms
         self._logit_scale = model.logit_scale
         if self.args.tau_init is not None:
             with torch.no_grad():
@@ -110,6 +119,12 @@ class Session:
         return model, *transforms
 
     # Optimizer
+
+    def enumerate(self, original: Callable, batches: Any) -> Iterable:
+        """In place of the loop's `enumerate`: a resumed epoch goes on at its step, and each step is told when done."""
+        first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
+        numbered = original(batches, first)
+        return numbered if self.args.loss is None else self.log.steps(numbered, first)
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
@@ -148,6 +163,7 @@ class Session:
             state[checkpoint.KEY] = self._entry_to_save
 
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
+        self.log.has_start()
         loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
         checkpoint.fit_names(loaded, self.args.distributed and not self.args.horovod)
@@ -162,6 +178,7 @@ class Session:
     # Data
 
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
+        self.log.has_start()
         self._tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
         if self._flags is not None and is_master(args):
@@ -258,7 +275,10 @@ class Session:
         self._shared_epoch.set_value(self._epoch)
         seed_all(self.args.seed, use, self._epoch, self.args.rank, *place)
 
-    def create_loss(self, args: Any) -> TrainingLoss:
+    def create_loss(self, original: Callable, args: Any) -> Any:
+        if not args.uses_ext_loss:
+            self.log.hold()
+            return original(args)
         for flag in ("local_loss", "gather_with_grad"):
             if getattr(args, flag):
                 what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
@@ -272,12 +292,14 @@ class Session:
             for sentence in advise(args, self.train_rows.num_rows, self.loader.num_batches // args.accum_freq):
                 logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.loader, args.device)
+        self.log.begin(self.loss.name)
+        self.log.hold()
         return self.loss
 
     def train_one_epoch(
         self, original: Callable, model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int,
         optimizer: torch.optim.Optimizer, scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace,
-        **kwargs: Any,
+        tb_writer: Any = None,
     ) -> Any:
         self._entry_to_save = None
         saved, self._restored = self._restored, None
@@ -285,21 +307,30 @@ class Session:
             self._interruptions = Interruptions(args, self.loss)
         if self._monitor is None and args.loss is not None:
 
-            def run_still(loader: Any, number: int, saved: dict[str, Any] | None, save: Callable) -> None:
+            def run_still(
+                loader: Any, number: int, batches: list[int], saved: dict[str, Any] | None, save: Callable
+            ) -> None:
                 """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
-                self._epoch = number
+                self._epoch = FIRST_EPOCH + number
                 self.skips.begin_epoch()
                 if self.loss is None:
-                    seed_all(args.seed, AT_EPOCH, number, args.rank)
+                    seed_all(args.seed, AT_EPOCH, self._epoch, args.rank)
                 other_data = {**data, "train": replace(data["train"], dataloader=loader)}
                 no_schedule, unlogged = (lambda step: None), self._unlogged()
-                with self._interruptible(number, loader.num_batches, saved, save):
-                    original(model, other_data, loss, number, optimizer, scaler, no_schedule, dist_model, unlogged)
+                with (
+                    self._interruptible(self._epoch, loader.num_batches, saved, save),
+                    self.log.epoch(self._recovery_epoch(number, batches, data)) as writer,
+                ):
+                    original(
+                        model, other_data, loss, self._epoch, optimizer, scaler, no_schedule, dist_model, unlogged,
+                        tb_writer=writer,
+                    )
 
             begun = epoch > 0 or (saved is not None and saved.get("position") is not None)
-            self._begin(run_still, model, data, begun, optimizer, scaler, **kwargs)
+            self._begin(run_still, model, data, begun, optimizer, scaler, tb_writer)
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
+        self.log.release()
         self._epoch = epoch
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
@@ -312,9 +343,18 @@ class Session:
             self._entry_to_save = None
 
         self.skips.begin_epoch()
-        with self._interruptible(epoch, data["train"].dataloader.num_batches, saved, save):
-            result = original(model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, **kwargs)
-        report_epoch(self.skips, args, epoch, data["train"].dataloader, kwargs.get("tb_writer"))
+        steps = data["train"].dataloader.num_batches // args.accum_freq
+        shown = Epoch(
+            TRAIN, epoch, args.epochs, epoch * steps, epoch * steps, steps, (args.epochs - epoch - 1) * steps, tb_writer
+        )
+        with (
+            self._interruptible(epoch, data["train"].dataloader.num_batches, saved, save),
+            self.log.epoch(shown) as writer,
+        ):
+            result = original(
+                model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
+            )
+        report_epoch(self.skips, args, epoch, data["train"].dataloader, tb_writer)
         if self._interruptions is not None:
             self._raise_if_not_finite(model)
             if checkpoint.saves_after(args, epoch + 1):
@@ -322,6 +362,14 @@ class Session:
                 if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
                     self._show_temperatures(taus)
         return result
+
+    def _recovery_epoch(self, number: int, batches: list[int], data: dict[str, Any]) -> Epoch:
+        """Of a recovery of epochs of so many `batches`, before the training."""
+        accum_freq = self.args.accum_freq
+        steps = [some // accum_freq for some in batches]
+        ahead = sum(steps[number + 1 :]) + self.args.epochs * (data["train"].dataloader.num_batches // accum_freq)
+        first = (FIRST_EPOCH + number) * steps[number]
+        return Epoch(RECOVERY, number, len(steps), first, sum(steps[:number]), steps[number], ahead, None)
 
     def _interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
@@ -348,15 +396,20 @@ class Session:
         self._outlive.close()
         if self._interruptions is not None:
             self._interruptions.close()
+        self.log.close()
 
     def finish(self) -> None:
         """The training has ended well, its last checkpoint is there."""
-        if self.args.osr_epochs > 0 and trains(self.args):
-            remove_unfinished(self.args)
+        args = self.args
+        if args.osr_epochs > 0 and trains(args):
+            remove_unfinished(args)
+        if args.loss is not None and trains(args) and args.save_logs:
+            for line in summary(args, time.monotonic() - self._began):
+                logging.info(line)
 
     def _begin(
         self, run_still: Callable, model: torch.nn.Module, data: dict[str, Any], begun: bool,
-        optimizer: torch.optim.Optimizer, scaler: Any, tb_writer: Any = None,
+        optimizer: torch.optim.Optimizer, scaler: Any, tb_writer: Any,
     ) -> None:
         """Before the first epoch of a run: what the model is worth, and the recovery of its optimizer's statistics.
 
@@ -379,7 +432,7 @@ class Session:
         if args.osr_epochs > 0:
             self._recover(run_still, model, data, optimizer, scaler)
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
-                with kept_random_state(args.device):
+                with kept_random_state(args.device), self.log.quiet():
                     metrics = evaluate(model, data, 0, self._unlogged(), tokenizer=self._tokenizer)
                 self._monitor.check_unchanged(metrics)
                 self._wait()
@@ -425,10 +478,11 @@ class Session:
         metrics = original(model, data, epoch, args, **kwargs)
         if metrics:
             self.metrics.append({name: float(value) for name, value in metrics.items()})
+            self.log.evaluated(epoch, self.metrics[-1])
         if self._monitor is not None and metrics:
             if epoch == 0:
                 self._monitor.begin(metrics)
-            self._monitor.after(metrics, epoch, model)
+            self._monitor.after(metrics, epoch, model, data)
         return metrics
 
     def zero_shot_eval(

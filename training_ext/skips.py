@@ -208,7 +208,7 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
     by_process = [sum(own[kind] for kind in SKIPPED) for own in every]
     if text := describe(counts):
         logging.warning(
-            f"Train Epoch: {epoch} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
+            f"Epoch {epoch} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
             f"samples skipped by process: {' '.join(map(str, by_process))}"
         )
     metrics = {name: counts[kind] for kind, name in NAMES.items()}

@@ -27,8 +27,6 @@ from typing import IO
 from grid import HERE, WAYS, Grid, Run, append_result, last_recall, read_results
 
 METRICS = [f"{way}_R@{k}" for way in WAYS for k in (1, 5)] + ["clip_val_loss"]
-STEP = re.compile(r"Train Epoch: .* Logit Scale: (\S+) (.*)")
-SHOWN = re.compile(r"(\w+): \S+ \((\S+)\)")
 DIVERGED = re.compile(r"^open_clip_ext: error: (step .* is not finite.*)", re.MULTILINE)
 ZERO_SHOT = ("zeroshot-concepts", "zeroshot-emoji")
 
@@ -178,9 +176,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
     cell, about = grid.cells[run.cell], grid.methods[run.method]
     folder = args.logs / run.name
     checkpoint = folder / "checkpoints" / f"epoch_{cell['epochs']}.pt"
-    shown = STEP.findall((folder / "out.log").read_text())
-    scale, rest = shown[-1] if shown else ("nan", "")
-    means = {name.lower(): finite(float(value)) for name, value in SHOWN.findall(rest)}
+    means = last_means(folder)
     return {
         "run": run.name,
         "cell": run.cell,
@@ -193,7 +189,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "seed": run.seed,
         "gallery": cell["gallery"],
         "by_epoch": evaluations(folder),
-        "tau": means.get("tau", finite(1 / float(scale))),
+        "tau": means.get("tau"),
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
         "diverged": diverged[1] if diverged else None,
@@ -211,6 +207,19 @@ def evaluations(folder: Path) -> list[dict]:
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     by_epoch = {line["epoch"]: {name: finite(line[name]) for name in ("epoch", *METRICS)} for line in lines}
     return [by_epoch[epoch] for epoch in sorted(by_epoch)]
+
+
+def last_means(folder: Path) -> dict[str, float | None]:
+    """The mean of every number over the logged steps of the last epoch; None where one was not finite."""
+    from open_clip_ext.metrics_file import read_metrics  # brings torch, which waiting needs not
+
+    lines = read_metrics(folder, "train")
+    lines = [line for line in lines if line["epoch"] == lines[-1]["epoch"]]
+    values: dict[str, list] = {}
+    for line in lines:
+        for name in line.keys() - {"stage", "epoch", "step", "steps", "time"}:
+            values.setdefault(name, []).append(line[name])
+    return {name: None if None in some else sum(some) / len(some) for name, some in sorted(values.items())}
 
 
 def finite(value: float) -> float | None:

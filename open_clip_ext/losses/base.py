@@ -78,6 +78,11 @@ class Loss(Part, nn.Module):
         """Called before the first step with n, the rows of the data set, where they are known: no part then holds more
         than n samples, so that none counts twice."""
 
+    @property
+    def value_name(self) -> str:
+        """Names the value in logs: two losses have one name only where their values can be compared."""
+        return f"{self.name}_loss"
+
     def description(self) -> str:
         """What the loss is made of, for the log; empty where its name says it."""
         return ""

@@ -256,6 +256,12 @@ class GlobalContrastiveLoss(Loss):
         grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())
         return grad_image, grad_text, grad_tau, list(zip(parameters, grad_parameters, strict=True))
 
+    @property
+    def value_name(self) -> str:
+        """The objective F is another one with each kind of temperature and surrogate, whatever estimates it."""
+        surrogate = "" if self.surrogate.name == "identity" else f"_{self.surrogate.name}"
+        return f"objective_{self.temperature.name}{surrogate}"
+
     def diagnostics(self) -> dict[str, Tensor]:
         """What a log line should carry of the last call: 0-d tensors, some on the device. No communication.
 

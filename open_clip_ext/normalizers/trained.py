@@ -213,8 +213,9 @@ class NetworkNormalizer(Normalizer):
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         after = self.objective.value(log_batch, alpha).mean(dim=1).sum()
-        shown = {"npn_objective_after": after}
-        return shown if self.objective_before is None else {"npn_objective_before": self.objective_before, **shown}
+        name = f"npn_{self.objective.name.replace('-', '_')}"
+        shown = {f"{name}_after": after}
+        return shown if self.objective_before is None else {f"{name}_before": self.objective_before, **shown}
 
     # State
 

@@ -104,7 +104,7 @@ def test_small_updates_lower_the_networks_objective():
     for _ in range(5):
         loss(unit(generator, 16, 8).float(), unit(generator, 16, 8).float(), torch.tensor(10.0))
         shown = loss.diagnostics()
-        assert shown["npn_objective_after"] < shown["npn_objective_before"]
+        assert shown["npn_unified_after"] < shown["npn_unified_before"]
 
 
 @pytest.mark.parametrize("reset, expected", [(False, 40.0), (True, 20.0)])

@@ -216,7 +216,7 @@ def test_a_network_with_a_hinge_and_individual_temperatures():
         grads = torch.autograd.grad(value, single)
         assert value.isfinite() and all(gradient.isfinite().all() for gradient in grads)
         shown = loss.diagnostics()
-        assert shown["npn_objective_after"] < shown["npn_objective_before"]
+        assert shown["npn_unified_after"] < shown["npn_unified_before"]
 
 
 @pytest.mark.parametrize(

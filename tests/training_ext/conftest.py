@@ -14,6 +14,7 @@ from pair import Pair
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.main import main as ext_main
+from open_clip_ext.metrics_file import read_metrics
 
 torch.set_num_threads(1)
 # A fifth of the time of ViT-shapes-tiny, most of which goes into the optimizer's steps on the token embedding.
@@ -51,6 +52,11 @@ def run_main(main, arguments: str, folder: Path) -> int:
             gc.collect()
 
 
+def objective_of(line: dict) -> str:
+    """The name of the loss's value, which says what can be compared with it."""
+    return next(name for name in line if name.startswith("objective_") or name.endswith("_loss"))
+
+
 class Experiment:
     def __init__(self, folder: Path, name: str):
         self.path = folder / name
@@ -59,12 +65,17 @@ class Experiment:
     def log(self) -> str:
         return (self.path / "out.log").read_text()
 
-    def logged(self, name: str = "Loss") -> list[tuple[int, float]]:
-        """(epoch, value) of every log line."""
+    def logged(self, name: str | None = None) -> list[tuple[int, float]]:
+        """(epoch, value) of every logged step, by default of what the loss minimises."""
         return [
-            (int(epoch), float(value))
-            for epoch, value in re.findall(rf"Train Epoch: (\d+) .* {name}: (\S+) \(", self.log)
+            (line["epoch"], line[name or objective_of(line)])
+            for line in read_metrics(self.path, "train")
+            if name is None or name in line
         ]
+
+    def open_clips_losses(self) -> list[tuple[str, str]]:
+        """(epoch, loss) of every line of OpenCLIP's own: of a run without --loss, or with --log-all."""
+        return re.findall(r"Train Epoch: (\d+) .* Loss: (\S+) \(", self.log)
 
     def checkpoint(self, epoch: int) -> dict:
         return torch.load(self.path / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)

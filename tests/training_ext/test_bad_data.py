@@ -198,7 +198,7 @@ def test_bad_samples_are_counted_and_named_once(run, shards, loss, workers):
     log = experiment.log
     for part in ("it has no .txt but .png", "it has no .png, .jpg, .jpeg or .webp but .txt", "cannot identify image"):
         assert log.count(part) == 1, log
-    assert f"Train Epoch: 1 data: used {second['used']} samples, left out {second['no_caption']} sample(s) with" in log
+    assert f"Epoch 1 data: used {second['used']} samples, left out {second['no_caption']} sample(s) with" in log
 
 
 def test_good_data_are_counted_and_not_mentioned(run, shards):
@@ -271,7 +271,7 @@ def test_a_bad_line_of_a_csv_for_validation(ends, csv, tmp_path):
     data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
     line, log = ends(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
     assert f"--val-data: line 11 of '{tmp_path}/train.csv' cannot be used" in line and "9.png.gone" in line
-    assert "Train Epoch: 0 data: used 32 samples" in log
+    assert "Epoch 0 data: used 32 samples" in log
 
 
 def test_what_loader_workers_get_can_be_pickled(tmp_path):
@@ -340,7 +340,7 @@ def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch,
 
     def info(message, *args):
         logged(message, *args)
-        if "Train Epoch: 0" in message:
+        if message.startswith("Epoch 0 "):
             shutil.rmtree(tmp_path / "shards", ignore_errors=True)
 
     monkeypatch.setattr(logging, "info", info)
@@ -362,7 +362,7 @@ def test_more_bad_samples_than_allowed(ends, shards, csv, kind, workers):
     line, log = ends(f"{common} --max-bad-samples 0.1")
     # Two workers may each find one more than there may be.
     assert re.search("--max-bad-samples: more than 0.1 of the train data cannot be used: [45] sample.s. whose", line)
-    assert "Train Epoch: 0 data" not in log  # known before the epoch ended
+    assert "Epoch 0 data" not in log  # known before the epoch ended
 
 
 def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
@@ -372,7 +372,7 @@ def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
     common = f"{COMMON} --loss clip {data}"
     line, log = ends(f"{common} --max-bad-samples 0.4")
     assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line and "damaged shard(s)" in line
-    assert "Train Epoch: 0 data" in log
+    assert "Epoch 0 data" in log
     assert not list((tmp_path / "logs/ended/checkpoints").iterdir())
 
 

@@ -44,7 +44,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     first, second = (start(rank, port, shapes) for rank in range(2))
     log = tmp_path / "dying/out.log"
     deadline = time.monotonic() + 600
-    while not (log.exists() and "Train Epoch: 2" in log.read_text()):
+    while not (log.exists() and "Epoch 2 " in log.read_text()):
         assert time.monotonic() < deadline and first.poll() is None, first.communicate()
         time.sleep(0.2)
     second.send_signal(signal.SIGKILL)

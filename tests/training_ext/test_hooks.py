@@ -91,7 +91,7 @@ def test_two_processes(datasets, pair, tmp_path):
         assert [process.code for process in ended] == [0, 0], ended
         experiment = Experiment(tmp_path, loss)
         # 48 samples, 8 in each of 2 processes.
-        assert len(experiment.logged()) == len(experiment.logged("Tau")) == 3
+        assert len(experiment.logged()) == len(experiment.logged("tau")) == 3
         assert len({value for _, value in experiment.logged()}) == 3
         states[loss] = experiment.checkpoint(1)["optimizer"][KEY]["state"]
         assert states[loss]["steps"] == 3

@@ -10,6 +10,7 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+import yaml
 from conftest import LOSSES, Experiment, run_main
 from PIL import Image
 from safetensors.torch import load_file
@@ -151,6 +152,33 @@ def test_a_table_is_compared_row_by_row(report, trained, datasets, name, kind):
     assert shown["tau"] == pytest.approx(tau_of(experiment), rel=1e-5)
     assert (shown["rows"], shown["rows_left_out"], shown["anchors"]) == (48, 0, 48)
     assert shown["normalizer"] == "table" and shown["mixing"] == 0 and shown["eps"] == EPS
+
+
+def test_the_flags_come_from_the_recipe_beside_the_checkpoint(report, trained, tmp_path, capsys):
+    """The queue leaves out what it holds of a batch of the training's, so that the batch is the recipe's, too."""
+    expected, values = report("queue", "--batch-sizes 8,48")
+    experiment, _ = trained("queue")
+    capsys.readouterr()
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    assert report_main(f"--checkpoint {path} --out {tmp_path}/own --batch-sizes 8,48".split()) == 0
+    own = json.loads((tmp_path / "own/normalizers.json").read_text())
+    assert own == expected and own["verdict"].startswith("Verdict: the queue normalizer is off by a factor of ")
+    assert own["verdict"] in capsys.readouterr().out
+    assert torch.equal(load_file(tmp_path / "own/normalizers.safetensors")["queue"], values["queue"])
+
+
+def test_a_recipe_beside_a_checkpoint_runs_nothing(trained, tmp_path, capsys):
+    """webdataset hands urls to a shell; of data that came with a checkpoint nobody has typed them."""
+    experiment, _ = trained("shards")
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    shutil.copy(experiment.path / "checkpoints/epoch_1.pt", folder / "epoch_1.pt")
+    recipe = yaml.safe_load((experiment.path / "recipe.yaml").read_text())
+    recipe["flags"]["train_data"] = f"pipe:touch {tmp_path}/touched"
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert report_main(["--checkpoint", str(folder / "epoch_1.pt")]) == 2
+    assert "recipe.yaml' is not local; give it as a flag" in capsys.readouterr().err
+    assert not (tmp_path / "touched").exists()
 
 
 def test_prototypes_predict_from_the_embeddings(report, trained, datasets):

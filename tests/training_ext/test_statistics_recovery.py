@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -10,12 +9,13 @@ import open_clip
 import open_clip_train.main
 import pytest
 import torch
-from conftest import LOSSES, Experiment, ext_main, run_main
+from conftest import LOSSES, Experiment, ext_main, objective_of, run_main
 from safetensors.torch import save_file
 from stop import Killed
 from torch.nn.functional import normalize
 
 from open_clip_ext.distributed import plain_name
+from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import StandingWeights
 from training_ext.data import RowLoader
 from training_ext.osr.recovery import FIRST_EPOCH, UNFINISHED
@@ -381,16 +381,21 @@ def test_distillation_is_recovered_too(run, datasets, pretrained, epochs):
 def test_the_file_of_the_recovery_goes_with_the_last_checkpoint(run, datasets, pretrained, flags):
     experiment = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 {flags} --workers 0")
     files = {path.name for path in experiment.path.iterdir()}
-    assert files == {"checkpoints", "data.jsonl", "out.log", "params.txt", "recipe.yaml"}
+    assert files == {"checkpoints", "data.jsonl", "metrics.jsonl", "out.log", "params.txt", "recipe.yaml"}
 
 
 def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
-    log = run("x", f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0").log
-    lines = [line for line in log.splitlines() if "Recovery Epoch: " in line]
-    assert len(lines) == 9
-    assert "Recovery Epoch: 1/2 [ 8/48 (17%)]" in lines[0] and "Left: 0:0" in lines[0]
-    assert "Recovery Epoch: 2/2 [24/24 (100%)]" in lines[-1] and lines[-1].endswith("Left: 0:00:00")
+    flags = f"--pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0"
+    experiment = run("x", f"{datasets['shapes']} {TUNE} {flags}")
+    log = experiment.log
+    lines = [line for line in log.splitlines() if " left " in line]
+    assert len(lines) == 6 + 3 + 6 and lines[-1].endswith(" left 0s")
+    for number, shown in (0, "Recovery 1/2 1/6 "), (8, "Recovery 2/2 3/3 "), (9, "Epoch 0 1/6 "):
+        assert shown in lines[number]
     assert str(FIRST_EPOCH) not in log
+    recovered = read_metrics(experiment.path, "recovery")
+    assert [line["samples"] for line in recovered] == [8 * step for step in range(1, 10)]
+    assert {line["lr"] for line in recovered} == {0.0}
     assert "Recovering optimizer statistics for 1.5 epochs" in log
 
 
@@ -398,9 +403,9 @@ def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
 def test_orders_of_the_data_differ(run, datasets, pretrained, loss):
     """In each epoch of the recovery and in the training's first; the same weights tell batches apart by their loss."""
     flags = f"--pretrained {pretrained} --osr-epochs 2 --epochs 1 --workers 0"
-    log = run("x", f"{datasets['shapes']} {ANY_LOSS[loss]} {flags}").log
-    first_losses = re.findall(r" \[ 8/48 .* Loss: (\S+) \(", log)
-    assert len(first_losses) == len(set(first_losses)) == 3
+    lines = read_metrics(run("x", f"{datasets['shapes']} {ANY_LOSS[loss]} {flags}").path)
+    first_losses = {line[objective_of(line)] for line in lines if line["step"] == 1}
+    assert len(first_losses) == len([line for line in lines if line["step"] == 1]) == 3
 
 
 def test_two_processes_of_openclips_own_loss(datasets, pretrained, pair, tmp_path):
@@ -411,7 +416,7 @@ def test_two_processes_of_openclips_own_loss(datasets, pretrained, pair, tmp_pat
         for process in ended:
             assert process.code == (2 if name == "unlike" else 0), process.stderr
             assert ("--osr-epochs: process 1 has 2.0 and process 0 1.0" in process.stderr) == (name == "unlike")
-    assert "Recovery Epoch: 1/1" in Experiment(tmp_path, "alike").log
+    assert "Recovery 1/1 1/" in Experiment(tmp_path, "alike").log
 
 
 def test_two_processes(datasets, pretrained, pair, tmp_path):

@@ -34,7 +34,7 @@ def test_it_is_the_command(run, tmp_path):
     assert trained.by_epoch == [json.loads(line) for line in results]
     assert [metrics["epoch"] for metrics in trained.by_epoch] == [1, 2]
     assert trained.metrics["image_to_text_R@1"] == trained.by_epoch[-1]["image_to_text_R@1"]
-    assert (trained.folder / "out.log").read_text().count("Train Epoch: 1 [ 8/24") == 1  # not the next one's, too
+    assert (trained.folder / "out.log").read_text().count("Epoch 1 1/3") == 1  # not the next one's, too
 
 
 def test_a_run_that_keeps_nothing(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from open_clip_ext.errors import InputError
 from training_ext.checkpoint import keeps_files
 from training_ext.evaluation.folders import open_own_classes
 from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.own_classes import METRICS, score_own_classes, write_confusion
+from training_ext.evaluation.own_classes import IMAGES, METRICS, score_own_classes, write_confusion
 
 FLAG = "--zeroshot-data"
 VALIDATION = ("val", "imagenet-val", "imagenet-v2")
@@ -68,4 +68,4 @@ def score_epoch(
             logging.info(f"Which classes are taken for which: {path}")
         except Exception as error:
             logging.warning(f"No picture of the confusion: {error!r}")
-    return dict(zip(METRICS, (scores.top1, scores.balanced), strict=True))
+    return dict(zip((*METRICS, IMAGES), (scores.top1, scores.balanced, int(scores.counts.sum())), strict=True))

@@ -13,6 +13,7 @@ from training_ext.evaluation.pictures import draw_confusion
 
 KEY = "zeroshot-data/"
 METRICS = ("zeroshot-data-top1", "zeroshot-data-balanced")  # in the training's log
+IMAGES = "zeroshot-data-images"  # their number, beside them
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,9 @@ Its epochs are OpenCLIP's own, at learning rate 0. Their data come in other orde
 import hashlib
 import logging
 import os
-import re
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -28,7 +25,6 @@ from training_ext.loss import TrainingLoss, build_loss
 from training_ext.osr import recovered
 
 FIRST_EPOCH = 1 << 20  # the recovery's epochs are numbered from here, where numbers seed the order of the data
-OPEN_CLIPS_LINE = re.compile(r"Train Epoch: (?P<epoch>\d+) (?P<rest>\[ *(?P<seen>\d+)/(?P<of>\d+) .*)")
 UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would pick
 
 
@@ -58,29 +54,6 @@ class ShortLoader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
-
-
-class ShownProgress(logging.Filter):
-    """OpenCLIP's log lines during the recovery say so, and how long it still takes."""
-
-    def __init__(self, steps: list[int], done: int):
-        super().__init__()
-        self.steps = steps
-        self.epoch = self._first = done
-        self._started = time.monotonic()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        line = OPEN_CLIPS_LINE.fullmatch(str(record.msg))
-        if line and int(line["epoch"]) == FIRST_EPOCH + self.epoch:
-            left = self._left(min(1.0, int(line["seen"]) / int(line["of"])))
-            record.msg = f"Recovery Epoch: {self.epoch + 1}/{len(self.steps)} {line['rest']} Left: {left}"
-        return True
-
-    def _left(self, part: float) -> timedelta:
-        """The time still needed when `part` of the epoch is done."""
-        done = sum(self.steps[self._first : self.epoch]) + part * self.steps[self.epoch]
-        left = sum(self.steps[self._first :]) - done
-        return timedelta(seconds=round((time.monotonic() - self._started) * left / done))
 
 
 class StatisticsRecovery:
@@ -115,22 +88,20 @@ class StatisticsRecovery:
         """Run the epochs that are left and save what they recover.
 
         Args:
-            run_epoch: OpenCLIP's epoch over a loader, by the epoch's number, with no schedule of learning rates; with
-                the last two arguments of `midepoch.Interruptions.epoch`.
+            run_epoch: OpenCLIP's epoch over a loader, with no schedule of learning rates, by the epoch's number and the
+                batches of all epochs; with the last two arguments of `midepoch.Interruptions.epoch`.
             loader: the train loader.
         """
         lengths = self._lengths(loader)
         saved = self._resume()
         done = 0 if saved is None else saved["done"]
-        progress = ShownProgress(lengths, done)
         loss = None if self.loss is None else self.loss.loss
-        with standing_still(self.optimizer, loss), _filtered(progress):
+        with standing_still(self.optimizer, loss):
             for epoch in range(done, len(lengths)):
-                progress.epoch = epoch
                 if loss is not None:
                     loss.set_epoch(epoch)
                 short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
-                run_epoch(short, FIRST_EPOCH + epoch, saved, partial(self._save_within, epoch))
+                run_epoch(short, epoch, lengths, saved, partial(self._save_within, epoch))
                 saved = None
                 self._check()
                 self._save(self._unfinished, epoch + 1)
@@ -258,15 +229,3 @@ def remove_unfinished(args: Namespace) -> None:
     if args.rank == 0 and path is not None:
         with suppress(FileNotFoundError):
             os.remove(path)
-
-
-@contextmanager
-def _filtered(filter_: logging.Filter) -> Iterator[None]:
-    handlers = list(logging.getLogger().handlers)
-    for handler in handlers:
-        handler.addFilter(filter_)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(filter_)

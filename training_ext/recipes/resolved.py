@@ -13,6 +13,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext.recipes.recipe import find
 
+RECIPE = "recipe.yaml"  # in the run's folder
 # In the namespace, but no flags of the command.
 NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs"})
 # Of one run or machine; another run has its own.
@@ -63,5 +64,5 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
         "global_batch_size": args.batch_size * processes * args.accum_freq,
         "flags": flags,
     }
-    with whole_file(os.path.join(folder, "recipe.yaml"), text=True) as file:
+    with whole_file(os.path.join(folder, RECIPE), text=True) as file:
         yaml.safe_dump(recipe, file, sort_keys=False, allow_unicode=True, width=100)

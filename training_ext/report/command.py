@@ -16,7 +16,15 @@ from open_clip_ext.errors import InputError
 from training_ext import params, preflight
 from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
 from training_ext.report.gradients import PAIRS
-from training_ext.report.inputs import Job, Saved, build_model, check, load_loss
+from training_ext.report.inputs import (
+    Job,
+    Saved,
+    build_model,
+    check,
+    check_data_of_recipe,
+    load_loss,
+    training_flags,
+)
 from training_ext.report.numbers import compare
 from training_ext.report.output import PICTURE, REPORT, table, write
 
@@ -40,8 +48,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         prog=PROG,
         allow_abbrev=False,
         description="Compares the estimated log-normalizers of a checkpoint with the true ones over all train data.",
-        epilog="All other flags are those of open_clip_ext.main: repeat the training's. What matters of them is the "
-        "model, the data, the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
+        epilog="All other flags are those of open_clip_ext.main. Where recipe.yaml lies beside the checkpoints, it has "
+        "the training's, and flags that are given count instead; else repeat them. What matters of them is the model, "
+        "the data, the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
     )
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
     parser.add_argument("--anchors", type=int, default=10_000, metavar="INT", help="anchors to draw (default: 10000)")
@@ -66,7 +75,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     )
     parser.add_argument("--shard-sizes", metavar="FILE", help="as in the training")
     options, rest = parser.parse_known_args(argv)
-    args = params.parse_args(rest)
+    args = params.parse_args(training_flags(options.checkpoint, rest))
+    check_data_of_recipe(args, rest)
     if args.dry_run:
         raise InputError("--dry-run: is of the training; the report has none")
     return options, args

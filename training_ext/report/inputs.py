@@ -23,7 +23,8 @@ from training_ext.flag_ranges import check_ranges
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
 from training_ext.patching import replaced
-from training_ext.shards import Shards, find_shards
+from training_ext.recipes.resolved import RECIPE
+from training_ext.shards import Shards, find_shards, is_local
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -139,11 +140,35 @@ def batch_sizes(given: str | None, num_rows: int) -> list[int]:
     return sizes
 
 
+def experiment_of(path: str) -> str:
+    """The folder of the run that wrote a checkpoint."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return os.path.dirname(folder) if os.path.basename(folder) == "checkpoints" else folder
+
+
 def default_folder(path: str) -> str:
     """normalizers/epoch_3 in the experiment's folder, for its checkpoints/epoch_3.pt."""
-    folder, name = os.path.split(os.path.abspath(path))
-    experiment = os.path.dirname(folder) if os.path.basename(folder) == "checkpoints" else folder
-    return os.path.join(experiment, "normalizers", os.path.splitext(name)[0])
+    return os.path.join(experiment_of(path), "normalizers", os.path.splitext(os.path.basename(path))[0])
+
+
+def training_flags(path: str, given: list[str]) -> list[str]:
+    """The flags of the run that wrote a checkpoint, as its recipe.yaml, and after them those that are given.
+
+    With --model, --loss or --recipe all flags are given.
+    """
+    flags = {word.partition("=")[0] for word in given}
+    recipe = os.path.join(experiment_of(path), RECIPE)
+    if flags & {"--model", "--loss", "--recipe"} or not os.path.exists(recipe):
+        return given
+    return ["--recipe", recipe, *given]
+
+
+def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
+    """Raise InputError for remote data that no one has typed: their urls reach a shell."""
+    if args.recipe in given or args.recipe is None or "train_data" not in args.recipe_flags:
+        return
+    if not all(map(is_local, args.train_data.split("::"))):
+        raise InputError(f"--train-data: {args.train_data!r} of {args.recipe!r} is not local; give it as a flag")
 
 
 def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards | None]:

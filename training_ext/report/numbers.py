@@ -28,6 +28,7 @@ from training_ext.embeddings import Embedded
 from training_ext.report.gradients import Objective, compare_gradients
 from training_ext.report.inputs import Job, Saved
 from training_ext.report.queues import nearest_places, queue_without
+from training_ext.report.verdict import verdict
 
 EPS = 1e-14  # of the losses that have none
 QUANTILES = (5, 50, 95)
@@ -95,6 +96,7 @@ def compare(
         "exact": {side: spread_of(true[i]) for i, side in enumerate(SIDES)},
         "estimators": [{"name": name, **errors(value, true)} for name, value in estimates.items()],
     }
+    summary["verdict"] = verdict(summary)
     if options.gradient_batches > 0:
         objective = objective_of(loss, embedded, saved_tau, common)
         all_true = in_parts(

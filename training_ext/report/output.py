@@ -54,7 +54,7 @@ def table(result: Result, folder: str) -> str:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
     if "gradients" in summary:
         lines += gradient_table(summary["gradients"])
-    lines.append(os.path.join(folder, REPORT))
+    lines += [summary["verdict"], os.path.join(folder, REPORT)]
     return "\n".join(lines)
 
 

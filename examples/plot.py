@@ -1,0 +1,120 @@
+"""Draw the curves of one or several runs: retrieval and zero-shot accuracy, temperature, error, throughput.
+
+    python examples/plot.py logs/neuclip logs/clip --out curves.png
+
+Each folder is a run of `open_clip_ext.main` with --loss; the numbers are those of its metrics.jsonl (docs/logs.md).
+Losses are not drawn: those of two runs can be compared only where they have one name.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from open_clip_ext.metrics_file import read_metrics
+
+PERCENT = {"R@1": "R@1, mean of both directions, %", "top1": "zero-shot top-1, %"}
+STEPS = {
+    "tau": "temperature",
+    "error": "error of log-normalizers\n(dotted: of the minibatch's)",
+    "throughput": "samples per second",
+}
+WINDOW = 5  # logged steps over which throughput is a median, since one may contain the start of workers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", type=Path, metavar="FOLDER", help="a run's folder, with metrics.jsonl")
+    parser.add_argument("--names", nargs="+", help="of the runs in the legend (default: the folders')")
+    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="the picture (default: curves.png)")
+    args = parser.parse_args()
+    names = args.names or [folder.name for folder in args.logs]
+    if len(names) != len(args.logs):
+        parser.error(f"--names: {len(names)} for {len(args.logs)} folder(s)")
+    runs = {}
+    for name, folder in zip(names, args.logs, strict=True):
+        if not (lines := read_metrics(folder)):
+            sys.exit(f"{folder}: no metrics.jsonl, or an empty one; give the folder of a run with --loss")
+        if name in runs:
+            sys.exit(f"{name}: names two runs; give --names")
+        runs[name] = curves(lines)
+    draw(runs, args.out)
+    print(args.out)
+
+
+def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
+    """Points (thousand samples seen, value) by the name of the panel, and of the minibatch's error."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    steps = [line for line in lines if line["stage"] == "train"]
+    per_epoch = steps[0]["samples"] / steps[0]["step"] * steps[0]["steps"] if steps else 1000.0
+    for line in lines:
+        if line["stage"] == "eval":
+            values = evaluated(line)
+            seen = line["epoch"] * per_epoch
+        elif line["stage"] == "train":
+            values = {
+                "tau": line["tau"],
+                "error": line.get("normalizer_mse"),
+                "minibatch": line.get("minibatch_mse"),
+                "throughput": line["throughput"],
+            }
+            seen = line["samples"]
+        else:
+            continue
+        for name, value in values.items():
+            if value is not None:
+                found.setdefault(name, []).append((seen / 1000, value))
+    if "throughput" in found:
+        rates = found["throughput"]
+        places = range(len(rates))
+        found["throughput"] = [
+            (rates[i][0], median(rate for _, rate in rates[max(0, i - WINDOW + 1) : i + 1])) for i in places
+        ]
+    return found
+
+
+def evaluated(line: dict[str, Any]) -> dict[str, float | None]:
+    recalls = [value for name, value in line.items() if name.endswith("_R@1")]
+    tops = [value for name, value in line.items() if name.endswith("top1")]
+    return {
+        "R@1": 100 * sum(recalls) / len(recalls) if recalls and None not in recalls else None,
+        "top1": 100 * sum(tops) / len(tops) if tops and None not in tops else None,
+    }
+
+
+def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = {name: title for name, title in (PERCENT | STEPS).items() if any(name in run for run in runs.values())}
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    size = 4 * columns, 3.2 * rows + 0.4
+    figure, grid = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
+    for axis in grid.flat[len(panels) :]:
+        axis.set_visible(False)
+    for axis, (panel, title) in zip(grid.flat, panels.items(), strict=False):
+        for number, (name, run) in enumerate(runs.items()):
+            style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.4}
+            points = run.get(panel, [])
+            marker = "o" if len(points) < 20 else None
+            axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, label=name, **style)
+            if panel == "error":
+                points = run.get("minibatch", [])
+                axis.plot([x for x, _ in points], [y for _, y in points], linestyle=":", **style)
+        axis.set(title=title, xlabel="thousand samples", xlim=(0, None))
+        axis.title.set_fontsize(10)
+        if panel == "error":
+            axis.set_yscale("log")
+        elif panel in PERCENT or panel == "throughput":
+            axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()

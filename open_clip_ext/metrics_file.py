@@ -1,0 +1,76 @@
+"""metrics.jsonl: every number that a training logs, one JSON object a line (docs/logs.md has the names)."""
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+FILE = "metrics.jsonl"  # in the experiment's folder, beside out.log
+TRAIN, RECOVERY, EVAL = "train", "recovery", "eval"  # values of "stage"
+
+
+class MetricsFile:
+    """Appends lines to the file of a run; one that a kill left unfinished stays a line of its own.
+
+    Args:
+        folder: of the experiment; exists.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        path = os.path.join(folder, FILE)
+        self._file = open(path, "ab", buffering=0)
+        if self._file.tell():
+            with open(path, "rb") as written:
+                written.seek(-1, os.SEEK_END)
+                if written.read() != b"\n":
+                    self._file.write(b"\n")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Write a line at once, so that a kill cannot leave a part of it; JSON has no NaN, null stands for it.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+        text = json.dumps(finite, allow_nan=False).encode() + b"\n"
+        if self._file.write(text) != len(text):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[dict[str, Any]]:
+    """The lines of a run, in order; of steps and evaluations that a resumed run has repeated, the later ones.
+
+    Args:
+        folder: of the experiment, with `metrics.jsonl`; a run without one has no lines.
+        stage: only "train", "recovery" or "eval".
+    """
+    try:
+        with open(os.path.join(folder, FILE), encoding="utf-8", errors="replace") as file:
+            lines = [_parsed(line) for line in file]
+    except FileNotFoundError:
+        return []
+    kept: list[dict[str, Any]] = []
+    latest: dict[str, tuple[int, int]] = {}
+    for line in lines:
+        if line is None:
+            continue
+        name, place = line["stage"], (line["epoch"], line["step"])
+        if place <= latest.get(name, (-1, -1)):  # the run went back
+            kept = [other for other in kept if other["stage"] != name or (other["epoch"], other["step"]) < place]
+        latest[name] = place
+        kept.append(line)
+    return [line for line in kept if stage in (None, line["stage"])]
+
+
+def _parsed(text: str) -> dict[str, Any] | None:
+    """None for a line that is not whole."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and {"stage", "epoch", "step"} <= line.keys() else None

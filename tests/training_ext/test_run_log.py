@@ -1,0 +1,123 @@
+"""What a training says: one short line a step, all numbers in a file, and a summary."""
+
+import errno
+import logging
+import re
+from argparse import Namespace
+from math import inf
+
+import pytest
+from conftest import LOSSES, ext_main, run_main
+
+from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
+from training_ext import run_log
+from training_ext.run_log import Epoch, RunLog, duration
+from training_ext.summary import summary
+
+FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"
+PREFIX = len("2026-11-22,05:02:51 | INFO | ")
+
+
+def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
+    """The millionth step of some, with every number at its longest."""
+    args = Namespace(
+        loss="neuclip", log_all=False, rank=0, save_logs=False, batch_size=4096, accum_freq=1, world_size=1, epochs=33,
+    )
+    now = iter([0.0, 3600.0])
+    monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: next(now), time=lambda: 0.0))
+    log = RunLog(args)
+    log.loss_name = "objective_learnable"
+    caplog.set_level(logging.INFO)
+    epoch = Epoch(TRAIN, 32, 33, 32 * 99_999, 32 * 99_999, 99_999, 0, None)
+    with log.epoch(epoch) as writer:
+        steps = log.steps(enumerate([None, None], 49_999), 49_999)
+        next(steps)
+        numbers = {
+            "lr": 3.9e-05, "scale": 19.53, "objective_learnable": -12.3456, "normalizer_mse": 0.312,
+            "minibatch_mse": 0.871,
+        }
+        for name, number in numbers.items():
+            writer.add_scalar(f"train/{name}", number, 32 * 99_999 + 50_999)
+        assert not caplog.messages  # of a step that may have more numbers
+        next(steps)
+    line = caplog.messages[0]
+    # 1,001 steps of 4,096 in an hour, and 48,999 to go.
+    assert line == "Epoch 32 51000/99999 loss -12.35 lr 3.9e-05 tau 0.0512 error 0.31/0.87 1139/s left 48h57m"
+    assert len(line) + PREFIX <= 120
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0s"), (59.4, "59s"), (59.6, "1m00s"), (725, "12m05s"), (3600, "1h00m"), (122_520, "34h02m")]
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_terminal_is_spared_what_the_files_have(tmp_path, capsys):
+    command = f"{FLAGS} {LOSSES['fastclip-v3']} --val-num-samples 8 --report-to tensorboard --name x"
+    assert not run_main(ext_main, command, tmp_path)
+    shown = capsys.readouterr().err
+    log = (tmp_path / "x/out.log").read_text()
+    assert "ResidualAttentionBlock" in log and "  wd: 0.2" in log
+    assert "ResidualAttentionBlock" not in shown and "  wd: 0.2" not in shown
+    assert not re.search(r"^INFO:root", shown, re.MULTILINE)  # the same line again, in another form
+    assert "Train Epoch" not in log and max(map(len, re.findall(r".* Epoch 0 \d.*", log))) <= 120
+    steps = read_metrics(tmp_path / "x", "train")
+    assert [(line["epoch"], line["step"], line["samples"]) for line in steps] == [(0, i, 8 * i) for i in range(1, 7)]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "x/tensorboard"))
+    events.Reload()
+    names = {tag.removeprefix("train/") for tag in events.Tags()["scalars"] if tag.startswith("train/")}
+    assert {"objective_learnable", "gamma", "samples_per_second"} <= names <= steps[-1].keys()
+    (evaluated,) = read_metrics(tmp_path / "x", "eval")
+    assert evaluated["epoch"] == 1 and evaluated["image_to_text_R@1"] >= 0
+    assert log.count("effective_negatives") == 1  # taken once, and shown at the epoch's end
+
+
+def test_a_full_disk_ends_the_file_and_not_the_training(run, monkeypatch):
+    written = MetricsFile.add
+
+    def add(self, line):
+        if line["step"] == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written(self, line)
+
+    monkeypatch.setattr(MetricsFile, "add", add)
+    experiment = run("x", f"{FLAGS} {LOSSES['queue']}")
+    assert experiment.log.count(f"No more lines are added to {experiment.path}/metrics.jsonl: No space left") == 1
+    assert "Epoch 0 6/6" in experiment.log and len(experiment.logged()) == 2
+
+
+def test_log_all_is_open_clips_log(run):
+    experiment = run("x", f"{FLAGS} {LOSSES['fastclip-v3']} --log-all")
+    assert experiment.log.count("Train Epoch: 0 [") == 6 and "Effective_negatives: " in experiment.log
+    assert len(experiment.logged()) == 6
+
+
+@pytest.mark.parametrize("loss", ["clip", "amorlip"])
+def test_the_summary(run, loss):
+    experiment = run("x", f"{FLAGS} {LOSSES[loss]} --val-num-samples 8")
+    end = experiment.log.split("Done: ")[1]
+    assert end.startswith(f"1 epoch(s) of {loss}; this run took ")
+    assert f"open_clip_ext.evaluate --checkpoint {experiment.path}/checkpoints/epoch_1.pt" in end
+    assert ("normalizers_report" in end) == (loss != "amorlip")
+    (evaluated,) = read_metrics(experiment.path, "eval")
+    value = f"{evaluated['image_to_text_R@1']:.4f}"
+    assert re.search(rf"image_to_text_R@1 +{value} +{value} +1$", end, re.MULTILINE)
+    for line in re.findall(r"  (\S+): ", end):
+        assert (experiment.path / line).exists(), line
+
+
+def test_the_best_of_the_summary(tmp_path):
+    folder = tmp_path / "logs/x"
+    folder.mkdir(parents=True)
+    file = MetricsFile(folder)
+    for epoch, (recall, value) in enumerate([(0.1, 3.0), (0.3, inf), (0.2, 2.0), (0.2, 2.5)]):
+        file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": recall, "clip_val_loss": value})
+    file.close()
+    args = Namespace(logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue")
+    lines = [line.split() for line in summary(args, 61.0)]
+    assert lines[0][-1] == "1m01s"
+    assert ["image_to_text_R@1", "0.2000", "0.3000", "1"] in lines
+    assert ["clip_val_loss", "2.5000", "2.0000", "2"] in lines

@@ -1,0 +1,57 @@
+"""What a report's numbers mean for the training, in a few sentences."""
+
+from math import exp, log, sqrt
+from typing import Any
+
+# What to change where the estimates are worse than those of a small batch.
+INSTEAD = {
+    "queue": "lower --queue-size, whose oldest embeddings are stale",
+    "table": "raise --gamma, since the averages lag behind",
+    "prototypes": "lower --npn-lr or --npn-restart-every",
+    "mlp": "lower --npn-lr, or take another --normalizer",
+}
+GOOD = "good is a batch larger than the one that you train with"
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """One line.
+
+    Args:
+        summary: of `numbers.compare`, with the errors of the estimators.
+    """
+    found = {estimator["name"]: estimator["both"]["mse"] for estimator in summary["estimators"]}
+    batches = {int(name.removeprefix("batch of ")): mse for name, mse in found.items() if name.startswith("batch of ")}
+    name = summary["normalizer"]
+    if name not in found:
+        shown = ", ".join(f"a batch of {size:,} is {off(mse)}" for size, mse in batches.items())
+        return f"Verdict: nothing is estimated beyond the batch; {shown or 'no batch was compared'}"
+    mse = found[name]
+    if mse is None:
+        return f"Verdict: the {name} normalizer has no estimates yet; train on"
+    mixing = summary["mixing"]
+    mixed = f"without the loss's --mixing {mixing:g}" if mixing else "there is no --mixing"
+    return f"Verdict: the {name} normalizer is {off(mse)} and {worth(mse, batches, name)}; {mixed}"
+
+
+def off(mse: float) -> str:
+    """A log-normalizer's error as what it does to the weight of an anchor's gradient."""
+    return f"off by a factor of {exp(min(sqrt(mse), 99)):.3g}"
+
+
+def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
+    """The batch whose own estimates have the same error, between those that were compared by interpolation of logs."""
+    if not batches:
+        return "no batch was compared"
+    (small, most), (large, least) = min(batches.items()), max(batches.items())
+    if mse > most:
+        instead = INSTEAD.get(normalizer, "take another --normalizer")
+        return f"worse than a batch of {small:,}: {instead}, or give --mixing 0.6"
+    if mse <= least:
+        return f"worth more than a batch of {large:,}, the largest compared ({GOOD})"
+    sizes = sorted(batches)
+    for one, other in zip(sizes, sizes[1:], strict=False):
+        high, low = batches[one], batches[other]
+        if low < mse <= high:
+            equal = exp(log(one) + (log(high) - log(mse)) / (log(high) - log(low)) * (log(other) - log(one)))
+            return f"worth a batch of {float(f'{equal:.2g}'):,.0f} ({GOOD})"
+    return f"worth about a batch of {small:,} ({GOOD})"

@@ -1,0 +1,247 @@
+"""What a training with --loss says: a short line for each logged step, and every number in metrics.jsonl.
+
+OpenCLIP's loop logs a line with all numbers, and gives the same numbers to TensorBoard's writer by name. `RunLog`
+stands in for the writer, so that it has them without reading any text, and says its own line in place of OpenCLIP's.
+"""
+
+import logging
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from open_clip_train.distributed import is_master
+
+from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
+
+# Change once an epoch or are taken once in it; shown in the line at its end.
+ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives")
+
+
+@dataclass
+class Epoch:
+    """One that is in progress.
+
+    Args:
+        stage: TRAIN or RECOVERY.
+        number: completed epochs of this stage.
+        of: epochs of this stage.
+        first: number of the epoch's first step, as OpenCLIP counts them.
+        before, steps, ahead: steps of this stage before the epoch, of the epoch, and of the whole run after it.
+        tensorboard: its writer, or None.
+    """
+
+    stage: str
+    number: int
+    of: int
+    first: int
+    before: int
+    steps: int
+    ahead: int
+    tensorboard: Any
+
+    @property
+    def title(self) -> str:
+        return f"Epoch {self.number}" if self.stage == TRAIN else f"Recovery {self.number + 1}/{self.of}"
+
+
+class RunLog:
+    """The log of one run, on every process; process 0 alone writes.
+
+    Args:
+        args: as `params.parse_args` gives them. Without --loss OpenCLIP's own lines pass as they are.
+    """
+
+    def __init__(self, args: Namespace):
+        self.args = args
+        self.loss_name: str | None = None  # of the value that the loss minimises, if it is ours
+        self._file: MetricsFile | None = None
+        self._full = False
+        self._epoch: Epoch | None = None
+        self._numbers: dict[str, float] = {}
+        self._latest: dict[str, Any] = {}
+        self._step = 0  # number of the latest logged step in the epoch
+        self._done = 0  # steps of this run, in epochs before the present one
+        self._came_in_at = 0  # step of the present epoch at which this run began
+        self._began: float | None = None
+        self._since = 0.0  # of the epoch, for the time of its steps
+        self._last: tuple[int, float] = 0, 0.0  # step and time of the latest line
+        self._losses: list[float] = []
+        self._quiet = False
+        self._file_only = False
+        self._held: list[Any] | None = None
+
+    # Lines of OpenCLIP's main
+
+    def of_main(self, original: Callable, message: Any, *args: Any) -> None:
+        """In place of main's `logging.info`."""
+        if self._held is not None:
+            self._held.append(message)
+        elif self._file_only:
+            record = logging.LogRecord("root", logging.INFO, "", 0, str(message), None, None)
+            for handler in logging.root.handlers:
+                if isinstance(handler, logging.FileHandler):
+                    handler.handle(record)
+        else:
+            original(message, *args)
+
+    def has_model(self, model: torch.nn.Module) -> None:
+        """Main goes on with pages of its structure and of all flags, which the terminal is spared."""
+        if self.args.loss is None or self.args.log_all or self._file_only or not is_master(self.args):
+            return
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        logging.info(f"{self.args.model}: {sum(sizes):,} parameters; its structure and all flags: {self.args.log_path}")
+        self._file_only = True
+
+    def has_start(self) -> None:
+        """Main goes on with what the terminal should show."""
+        self._file_only = False
+
+    def hold(self) -> None:
+        """Main says that an epoch begins; what comes before the first one is said first."""
+        if self.args.loss is not None:
+            self._held = []
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        for message in held or ():
+            logging.info(message)
+
+    # Lines of OpenCLIP's loop
+
+    def begin(self, loss_name: str) -> None:
+        """The loss is one of ours, and its value has this name."""
+        self.loss_name = loss_name
+        if is_master(self.args) and not self.args.log_all:
+            everything = f"; all numbers are in {self.path}" if self.args.save_logs else ""
+            logging.info(f"In the lines below, error is the estimated log-normalizers' / the minibatch's{everything}")
+
+    def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
+        """In place of `logging.info` of its epochs and evaluations."""
+        replaces = self._epoch is not None and not (self.args.log_all and self._epoch.stage == TRAIN)
+        if not self._quiet and not replaces:
+            original(message, *args)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """For an evaluation whose outcome is known."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    @contextmanager
+    def epoch(self, epoch: Epoch) -> Iterator[Any]:
+        """For the time of an epoch of OpenCLIP's; gives what to pass to it as `tb_writer`."""
+        if self.args.loss is None:
+            yield epoch.tensorboard
+            return
+        self._epoch, self._losses, self._step, self._came_in_at = epoch, [], 0, 0
+        self._numbers = {}
+        yield self
+        self._done += epoch.steps - self._came_in_at
+        self._epoch = None
+        if is_master(self.args) and self._losses:
+            self._tell_epoch(epoch)
+
+    def steps(self, numbered: Iterable[tuple[int, Any]], first: int) -> Iterator[tuple[int, Any]]:
+        """The numbered batches of an epoch; the next is asked for when all is known of the step before.
+
+        Args:
+            first: number of the first.
+        """
+        self._since = time.monotonic()
+        self._began = self._began or self._since
+        self._came_in_at = self._step = first // self.args.accum_freq
+        self._last = self._step, self._since
+        for item in numbered:
+            yield item
+            self._write()
+        self._since = time.monotonic() - self._since
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """As TensorBoard's writer."""
+        assert self._epoch is not None
+        self._numbers[name.removeprefix("train/")] = value
+        self._step = step - self._epoch.first + 1
+        if self._epoch.tensorboard is not None:
+            self._epoch.tensorboard.add_scalar(name, value, step)
+
+    def _write(self) -> None:
+        """The step's line, if OpenCLIP has logged it."""
+        if not self._numbers or self._epoch is None:
+            return
+        epoch, now = self._epoch, time.monotonic()
+        global_batch = self.args.batch_size * self.args.accum_freq * self.args.world_size
+        step_before, time_before = self._last
+        throughput = (self._step - step_before) * global_batch / max(now - time_before, 1e-9)
+        self._last = self._step, now
+        numbers, self._numbers = self._numbers, {}
+        numbers["throughput"] = throughput  # OpenCLIP's samples_per_second is of the last step alone
+        numbers.setdefault("tau", 1 / numbers["scale"])
+        self._losses.append(numbers[self.loss_name or "loss"])
+        self._add(
+            epoch.stage, epoch.number, self._step, steps=epoch.steps,
+            samples=(epoch.before + self._step) * global_batch, **numbers,
+        )
+        logging.info(" ".join([f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]))
+
+    def _shown(self, numbers: dict[str, float]) -> Iterator[str]:
+        yield f"loss {self._losses[-1]:.4g} lr {numbers['lr']:.2g} tau {numbers['tau']:.3g}"
+        if "normalizer_mse" in numbers:
+            yield f"error {numbers['normalizer_mse']:.2g}/{numbers['minibatch_mse']:.2g}"
+        yield f"{numbers['throughput']:.0f}/s"
+
+    def _left(self, now: float) -> str:
+        """The time that the rest of the run takes, at the pace so far, evaluations and checkpoints included."""
+        assert self._epoch is not None and self._began is not None
+        done = self._done + self._step - self._came_in_at
+        return f"left {duration((now - self._began) / done * (self._epoch.steps - self._step + self._epoch.ahead))}"
+
+    def _tell_epoch(self, epoch: Epoch) -> None:
+        numbers = self._latest
+        once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
+        mean = sum(self._losses) / len(self._losses)
+        logging.info(" ".join([f"{epoch.title} took {duration(self._since)}: mean loss {mean:.4g}", *once]))
+
+    # Evaluations
+
+    def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Process 0 has evaluated after `epoch` epochs."""
+        if self.args.loss is not None:
+            self._add(EVAL, epoch, 0, **{name: value for name, value in metrics.items() if name != "epoch"})
+
+    def _add(self, stage: str, epoch: int, step: int, **numbers: Any) -> None:
+        self._latest = numbers
+        if not self.args.save_logs or self._full:
+            return
+        try:
+            self._file = self._file or MetricsFile(os.path.dirname(self.path))
+            self._file.add({"stage": stage, "epoch": epoch, "step": step, "time": round(time.time(), 3), **numbers})
+        except OSError as error:  # the training is worth more
+            self._full = True
+            logging.warning(f"No more lines are added to {self.path}: {error.strerror}")
+
+    @property
+    def path(self) -> str:
+        """Of the file with every number."""
+        return os.path.join(self.args.logs, self.args.name, FILE)
+
+    def close(self) -> None:
+        self.release()
+        if self._file is not None:
+            self._file.close()
+
+
+def duration(seconds: float) -> str:
+    """Short: 45s, 12m05s, 34h02m."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    minutes, seconds = divmod(seconds, 60)
+    return f"{minutes}m{seconds:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"

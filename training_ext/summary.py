@@ -1,0 +1,60 @@
+"""What a training says at its end: best and last metrics, the time, where everything is, and the next commands."""
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+from open_clip_ext import factory
+from open_clip_ext.losses import AmorLIPLoss
+from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
+from training_ext.keep_best import BEST, COUNTS, START, is_better
+from training_ext.run_log import duration
+
+SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics, by the end of their names
+WHAT = {
+    "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
+    "data.jsonl": "samples left out", BEST: "the best weights", START: "metrics before the first step",
+    "temperatures.html": "samples by temperature", "confusion": "classes taken for others",
+    "tensorboard": "tensorboard --logdir",
+}
+
+
+def summary(args: Namespace, seconds: float) -> Iterator[str]:
+    """Lines for the log of process 0.
+
+    Args:
+        args: completed by OpenCLIP.
+        seconds: that this run has taken.
+    """
+    folder = os.path.join(args.logs, args.name)
+    yield f"Done: {args.epochs} epoch(s) of {args.loss}; this run took {duration(seconds)}"
+    yield from _metrics(read_metrics(folder, EVAL))
+    last = f"checkpoints/epoch_{args.epochs}.pt"
+    yield f"Everything is in {folder}:"
+    yield f"  {last}: the last checkpoint"
+    yield from (f"  {name}: {what}" for name, what in WHAT.items() if os.path.exists(os.path.join(folder, name)))
+    yield "Next:"
+    module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
+    yield f"{module}.evaluate --checkpoint {given} --data FOLDER --out scores.jsonl"
+    if not issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
+        yield f"{module}.normalizers_report --checkpoint {given}"
+    recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
+    where = f"--logs {shlex.quote(args.logs)} --name {shlex.quote(args.name)}"
+    yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
+
+
+def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
+    names = [name for name in (lines[-1] if lines else {}) if name.endswith(SHOWN) and name not in COUNTS]
+    if names:
+        yield f"{'':24}{'last':>10}{'best':>10}  after epoch"
+    for name in names:
+        found = [(line[name], line["epoch"]) for line in lines if line.get(name) is not None]
+        best = found[0] if found else None
+        for value, epoch in found:
+            if isfinite(value) and best is not None and is_better(name, value, best[0]):
+                best = value, epoch
+        if best is not None:
+            yield f"{name:24}{found[-1][0]:>10.4f}{best[0]:>10.4f}{best[1]:>13}"
