@@ -7,6 +7,7 @@ pictures of both. Run it again to start afresh.
 """
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -95,7 +96,7 @@ def score(args) -> None:
     evaluate += ["--out", str(args.folder / "scores")]
     for command in (make, evaluate):
         print(f"\npython -m {' '.join(command)}", flush=True)
-        subprocess.run([sys.executable, "-m", *command], check=True)
+        subprocess.run([sys.executable, "-m", *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def draw(results: dict[str, list[dict]], args, path: Path) -> None:
