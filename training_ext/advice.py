@@ -41,6 +41,11 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
             f"--batch-size: an epoch is only {steps_per_epoch} optimizer step(s), {args.epochs * steps_per_epoch} in "
             f"all; for {FEW_STEPS} an epoch use a global batch of at most {max(2, num_samples // FEW_STEPS)}"
         )
+        if args.normalizer == "prototypes":
+            yield (
+                f"--loss: with {steps_per_epoch} optimizer step(s) an epoch a network was better than a minibatch's "
+                "own estimates in two runs of three (300 scenes), a queue in all of three; try --loss queue"
+            )
 
 
 def _on_length(args: Namespace, steps: int) -> Iterator[str]:

@@ -47,6 +47,11 @@ def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
     assert all(part in line for part in parts), line
 
 
+def test_a_network_on_a_few_batches_is_told_of_the_queue():
+    lines = told("--loss neuclip --npn-prototypes 200 --warmup 5 --lr-tau 1 --epochs 20")
+    assert len(lines) == 2 and "try --loss queue" in lines[1]
+
+
 def test_pretrained_weights_and_fixed_temperatures_need_not_move():
     flags = "--loss queue --queue-size 200 --warmup 5 --epochs 5"
     assert any("--lr-tau" in line for line in told(flags, steps_per_epoch=10))
