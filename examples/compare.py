@@ -43,7 +43,7 @@ RECIPE = (
 )
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
 OURS = "--rho 5 --lr-tau 1e-3"
-NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024"
+NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-lr 1"  # docs/results.md was run at the paper's rate
 PAPER = f"{NETWORK} --npn-restart-every 500"
 METHODS = {
     "clip": "--loss clip",
@@ -64,7 +64,7 @@ NEUCLIP = {
     "l2-log": f"{PAPER} --npn-objective l2-log",
     "mlp": f"--loss neuclip {OURS} --normalizer mlp",
     "mlp, l2-log": f"--loss neuclip {OURS} --normalizer mlp --npn-objective l2-log",
-    "joint": f"{NETWORK} --npn-joint",
+    "joint": f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-joint",
     **{f"T_r {every}": f"{NETWORK} --npn-restart-every {every}" for every in (0, 50, 2000)},
     **{f"T_u {updates}": f"{PAPER} --npn-updates {updates}" for updates in (0, 1, 30)},
     **{f"m {m}": f"{PAPER.replace('1024', str(m))}" for m in (256, 4096)},

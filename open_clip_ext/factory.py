@@ -164,7 +164,7 @@ def create_loss(
         device: where state per sample is kept, the embeddings' device.
         validate: check also what needs a wait for the device.
         steps_per_epoch: optimiser steps of one pass over the data; neuclip's network is restarted at least every fifth
-            of it unless told otherwise.
+            of it, and its learning rate fits the length of the training, unless told otherwise.
         options: settings and parts by the flags' names with underscores.
 
     Raises:
@@ -193,7 +193,7 @@ def create_loss(
     else:
         loss = build(preset.loss, **calls)
     if steps_per_epoch is not None:
-        loss.set_steps_per_epoch(steps_per_epoch)
+        loss.set_steps_per_epoch(steps_per_epoch, epochs)
     if num_samples is not None:
         loss.limit_to(num_samples)
     return loss.to(device)

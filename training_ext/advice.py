@@ -7,6 +7,7 @@ from math import exp, log
 from training_ext.params import starts_from_weights, trains_logit_scale
 
 FEW_STEPS = 10  # of an epoch: schedules that go by epochs, and a fifth of a pass, become coarse below
+EARLY_STEPS = 50  # of a training in which queue and network are worse than a minibatch: 300 scenes, docs/settings.md
 USEFUL_MOVE = log(2)  # of log(1 / tau): from 0.07 to 0.035
 
 
@@ -21,6 +22,7 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
     steps = args.epochs * steps_per_epoch
     return [
         *_on_steps(args, num_samples, steps_per_epoch),
+        *_on_length(args, steps),
         *_on_warmup(args, steps),
         *_on_temperature(args, steps),
         *_on_gamma(args),
@@ -38,6 +40,19 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
         yield (
             f"--batch-size: an epoch is only {steps_per_epoch} optimizer step(s), {args.epochs * steps_per_epoch} in "
             f"all; for {FEW_STEPS} an epoch use a global batch of at most {max(2, num_samples // FEW_STEPS)}"
+        )
+        if args.normalizer == "prototypes":
+            yield (
+                f"--loss: with {steps_per_epoch} optimizer step(s) an epoch a network was better than a minibatch's "
+                "own estimates in two runs of three (300 scenes), a queue in all of three; try --loss queue"
+            )
+
+
+def _on_length(args: Namespace, steps: int) -> Iterator[str]:
+    if args.normalizer in ("prototypes", "queue") and steps < EARLY_STEPS:
+        yield (
+            f"--epochs: {steps} step(s) in all, where --normalizer {args.normalizer} was better than a minibatch's own "
+            f"estimates from some {EARLY_STEPS} on; train longer, or use --loss fastclip-v3 --normalizer batch"
         )
 
 

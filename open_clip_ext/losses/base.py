@@ -65,9 +65,9 @@ class Loss(Part, nn.Module):
         """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
         self._calls = 0
 
-    def set_steps_per_epoch(self, steps: int) -> None:
-        """Called before the first step: the optimiser steps of one pass over the data, by which some settings go
-        where they are not given."""
+    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
+        """Called before the first step: the optimiser steps of one pass over the data, and the number of passes if
+        known. Some settings that are not given go by them."""
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per sample

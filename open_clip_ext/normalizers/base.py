@@ -33,7 +33,7 @@ class Normalizer(Part, nn.Module):
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
 
-    def set_steps_per_epoch(self, steps: int) -> None:
+    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
         """As `Loss.set_steps_per_epoch`."""
 
     def limit_to(self, num_samples: int) -> None:

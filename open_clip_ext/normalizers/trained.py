@@ -11,6 +11,10 @@ Readings fixed here, where the paper is silent:
   network lags behind the encoders (`docs/results.md`). A fifth that is a single step would leave no network to train:
   then T_r is a whole pass (300 generated scenes, batch 64, 6 epochs: an error of 0.03 in place of 0.14). What a
   training began with it keeps, from checkpoint to checkpoint, unless another is given.
+- AdaGrad's rate is the paper's 1.0 in trainings of 77,000 steps and more, as all of the paper's are, and
+  sqrt(steps / 77,000) in shorter ones where their length is known: its steps shrink with the root of their number, so
+  that a short training ends with steps as small as the paper's. At 1.0 a short one fits each batch's own estimates
+  (300 and 10,000 generated scenes: `docs/settings.md`).
 - The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
   forgets it.
 - The network's gradient has Eq. 12's factor tau (Algorithm 1, line 7). AdaGrad and Adam are blind to a constant
@@ -26,6 +30,7 @@ Readings fixed here, where the paper is silent:
 """
 
 import inspect
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -49,6 +54,7 @@ OPTIMIZERS = {
 MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
 
 PAPER_RESTART_EVERY = 500
+PAPER_STEPS = 77_000  # of the paper's shortest training, 23 epochs of 13.7M pairs in batches of 4,096
 
 
 class NetworkNormalizer(Normalizer):
@@ -71,8 +77,10 @@ class NetworkNormalizer(Normalizer):
         choices=tuple(OPTIMIZERS), in_state=True,
     )
     npn_lr: float | None = option(
-        Derived("1.0 for prototypes by adagrad, else 1e-3"), "learning rate of the network",
-        valid=positive, expected="a number > 0",
+        Derived(
+            f"1.0 for prototypes by adagrad, but sqrt(steps / {PAPER_STEPS:,}) in trainings of fewer steps; else 1e-3"
+        ),
+        "learning rate of the network", valid=positive, expected="a number > 0",
     )
     npn_wd: float = option(0.0, "weight decay of the network", valid=not_negative, expected="a number >= 0")
     npn_initial_accumulator: float = option(
@@ -96,7 +104,8 @@ class NetworkNormalizer(Normalizer):
         self.reset_optimizer = self.npn_reset_optimizer
         self.objective = NETWORK_OBJECTIVES[self.npn_objective]
         self.joint = self.npn_joint
-        self._optimizer_settings = dict(lr=lr, weight_decay=self.npn_wd)
+        self._fits_length = lr is None
+        self._optimizer_settings = dict(lr=1.0 if lr is None else lr, weight_decay=self.npn_wd)
         if self.optimizer_name == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = self.npn_initial_accumulator
         self.dimension = 0  # d, once there is a state
@@ -105,10 +114,10 @@ class NetworkNormalizer(Normalizer):
         self.objective_before: Tensor | None = None
 
     @classmethod
-    def _optimizer(cls, name: str | None, lr: float | None, joint: bool) -> tuple[str, float]:
-        """The optimiser and its learning rate, from what is given of them."""
+    def _optimizer(cls, name: str | None, lr: float | None, joint: bool) -> tuple[str, float | None]:
+        """The optimiser and its learning rate, from what is given of them; None for one that fits the training."""
         name = name or ("adamw" if joint else cls.default_optimizer)
-        return name, lr or (1.0 if name == cls.default_optimizer == "adagrad" else 1e-3)
+        return name, lr or (None if name == cls.default_optimizer == "adagrad" else 1e-3)
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -122,14 +131,16 @@ class NetworkNormalizer(Normalizer):
         if settings["npn_opt"] != "adagrad":
             refuse_unused(given, ["npn_initial_accumulator"], f"with npn_opt {settings['npn_opt']!r}")
 
-    def set_steps_per_epoch(self, steps: int) -> None:
+    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
+        if self._fits_length and epochs is not None:
+            self._optimizer_settings["lr"] = min(1.0, math.sqrt(steps * epochs / PAPER_STEPS))
         if self._fits_epoch:
             fifth = steps // 5
             self.restart_every = min(PAPER_RESTART_EVERY, fifth if fifth > 1 else steps)
 
     def description(self) -> str:
         often = f"every {self.restart_every} steps" if self.restart_every > 0 else "at the first step only"
-        return f"{self.name} (restarted {often})"
+        return f"{self.name} (restarted {often}, {self.optimizer_name} at {self._optimizer_settings['lr']:.2g})"
 
     # What a network is
 

@@ -72,6 +72,22 @@ def test_restarts_by_default(steps, every):
     assert create_loss("neuclip", steps_per_epoch=steps).normalizer.restart_every == every
 
 
+@pytest.mark.parametrize(
+    "steps, epochs, given, rate",
+    [
+        # CC3M, DFN-14M and lengths that are not known: the paper's
+        (2660, 37, {}, 1.0), (3350, 23, {}, 1.0), (4, None, {}, 1.0), (None, 15, {}, 1.0),
+        (770, 1, {}, 0.1), (77, 4, {}, 0.02 * 10**0.5),
+        (770, 1, dict(npn_lr=0.5), 0.5), (770, 1, dict(npn_opt="adam"), 1e-3), (770, 1, dict(npn_joint=True), 1e-3),
+        (770, 1, dict(normalizer="mlp", npn_opt="adagrad"), 1e-3),
+    ],
+)
+def test_the_rate_by_default(steps, epochs, given, rate):
+    loss = create_loss("neuclip", steps_per_epoch=steps, epochs=epochs, **given)
+    loss(*batches(1)[0], 1 / TAU)
+    assert loss.normalizer.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+
 def test_a_state_of_another_format_is_refused():
     state = create_loss("neuclip").full_state()
     for other, found in (({"format": 2}, "format 2"), ({}, "an older format")):

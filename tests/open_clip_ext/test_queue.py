@@ -167,4 +167,4 @@ def test_a_queue_that_would_do_nothing_is_refused(settings, message):
 def test_prototypes_are_no_more_than_the_samples():
     loss = fed(create_loss("neuclip", num_samples=300, npn_updates=0), 600)
     assert loss.normalizer.active == loss.normalizer.weight.shape[1] == 300
-    assert "prototypes (restarted every 500 steps), 300 for as many samples" in loss.description()
+    assert "prototypes (restarted every 500 steps, adagrad at 1), 300 for as many samples" in loss.description()

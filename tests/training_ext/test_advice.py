@@ -25,6 +25,10 @@ def test_nothing_is_said_where_all_fits(loss):
     "flags, steps, parts",
     [
         ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), 80 in all", "at most 30"]),
+        (
+            "--loss queue --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
+            ["--epochs: 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
+        ),
         ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps where the training has 200", "0.2 %", "20"]),
         # exp(-200 * 1e-3 / 8), and log(2) / 200
         ("--loss queue --queue-size 200 --warmup 5", 10, ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"]),
@@ -43,8 +47,13 @@ def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
     assert all(part in line for part in parts), line
 
 
+def test_a_network_on_a_few_batches_is_told_of_the_queue():
+    lines = told("--loss neuclip --npn-prototypes 200 --warmup 5 --lr-tau 1 --epochs 20")
+    assert len(lines) == 2 and "try --loss queue" in lines[1]
+
+
 def test_pretrained_weights_and_fixed_temperatures_need_not_move():
-    flags = "--loss queue --queue-size 200 --warmup 5 --epochs 2"
+    flags = "--loss queue --queue-size 200 --warmup 5 --epochs 5"
     assert any("--lr-tau" in line for line in told(flags, steps_per_epoch=10))
     assert told(f"{flags} --pretrained x.pt", steps_per_epoch=10) == []
     assert told(f"{flags} --temperature fixed", steps_per_epoch=10) == []

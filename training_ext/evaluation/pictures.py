@@ -58,8 +58,9 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
     axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel="score, percent")
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
-    figure.suptitle(title, fontsize=11, color=INK)
-    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(3, len(labels)), frameon=False, fontsize=9)
+    figure.legend(
+        loc="outside upper center", ncols=min(3, len(labels)), frameon=False, fontsize=9, title=title, title_fontsize=11
+    )
     figure.savefig(file, dpi=130, format="png")
 
 

@@ -19,6 +19,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext import preflight
+from training_ext.advice import advise
 from training_ext.data import kind_of, trains
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
@@ -59,6 +60,8 @@ def lines(args: Namespace, processes: int) -> list[str]:
         raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
+    if args.uses_ext_loss and (warnings := advise(args, samples, steps)):
+        text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # of one row, so that no table is made
     if loss is not None:
         loss.limit_to(samples)
@@ -174,7 +177,11 @@ def files(args: Namespace, saved: int | None) -> list[str]:
 
 
 def _item(name: str, text: str) -> str:
-    """A named line, broken where the terminal ends; flags stay with their values."""
+    return _wrapped(text, f"  {name:14}", " " * 16)
+
+
+def _wrapped(text: str, first: str, rest: str) -> str:
+    """The text broken where the terminal ends, lines indented by `first` and `rest`; flags stay with their values."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    wrapper = textwrap.TextWrapper(width, f"  {name:14}", " " * 16, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text).replace(TOGETHER, " ")
