@@ -17,9 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     """
 
     def evaluate() -> None:
-        from training_ext import versions
+        from training_ext import hosts, versions
 
-        versions.check_version()
+        hosts.installed()
         try:
             from training_ext.evaluation import command
         except ImportError as error:

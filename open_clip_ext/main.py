@@ -73,9 +73,9 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    from training_ext import versions
+    from training_ext import hosts, versions
 
-    versions.check_version()
+    hosts.installed()
     try:
         from training_ext import checkpoint, hooks, params, preflight, recipes
         from training_ext.recipes import plan

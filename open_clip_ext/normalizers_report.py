@@ -17,9 +17,9 @@ def main(argv: list[str] | None = None) -> int:
     """
 
     def write_report() -> None:
-        from training_ext import versions
+        from training_ext import hosts, versions
 
-        versions.check_version()
+        hosts.installed()
         try:
             from training_ext import report
         except ImportError as error:

@@ -23,6 +23,7 @@ from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.first_look import look_at_lines, look_at_shards
+from training_ext.hosts import host
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
@@ -156,7 +157,7 @@ def read_csv(
 
 
 class WithRow(Dataset):
-    """A map-style data set of (image, tokens) whose tokens end in the sample's row.
+    """A map-style data set of images and tokens, as the host has them, whose tokens end in the sample's row.
 
     Args:
         dataset: OpenCLIP's, whose augmentations draw from the global generators.
@@ -172,10 +173,10 @@ class WithRow(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
 
-    def __getitem__(self, row: int) -> tuple[Any, Tensor]:
+    def __getitem__(self, row: int) -> Any:
         seed_host(self.seed, IN_SAMPLE, self.epoch.get_value(), row)
-        image, tokens = self.dataset[row]
-        return image, append_row(tokens, row)
+        image, tokens = host().pair(self.dataset[row])
+        return host().batch(image, append_row(tokens, row))
 
 
 class RowTokenizer:
@@ -268,11 +269,12 @@ class RowLoader:
             assert self.order is not None
             self.order.start_at(start)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
         self._latest.clear()
         self.seed(AT_EPOCH)
         empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
-        for done, (images, tokens) in enumerate(islice(self.loader, empty, None), self.first + 1):
+        for done, batch in enumerate(islice(self.loader, empty, None), self.first + 1):
+            images, tokens = host().pair(batch)
             # Nothing that the loader has drawn in this process matters to the model.
             self.seed(AT_BATCH, done)
             if self.streams:
@@ -281,7 +283,7 @@ class RowLoader:
             if self.has_rows:
                 self._latest.append(tokens[:, -1].contiguous())
                 tokens = tokens[:, :-1]
-            yield images, tokens.contiguous()
+            yield host().batch(images, tokens.contiguous())
             if done % self.keep == 0:
                 self.after_step(done)
 
@@ -296,14 +298,22 @@ class RowLoader:
         return torch.cat(list(self._latest))
 
 
+class HostScenes(Scenes):
+    """Generated scenes as samples of the host."""
+
+    def __getitem__(self, i: int) -> Any:
+        return host().batch(*super().__getitem__(i))
+
+
 def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
     """What OpenCLIP's synthetic builder calls in place of SyntheticDataset for `--dataset-type shapes`."""
 
     def build(
         transform: Callable | None = None, image_size: int | tuple[int, ...] | list[int] = 64,
         caption: str | None = None, dataset_size: int | None = None, tokenizer: Callable | None = None,
+        variable_text: bool = False,
     ) -> Scenes:
-        return Scenes(
+        return HostScenes(
             num_samples=args.train_num_samples if is_train else args.val_num_samples,
             seed=args.shapes_seed,
             image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),

@@ -26,6 +26,7 @@ from tqdm import tqdm
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext.data import shapes_dataset
+from training_ext.hosts import host, taken
 from training_ext.loading import decode_pairs
 from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
 
@@ -36,7 +37,7 @@ Sample = tuple[int, Any, Any]  # row, image tensor, tokens
 
 
 class MapSource:
-    """Rows of a map-style data set of (image, tokens)."""
+    """Rows of a map-style data set of OpenCLIP's."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
@@ -45,7 +46,7 @@ class MapSource:
         """The rows `start` .. `stop - 1` that can be read, in order; the others are told to `report`."""
         for row in range(start, stop):
             try:
-                image, tokens = self.dataset[row]
+                image, tokens = host().pair(self.dataset[row])
             except Exception as error:  # image libraries raise whatever they like
                 report(f"row {row}: {error!r}")
             else:
@@ -335,7 +336,7 @@ def _embed_piece(model: torch.nn.Module, piece: Piece, args: Namespace) -> tuple
     device = torch.device(args.device)
     images = piece.images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
     tokens = piece.tokens.to(device=device, non_blocking=True)
-    with get_autocast(args.precision, device_type=device.type)():
+    with get_autocast(args.precision, **taken(get_autocast, device_type=device.type))():
         outputs = model(images, tokens)
     if not isinstance(outputs, dict):
         outputs = {"image_features": outputs[0], "text_features": outputs[1]}

@@ -1,7 +1,8 @@
 """THE table of seams: every name of OpenCLIP's training code that is replaced, why, and what it relies on.
 
-`open_clip_train.main.main` runs as it is. A name is looked up by OpenCLIP's code when it is used, so that a value put
-in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is changed or copied.
+The main of OpenCLIP's training loop (see `hosts`) runs as it is. A name is looked up by OpenCLIP's code when it is
+used, so that a value put in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is
+changed or copied.
 """
 
 from collections.abc import Callable
@@ -10,19 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from open_clip_train.main import main as open_clip_main
-
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.flag_ranges import likely_cause
+from training_ext.hosts import host
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
-from training_ext.skips import Complete
-from training_ext.versions import SUPPORTED, open_clip_version
+from training_ext.versions import open_clip_version
 
-MAIN, DATA = "open_clip_train.main", "open_clip_train.data"
+HOST = host()
+MAIN, TRAIN, DATA, SHARDS = HOST.main, HOST.train, "open_clip_train.data", HOST.shards
+open_clip_main = HOST.main_module.main
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,20 @@ SEAMS = (
     ),
     Seam(
         DATA, "get_dataset_fn",
-        why="--dataset-type shapes; and the train data are built with the names below replaced",
-        contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=...)",
-        replacement=lambda original, session: partial(session.dataset_builder, original, scoped),
+        why="--dataset-type shapes",
+        contract="get_data finds the builder of a data set without shards by get_dataset_fn(path, type)",
+        replacement=lambda original, session: partial(session.builder_of, original),
         for_ext_loss=False,
+    ),
+    *(
+        Seam(
+            module, name,
+            why="the data sets are built with the names below replaced",
+            contract=f"get_data builds each of its data sets by {name}(args, transform, is_train=..., tokenizer=...)",
+            replacement=lambda original, session: partial(session.build_dataset, original, scoped),
+            for_ext_loss=False,
+        )
+        for module, name in ((SHARDS, HOST.shards_builder), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -102,7 +113,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        DATA, "tarfile_to_samples_nothrow",
+        SHARDS, "tarfile_to_samples_nothrow",
         why="a sample's position in its shard is known only where the tar is read; shards that cannot be read are "
         "tried again without end",
         contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt, "
@@ -112,15 +123,16 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        DATA, "filter_no_caption_or_no_image",
+        SHARDS, HOST.sample_filter,
         why="counts what it leaves out",
-        contract="get_wds_dataset selects samples by filter_no_caption_or_no_image(sample)",
-        replacement=lambda original, session: Complete(session.skips),
+        contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by what "
+        "this class builds",
+        replacement=lambda original, session: session.complete(original),
         scopes=(TRAIN_DATA,),
         for_ext_loss=False,
     ),
     Seam(
-        DATA, "wds.decode",
+        SHARDS, "wds.decode",
         why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
         "cannot be decoded",
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
@@ -129,7 +141,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        DATA, "wds.shuffle",
+        SHARDS, "wds.shuffle",
         why="webdataset seeds its shuffle buffer by time and process number; behind it, before anything is decoded, a "
         "resumed epoch passes over the samples that it has had",
         contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
@@ -138,7 +150,7 @@ SEAMS = (
         scopes=(TRAIN_DATA,),
     ),
     Seam(
-        DATA, "wds.WebLoader",
+        SHARDS, "wds.WebLoader",
         why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is shorter",
         contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a batch "
         "each, and returns a DataInfo with shared_epoch",
@@ -146,7 +158,7 @@ SEAMS = (
         scopes=(TRAIN_DATA,),
     ),
     Seam(
-        DATA, "ResampledShards2",
+        SHARDS, "ResampledShards2",
         why="its seed comes from the loader's workers, which differ in a resumed run",
         contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
         replacement=lambda original, session: session.seeded_shards(original),
@@ -179,7 +191,7 @@ SEAMS = (
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
     ),
     Seam(
-        "open_clip_train.train", "enumerate",
+        TRAIN, "enumerate",
         why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
         "all there when the next batch is asked for",
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
@@ -188,7 +200,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        "open_clip_train.train", "logging.info",
+        TRAIN, "logging.info",
         why="a logged step is a line of 500 characters and more; ours is short, and all numbers are in metrics.jsonl",
         contract="train_one_epoch logs a step by logging.info, and nothing else, and gives its numbers to "
         "tb_writer.add_scalar('train/' + name, number, step) if there is a writer; evaluate logs by it, too",
@@ -204,7 +216,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        "open_clip_train.train", "unwrap_model",
+        TRAIN, "unwrap_model",
         why="OpenCLIP clamps the temperature after each step, which must not move a fixed one, nor any in a recovery",
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
         replacement=lambda original, session: session.clamped(original),
@@ -267,7 +279,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        "open_clip_train.train", "zero_shot_eval",
+        TRAIN, "zero_shot_eval",
         why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
         contract="evaluate adds what zero_shot_eval(model, data, epoch, args, tokenizer=) returns to its metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
@@ -290,7 +302,7 @@ def check_seams() -> None:
         except (AttributeError, ImportError) as error:
             raise InputError(
                 f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
-                f"replaces: {error}; open_clip_torch {'.'.join(map(str, SUPPORTED[0]))} has it"
+                f"replaces: {error}; it runs with {HOST.range}"
             ) from None
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
-import open_clip_train.main
 import torch
 import torch.distributed as dist
 from open_clip_train.distributed import is_using_distributed
@@ -17,6 +16,7 @@ from open_clip_train.distributed import is_using_distributed
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.data import trains
+from training_ext.hosts import host
 from training_ext.loading import one_line
 
 PACKAGES = {"horovod": "horovod", "use_bnb_linear": "bitsandbytes", "imagenet_v2": "imagenetv2_pytorch"}
@@ -94,7 +94,7 @@ def check_packages(args: Namespace) -> None:
     given = f"--report-to: {args.report_to!r}"
     loggers = [name for name in ("wandb", "tensorboard") if name in args.report_to or "all" in args.report_to]
     for logger in loggers:
-        if getattr(open_clip_train.main, logger) is None:
+        if getattr(host().main_module, logger) is None:
             raise InputError(f"{given} needs {logger}; pip install {logger}, or leave it out")
     if not trains(args) and "wandb" in loggers:
         raise InputError(f"{given} without training, for which OpenCLIP fails; leave out wandb")
@@ -138,7 +138,7 @@ def check_remote_file(flag: str, url: str) -> None:
 
 def check_code(args: Namespace) -> None:
     """OpenCLIP copies what is three folders above its code: of a checkout the repository."""
-    source = Path(open_clip_train.main.__file__).resolve().parents[2]
+    source = Path(host().main_module.__file__).resolve().parents[2]
     if args.copy_codebase and (source / "site-packages").is_dir():
         raise InputError(
             f"--copy-codebase: OpenCLIP is installed as a package, and {source} with everything in it would be copied; "

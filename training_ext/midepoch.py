@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from open_clip_train.main import LATEST_CHECKPOINT_NAME
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError, Stopped
 from training_ext.checkpoint import atomic_save, keeps_files
 from training_ext.data import trains
+from training_ext.hosts import host
 from training_ext.loss import TrainingLoss
 from training_ext.seeding import Start
 from training_ext.stopping import StopRequest
@@ -170,7 +170,7 @@ def write(
     }
     if scaler is not None:
         content["scaler"] = scaler.state_dict()
-    name = LATEST_CHECKPOINT_NAME if args.save_most_recent else NAME.format(epoch=epoch, step=step)
+    name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else NAME.format(epoch=epoch, step=step)
     path = os.path.join(args.checkpoint_path, name)
     atomic_save(torch.save, content, path)
     remove_older(path)

@@ -12,6 +12,7 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext import recipes
+from training_ext.hosts import complete
 from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.osr import recovered
 from training_ext.patching import replaced
@@ -238,7 +239,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
     """
     with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
-        args = params.parse_args(argv)
+        try:
+            args = params.parse_args(argv)
+        except InputError:
+            raise
+        except ValueError as error:  # flags that do not go together, in 4.x
+            raise InputError(" ".join(str(error).split())) from None
+    complete(args)
     try:
         return _resolve(args)
     except InputError as error:

@@ -10,9 +10,9 @@ import open_clip
 import torch
 import torch.distributed as dist
 from open_clip.pretrained import is_pretrained_cfg
+from open_clip_train import params as open_clip_params
 from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_train.distributed import world_info_from_env
-from open_clip_train.main import LATEST_CHECKPOINT_NAME, get_latest_checkpoint
 
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
@@ -25,6 +25,7 @@ from training_ext import checkpoint, keep_best, midepoch
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
+from training_ext.hosts import host
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_machine, check_remote_file
@@ -88,6 +89,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     Returns:
         What `resumed_path` and `find_resumed` find.
     """
+    host().check_flags(args, open_clip_params.parse_args([]))
     check_ranges(args)
     check_experiment(args)
     check_numbers(args, world_size)
@@ -398,8 +400,8 @@ def resumed_path(args: Namespace) -> str | None:
         return None
     folder = os.path.join(args.logs, args.name, "checkpoints")
     if not args.save_most_recent:
-        return get_latest_checkpoint(folder, remote=False)
-    path = os.path.join(folder, LATEST_CHECKPOINT_NAME)
+        return host().main_module.get_latest_checkpoint(folder, remote=False)
+    path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
     return path if os.path.exists(path) else None
 
 

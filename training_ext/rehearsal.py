@@ -21,6 +21,7 @@ from torch import nn
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
+from training_ext.hosts import taken
 from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
@@ -115,9 +116,13 @@ def _rehearse(args: Namespace) -> nn.Module:
     size = args.force_image_size
     with torch.device("meta"):
         model, for_training, for_evaluation = open_clip.create_model_and_transforms(
-            args.model, precision=args.precision, device="meta", output_dict=True, load_weights=False,
-            force_image_size=size[0] if size is not None and len(size) == 1 else size,
-            **{name: getattr(args, name) for name in (*FORCED, *TRANSFORM) if name != "force_image_size"},
+            args.model, precision=args.precision, device="meta", output_dict=True,
+            **taken(
+                open_clip.create_model_and_transforms,
+                load_weights=False,
+                force_image_size=size[0] if size is not None and len(size) == 1 else size,
+                **{name: getattr(args, name) for name in (*FORCED, *TRANSFORM) if name != "force_image_size"},
+            ),
         )
     if args.pretrained and not is_pretrained_cfg(args.model.replace("/", "-"), args.pretrained):
         with replaced({("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path)}):

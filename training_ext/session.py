@@ -13,12 +13,10 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import open_clip_train.main
 import torch
 import torch.distributed as dist
 from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import broadcast_object, is_master
-from open_clip_train.train import evaluate
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import plain_name
@@ -29,6 +27,7 @@ from training_ext import checkpoint, midepoch, recipes
 from training_ext.advice import advise
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset, trains
 from training_ext.evaluation import during_training
+from training_ext.hosts import host
 from training_ext.keep_best import Monitor, known_metrics
 from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
@@ -41,7 +40,7 @@ from training_ext.rehearsal import train_temperature
 from training_ext.run_log import Epoch, RunLog
 from training_ext.seeding import AT_EPOCH, SampleStream, SeededEpochs, WorkerSeed, kept_random_state, seed_all
 from training_ext.shards import ShardRows
-from training_ext.skips import Decode, Skips, UsableLines, report_epoch
+from training_ext.skips import Complete, Decode, Skips, UsableLines, report_epoch
 from training_ext.stopping import Outlive
 from training_ext.summary import summary
 from training_ext.temperature_sheet import write_sheet
@@ -196,35 +195,35 @@ class Session:
                 logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
         return during_training.marked(data, args)
 
-    def dataset_builder(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
-        """In place of get_dataset_fn: its builder, run with the seams of the data set's scope."""
-        build = original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
+    @staticmethod
+    def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
+        return original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
 
-        def build_scoped(
-            args: Namespace, transform: Callable, is_train: bool, tokenizer: Any = None, **kwargs: Any
-        ) -> Any:
-            self._building = TRAIN_DATA if is_train else VAL_DATA
-            streams, has_rows = 0, True
-            if is_train and args.uses_ext_loss and self.train_rows.kind == "webdataset":
-                streams, has_rows = max(1, args.workers), self.train_rows.shards is not None
-                tokenizer = RowTokenizer(tokenizer, has_rows)
-            with scoped(self, self._building):
-                info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
-            if is_train:
-                self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
-            if not is_train or not args.uses_ext_loss:
-                return info
-            loader = info.dataloader
-            order = self._seeded_epochs or LateSampler(loader.sampler, args.batch_size)
-            if isinstance(order, SeededEpochs):
-                order.shared_epoch = info.shared_epoch
-            else:
-                loader.batch_sampler.sampler = order
-                loader.worker_init_fn = self._outlive
-            self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order)
-            return replace(info, dataloader=self.loader)
-
-        return build_scoped
+    def build_dataset(
+        self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,
+        tokenizer: Any = None, **kwargs: Any,
+    ) -> Any:
+        """OpenCLIP's data set, built with the seams of its scope."""
+        self._building = TRAIN_DATA if is_train else VAL_DATA
+        streams, has_rows = 0, True
+        if is_train and args.uses_ext_loss and self.train_rows.kind == "webdataset":
+            streams, has_rows = max(1, args.workers), self.train_rows.shards is not None
+            tokenizer = RowTokenizer(tokenizer, has_rows)
+        with scoped(self, self._building):
+            info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+        if is_train:
+            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
+        if not is_train or not args.uses_ext_loss:
+            return info
+        loader = info.dataloader
+        order = self._seeded_epochs or LateSampler(loader.sampler, args.batch_size)
+        if isinstance(order, SeededEpochs):
+            order.shared_epoch = info.shared_epoch
+        else:
+            loader.batch_sampler.sampler = order
+            loader.worker_init_fn = self._outlive
+        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order)
+        return replace(info, dataloader=self.loader)
 
     def synthetic(self, original: Callable) -> Callable:
         is_train = self._building == TRAIN_DATA
@@ -245,6 +244,11 @@ class Session:
             return UsableLines(lines, rowed, path, self.skips if is_train else None)
 
         return build
+
+    def complete(self, original: Callable) -> Callable:
+        if host().builds_filter:
+            return lambda **keys: Complete(original(**keys), self.skips)
+        return Complete(original, self.skips)
 
     def shard_rows(self) -> Callable:
         shards = self.train_rows.shards if self.args.uses_ext_loss else None
@@ -425,7 +429,8 @@ class Session:
             return
         if from_weights and evaluates:
             with kept_random_state(args.device):
-                open_clip_train.main.evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
+                evaluate = host().main_module.evaluate
+                evaluate(model, data, 0, args, tb_writer=tb_writer, tokenizer=self._tokenizer)
             self._wait()
         elif from_weights and is_master(args):
             logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")
@@ -433,6 +438,7 @@ class Session:
             self._recover(run_still, model, data, optimizer, scaler)
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
                 with kept_random_state(args.device), self.log.quiet():
+                    evaluate = host().train_module.evaluate
                     metrics = evaluate(model, data, 0, self._unlogged(), tokenizer=self._tokenizer)
                 self._monitor.check_unchanged(metrics)
                 self._wait()
@@ -491,7 +497,7 @@ class Session:
         metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
         if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
-        model = model.module if args.distributed and not args.horovod else model
+        model = getattr(model, "module", model)
         if args.dataset_type == "shapes" and "val" in data:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         if args.zeroshot_data is not None:

@@ -16,12 +16,11 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.distributed as dist
-from open_clip_train import train as open_clip_train_loop
-from open_clip_train.data import filter_no_caption_or_no_image
 from open_clip_train.distributed import is_master
 from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
+from training_ext.hosts import host
 from training_ext.loading import PAIR_MEMBERS
 from training_ext.seeding import worker_id
 from training_ext.tars import one_line
@@ -218,7 +217,7 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
             tb_writer.add_scalar(f"data/{name}", value, step)
     if args.wandb:
         shown = {f"data/{name}": value for name, value in metrics.items()}
-        open_clip_train_loop.wandb.log({**shown, "step": step}, step=step)
+        host().train_module.wandb.log({**shown, "step": step}, step=step)
     if args.save_logs:
         with open(os.path.join(args.logs, args.name, FILE), "a") as file:
             file.write(json.dumps({"epoch": epoch, **metrics, "skipped_by_process": by_process}) + "\n")
@@ -227,11 +226,12 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
 class Complete:
     """OpenCLIP's filter of samples without image or caption, which counts what it leaves out."""
 
-    def __init__(self, skips: Skips):
+    def __init__(self, accepts: Callable[[dict], bool], skips: Skips):
+        self.accepts = accepts
         self.skips = skips
 
     def __call__(self, sample: dict) -> bool:
-        if filter_no_caption_or_no_image(sample):
+        if self.accepts(sample):
             return True
         suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
         if "txt" not in sample:

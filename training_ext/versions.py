@@ -1,10 +1,8 @@
-"""Which OpenCLIP is supported, checked before any of it is imported."""
+"""The version of the installed OpenCLIP, known before any of it is imported."""
 
 import importlib.metadata
 
 from open_clip_ext.errors import InputError
-
-SUPPORTED = ((3, 3), (4, 0))  # from, below
 
 
 def open_clip_version() -> str:
@@ -15,6 +13,11 @@ def open_clip_version() -> str:
         raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
 
 
+def release_of(version: str) -> tuple[int, ...]:
+    """Its first two numbers."""
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+
+
 def cannot_import(error: ImportError) -> str:
     """One line for an OpenCLIP whose training code is not there, or lacks a name or a package."""
     reason = " ".join(str(error).split())
@@ -22,12 +25,3 @@ def cannot_import(error: ImportError) -> str:
         f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "
         "pip install 'open_clip_torch[training]'"
     )
-
-
-def check_version() -> None:
-    """Raise InputError unless the installed OpenCLIP lies in the supported range."""
-    version = open_clip_version()
-    number = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-    if not SUPPORTED[0] <= number < SUPPORTED[1]:
-        low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-        raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs >={low},<{high}")

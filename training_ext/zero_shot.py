@@ -10,6 +10,7 @@ from open_clip import build_zero_shot_classifier, get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
+from training_ext.hosts import host, taken
 
 METRIC = "shapes-zeroshot-top1"
 # 180 kinds of scenes: the colours of the two objects, in any order, and the background.
@@ -41,7 +42,7 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
     device = torch.device(args.device)
     scenes = dataloader.dataset
     right = seen = 0
-    with torch.inference_mode(), get_autocast(args.precision, device_type=device.type)():
+    with torch.inference_mode(), get_autocast(args.precision, **taken(get_autocast, device_type=device.type))():
         classifier = build_zero_shot_classifier(
             model,
             tokenizer=tokenizer,
@@ -50,7 +51,8 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
             num_classes_per_batch=30,
             device=device,
         )
-        for images, _ in dataloader:
+        for batch in dataloader:
+            images, _ = host().pair(batch)
             images = images.to(device=device, dtype=get_input_dtype(args.precision), non_blocking=True)
             for kind in (model(image=images)["image_features"] @ classifier).argmax(dim=1).tolist():
                 right += KINDS[kind] == kind_of(scenes.scene(seen))

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from training_ext.evaluation.folders import Candidates, Images, Source
+from training_ext.hosts import taken
 
 RANKED = 5  # answers kept for each sample
 
@@ -50,7 +51,7 @@ class Encoder:
     show: bool = False
 
     def autocast(self) -> AbstractContextManager:
-        return get_autocast(self.precision, device_type=self.device.type)()
+        return get_autocast(self.precision, **taken(get_autocast, device_type=self.device.type))()
 
     def batches(self, source: Source, name: str, size: int | None) -> Iterator[tuple[list[int], Tensor, list, list]]:
         """Numbers, unit embeddings (b, d), targets and fields of this process's samples."""

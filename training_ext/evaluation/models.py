@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
+from training_ext.hosts import taken
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.patching import replaced
 
@@ -153,8 +154,8 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
     try:
         with replaced(seams):
             model, _, transform = open_clip.create_model_and_transforms(
-                checkpoint.model, load_weights=False, pretrained_text=False, precision=args.precision,
-                device=args.device, output_dict=True, **flags,
+                checkpoint.model, precision=args.precision, device=args.device, output_dict=True,
+                **taken(open_clip.create_model_and_transforms, load_weights=False, pretrained_text=False), **flags,
             )
             open_clip.load_checkpoint(model, checkpoint.path)
             length = checkpoint.flags.get("force_context_length")

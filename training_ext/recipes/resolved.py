@@ -15,7 +15,7 @@ from training_ext.recipes.recipe import find
 
 RECIPE = "recipe.yaml"  # in the run's folder
 # In the namespace, but no flags of the command.
-NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs"})
+NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs", "absent_flags"})
 # Of one run or machine; another run has its own.
 OF_ONE_RUN = frozenset(
     {"recipe", "dry_run", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
@@ -28,7 +28,7 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     Args:
         args: as `params.parse_args` gives them. The batch size is not among them, see `Recipe.global_batch_size`.
     """
-    own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN}
+    own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN | args.absent_flags}
     values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
     if args.loss is None:
         del values["osr_epochs"]

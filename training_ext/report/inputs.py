@@ -20,6 +20,7 @@ from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
 from training_ext import checkpoint
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
+from training_ext.hosts import taken
 from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.loss import build_loss
 from training_ext.patching import replaced
@@ -193,26 +194,31 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
     hub_tokenizer = without_remote_code(open_clip.factory.HFTokenizer)
     with replaced({("open_clip.factory", "HFTokenizer"): hub_tokenizer}):
         tokenizer = open_clip.get_tokenizer(
-            args.model, cache_dir=args.cache_dir, context_length=args.force_context_length
+            args.model,
+            context_length=args.force_context_length,
+            **taken(open_clip.get_tokenizer, cache_dir=args.cache_dir),
         )
     model, *transforms = open_clip.create_model_and_transforms(
         args.model,
         args.pretrained or None,
-        load_weights=False,
         precision=args.precision,
         device=args.device,
         force_quick_gelu=args.force_quick_gelu,
         force_custom_text=args.force_custom_text,
         force_patch_dropout=args.force_patch_dropout,
         force_image_size=size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size,
-        force_context_length=args.force_context_length,
         image_mean=args.image_mean,
         image_std=args.image_std,
         image_interpolation=args.image_interpolation,
         image_resize_mode=args.image_resize_mode,
         aug_cfg=args.aug_cfg,
         output_dict=True,
-        cache_dir=args.cache_dir,
+        **taken(
+            open_clip.create_model_and_transforms,
+            load_weights=False,
+            cache_dir=args.cache_dir,
+            force_context_length=args.force_context_length,
+        ),
         **({"init_logit_bias": 0.0} if "logit_bias" in saved.weights else {}),
     )
     logging.disable(logging.NOTSET)
