@@ -388,7 +388,7 @@ def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
     flags = f"--pretrained {pretrained} --osr-epochs 1.5 --epochs 1 --workers 0"
     experiment = run("x", f"{datasets['shapes']} {TUNE} {flags}")
     log = experiment.log
-    lines = [line for line in log.splitlines() if " left " in line]
+    lines = [line for line in log.splitlines() if "/s left " in line]
     assert len(lines) == 6 + 3 + 6 and lines[-1].endswith(" left 0s")
     for number, shown in (0, "Recovery 1/2 1/6 "), (8, "Recovery 2/2 3/3 "), (9, "Epoch 0 1/6 "):
         assert shown in lines[number]
