@@ -46,7 +46,7 @@ setup(
         "training_ext": ["recipes/published/*.yaml", "py.typed"],
     },
     install_requires=[
-        "open_clip_torch[training]>=3.3,<4",
+        "open_clip_torch[training]>=2.26,!=4.0.*,!=4.1.*,<4.3",
         "torch>=2.6",  # before it, weights_only=True could be got round (CVE-2025-32434)
         "timm",
         "transformers",

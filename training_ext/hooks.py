@@ -186,7 +186,7 @@ SEAMS = (
     ),
     Seam(
         "open_clip_train.scheduler", "assign_learning_rate",
-        why="OpenCLIP's schedules set one rate for every group",
+        why="OpenCLIP's schedules set one rate for every group, before 2.30 a number of NumPy's",
         contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
     ),

@@ -135,6 +135,7 @@ class Session:
         return optimizer
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
+        new_lr = float(new_lr)  # before OpenCLIP 2.30 a number of NumPy's, which no checkpoint is read with
         if self.temperature is None:
             original(optimizer, new_lr)
         else:

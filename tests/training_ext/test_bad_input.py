@@ -266,8 +266,8 @@ def not_installed(name):
 @pytest.mark.parametrize(
     "version, parts",
     [
-        (lambda name: "3.2.9", ["3.2.9", ">=3.3,<4.0"]),
-        (lambda name: "4.0.0", ["4.0.0", ">=3.3,<4.0"]),
+        (lambda name: "2.24.0", ["2.24.0", ">=2.26,<4.0 or >=4.2,<4.3"]),
+        (lambda name: "4.0.0", ["4.0.0", ">=2.26,<4.0 or >=4.2,<4.3"]),
         (not_installed, ["not installed", "pip install"]),
     ],
 )

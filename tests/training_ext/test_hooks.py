@@ -2,16 +2,17 @@
 
 import importlib
 from collections import Counter
+from pathlib import Path
 
-import open_clip_train.data
-import open_clip_train.main
+import open_clip
 import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 
 from training_ext.checkpoint import KEY
 from training_ext.data import DataRows
-from training_ext.hooks import SEAMS, scoped
+from training_ext.hooks import SEAMS, check_seams, scoped
+from training_ext.hosts import host
 from training_ext.params import parse_args
 from training_ext.patching import look_up
 from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
@@ -33,6 +34,13 @@ def test_every_name_is_replaced_once_in_a_scope():
     assert all(seam.why and seam.contract for seam in SEAMS)
 
 
+def test_every_name_is_a_seam_of_the_host():
+    """Of the OpenCLIP that is found first, see `test_versions`."""
+    found = Path(open_clip.__file__).parents[1]
+    assert Path(host().main_module.__file__).is_relative_to(found)
+    check_seams()
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("loss", ["", "--loss neuclip"])
 def test_names_are_replaced_in_their_scope_only(scope, loss):
@@ -42,7 +50,7 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
     before = names()
     with scoped(session, scope):
         changed = {(s.module, s.path) for s in SEAMS if look_up(s.module, s.path) is not before[s.module, s.path]}
-        assert torch.save is before["open_clip_train.main", "torch.save"]  # of others than OpenCLIP's main
+        assert torch.save is before[host().main, "torch.save"]  # of others than OpenCLIP's main
     expected = {(s.module, s.path) for s in SEAMS if scope in s.scopes and (loss or not s.for_ext_loss)}
     assert changed == expected
     assert names() == before
@@ -61,9 +69,9 @@ def breaks(*args, **kwargs):
     [
         ("clip", None),
         ("neuclip", None),
-        ("neuclip", "open_clip_train.main.random_seed"),
+        ("neuclip", f"{host().main}.random_seed"),
         ("neuclip", "open_clip_train.data.DataLoader"),  # while the train data are built
-        ("neuclip", "open_clip_train.train.unwrap_model"),  # within an epoch
+        ("neuclip", f"{host().train}.unwrap_model"),  # within an epoch
         ("neuclip", "torch.save"),
     ],
 )
@@ -79,9 +87,8 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
     assert code == (None if broken else 0)
     after = names()
     assert all(after[place] is before[place] for place in before)
-    assert isinstance(open_clip_train.main.torch, type(importlib)) and isinstance(
-        open_clip_train.data.wds, type(importlib)
-    )
+    assert isinstance(host().main_module.torch, type(importlib))
+    assert isinstance(importlib.import_module(host().shards).wds, type(importlib))
 
 
 def test_two_processes(datasets, pair, tmp_path):

@@ -5,13 +5,13 @@ import math
 import re
 
 import open_clip
-import open_clip_train.main
 import pytest
 import torch
 from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
+from training_ext.hosts import host
 from training_ext.keep_best import BEST, START, is_better, known_metrics
 from training_ext.params import parse_args
 from training_ext.zero_shot import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
@@ -40,7 +40,7 @@ def evaluations(monkeypatch):
             value = rest.pop(0)
             return {RECALL: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 400}
 
-        monkeypatch.setattr(open_clip_train.main, "evaluate", evaluate)
+        monkeypatch.setattr(host().main_module, "evaluate", evaluate)
         monkeypatch.setattr("training_ext.session.evaluate", evaluate)
         return at
 
@@ -170,7 +170,7 @@ def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, value
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, trained["state_dict"][name]), name
     assert torch.load(path, weights_only=True)["metrics"]["epoch"] == best
-    latest = open_clip_train.main.get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
+    latest = host().main_module.get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
     assert latest.endswith("epoch_3.pt")
     assert not list(experiment.path.rglob("*.partial"))
     evaluations([0.5] * 3)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 
 import open_clip
-import open_clip_train.main
 import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, objective_of, run_main
@@ -18,6 +17,7 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import StandingWeights
 from training_ext.data import RowLoader
+from training_ext.hosts import host
 from training_ext.osr.recovery import FIRST_EPOCH, UNFINISHED
 from training_ext.params import parse_args
 
@@ -57,13 +57,13 @@ class Epoch:
 def epochs(monkeypatch) -> list[Epoch]:
     """Every epoch of OpenCLIP, the recovery's included, as it begins."""
     seen = []
-    original = open_clip_train.main.train_one_epoch
+    original = host().main_module.train_one_epoch
 
     def recorded(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs):
         seen.append(Epoch(epoch, model, loss, optimizer, scaler))
         return original(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs)
 
-    monkeypatch.setattr(open_clip_train.main, "train_one_epoch", recorded)
+    monkeypatch.setattr(host().main_module, "train_one_epoch", recorded)
     return seen
 
 
@@ -77,7 +77,7 @@ def equal(one, other) -> bool:
 @pytest.fixture
 def killed(monkeypatch) -> Callable[[int | None], list[int]]:
     """killed(at): from now on the epoch with that number dies at its start; the numbers of the epochs begun."""
-    original = open_clip_train.main.train_one_epoch
+    original = host().main_module.train_one_epoch
 
     def from_now_on(at: int | None) -> list[int]:
         begun = []
@@ -88,7 +88,7 @@ def killed(monkeypatch) -> Callable[[int | None], list[int]]:
                 raise Killed
             return original(model, data, loss, epoch, *rest, **kwargs)
 
-        monkeypatch.setattr(open_clip_train.main, "train_one_epoch", epoch_or_death)
+        monkeypatch.setattr(host().main_module, "train_one_epoch", epoch_or_death)
         return begun
 
     return from_now_on

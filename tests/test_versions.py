@@ -1,0 +1,75 @@
+"""Other OpenCLIPs than the installed one, each in a folder of its own that comes first on the path.
+
+They are installed without their dependencies. A few tests of the training run with each, and a training ends with the
+same weights as with the installed one.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+TRAINING = Path(__file__).parent / "training_ext"
+WHEEL = "OPEN_CLIP_WHEEL"  # of OpenCLIP's main branch, which is not on PyPI
+VERSIONS = ["2.29.0", "2.32.0", pytest.param(WHEEL, id="wheel")]
+CHOSEN = (
+    "test_training.py::test_a_resumed_run_equals_an_uninterrupted_one[neuclip-csv-0-]",
+    "test_training.py::test_a_resumed_run_equals_an_uninterrupted_one[queue-shards-0-]",
+    "test_training.py::test_a_resumed_run_equals_an_uninterrupted_one[isogclr-csv-0---accum-freq 2]",
+    "test_training.py::test_open_clips_own_losses_train_as_open_clip_trains_them[--loss clip]",
+    "test_statistics_recovery.py::test_what_is_transferred[both]",
+    "test_hooks.py::test_every_name_is_a_seam_of_the_host",
+    "test_hooks.py::test_two_processes",
+)
+TRAIN = (
+    "import sys; from pathlib import Path; from conftest import ext_main, run_main; "
+    "sys.exit(run_main(ext_main, sys.argv[1], Path(sys.argv[2])))"
+)
+FLAGS = "--dataset-type shapes --train-num-samples 48 --loss fastclip-v3 --lr 1e-3 --workers 0 --epochs 2 --name"
+
+pytestmark = pytest.mark.slow
+
+
+def environment(*first: Path) -> dict[str, str]:
+    """With `first` on the path before what is installed."""
+    path = [*map(str, first), str(TRAINING.parents[1]), str(TRAINING)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def folder(request, tmp_path_factory) -> Path:
+    """The folder of another OpenCLIP."""
+    package = f"open_clip_torch=={request.param}"
+    if request.param == WHEEL and not (package := os.environ.get(WHEEL, "")):
+        pytest.skip(f"{WHEEL} in the environment names no wheel of OpenCLIP's main branch")
+    folder = tmp_path_factory.mktemp("open_clip")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), package]
+    subprocess.run(pip, check=True)
+    return folder
+
+
+def train(folder: Path, environment: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The weights that a training of two epochs ends with."""
+    subprocess.run([sys.executable, "-c", TRAIN, f"{FLAGS} run", str(folder)], env=environment, check=True)
+    return torch.load(folder / "run/checkpoints/epoch_2.pt", weights_only=True)["state_dict"]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return train(tmp_path_factory.mktemp("installed"), environment())
+
+
+def test_chosen_tests_of_the_training(folder):
+    chosen = [str(TRAINING / name) for name in CHOSEN]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", *chosen]
+    ended = subprocess.run(command, env=environment(folder), cwd=TRAINING.parents[1], capture_output=True, text=True)
+    assert ended.returncode == 0 and f"{len(CHOSEN)} passed" in ended.stdout, ended.stdout[-5000:]
+
+
+def test_the_weights_are_those_of_the_installed_open_clip(folder, weights, tmp_path):
+    other = train(tmp_path, environment(folder))
+    assert other.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.items())
