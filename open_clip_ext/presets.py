@@ -120,6 +120,14 @@ PRESETS = {
             lr_tau_ratio=1 / 4,  # the released commands' on CC12M and LAION400M; on CC3M they have 1 / 5
         ),
         LossPreset(
+            "scent",
+            "moving average whose gamma follows each sample's own estimate, by proximal mirror descent; learnable tau",
+            "Wei et al. 2026, arXiv 2602.02877",
+            normalizer="table",
+            # The authors' command for DFN-14M, which has the papers' rho for that data set, 11.
+            defaults={"gamma_schedule": "proximal", "loss_eps": 1e-6, "lr_tau_scheduler": "fastclip"},
+        ),
+        LossPreset(
             "neuclip",
             "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
             "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",

@@ -151,7 +151,7 @@ class FixedTemperature(Temperature):
 class LearnableTemperature(Temperature):
     """One tau for both directions, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
-    As printed: `equations.fastclip_v3`.
+    As printed: `equations.fastclip_v3`; `equations.scent`, which is the same.
 
     A larger rho pulls tau down; larger data, larger rho (NeuCLIP, Table 3). With dg/dtau counted twice, as
     FastCLIP's released code does, tau settles elsewhere, and the rho published with that code were tuned so.

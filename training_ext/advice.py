@@ -62,7 +62,7 @@ def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
 
 
 def _on_gamma(args: Namespace) -> Iterator[str]:
-    if args.normalizer != "table":
+    if args.normalizer != "table" or args.gamma is None:
         return
     recommended = recommended_gamma(args.loss_epochs)
     if args.gamma < recommended / 2:

@@ -41,6 +41,7 @@ def main() -> None:
         "amorlip": eq.amorlip(e1, e2, 1 / tau, eq.amorlip_networks(target, e1, e2), rho),
         "tuneclip": eq.tuneclip(phi, tau, eq.tuneclip_u(new_rows, phi, gamma=1.0), eps),
         "queue": eq.queue(g, tau, eq.queue_u(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho),
+        "scent": eq.scent(g, tau, eq.scent_u(u, g, 10.0, eps), rho),
     }
     for name, value in values.items():
         print(f"{name:12} {value.item():8.4f}")

@@ -31,6 +31,7 @@ COMPLETE = {**NPN, "npn_prototypes": 30}
 INDIVIDUAL = dict(temperature="individual", num_samples=ROWS, tau_start=0.1, tau_lr=0.001)
 LOSSES = {
     "table": ("fastclip-v3", TABLE),
+    "scent": ("scent", dict(num_samples=ROWS, gamma_exponent=1.0)),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", NPN),

@@ -17,6 +17,7 @@ LOSSES = {
     "fastclip-v1": ("fastclip-v1", CONSTANT),
     "fastclip-v2": ("fastclip-v2", CONSTANT),
     "fastclip-v3": ("fastclip-v3", CONSTANT),
+    "scent": ("scent", {}),
     "neuclip": ("neuclip", dict(npn_prototypes=40, npn_updates=2, npn_lr=0.01)),
     "neuclip, joint": ("neuclip", dict(npn_prototypes=40, npn_joint=True)),
     "neuclip, mlp": ("neuclip", dict(normalizer="mlp", npn_updates=2)),

@@ -35,6 +35,11 @@ FASTCLIP = "the commands of FastCLIP's README"
             FASTCLIP,
         ),
         (
+            "scent",
+            dict(gamma_schedule="proximal", gamma_exponent=10.0, lr_tau_scheduler="fastclip", loss_eps=1e-6),
+            "the command of SCENT's contrastive/README.md",
+        ),
+        (
             "amorlip-released",
             dict(rho=8.5, rho_annealed=-8.5, rho_annealed_from=12, amor_beta=0.8, amor_beta_epochs=18, amor_updates=3,
                  amor_online_every=1, amor_target_every=2, amor_ema=0.92, amor_lr=1e-3, mlp_width=1.0,

@@ -1,0 +1,34 @@
+"""Later methods on the same problem. Where the paper's text could not be had, a docstring names the authors' code."""
+
+import math
+
+from torch import Tensor
+
+from open_clip_ext.equations.tables import fastclip_v3, sogclr_u
+
+# SCENT: the moving average as a step of mirror descent
+
+
+def scent_gamma(u: Tensor, c: float) -> Tensor:
+    """SCENT's gamma of each row, sigmoid(log u + c), as the authors' code has it. Fast: `MovingAverageTable`.
+
+    nu = log u minimises exp(-nu) g + nu. A proximal step from nu_t with step size exp(c), whose distance is the Bregman
+    divergence of exp(-nu), ends where
+
+        exp(-nu) g + nu + exp(-c) [exp(-nu) - exp(-nu_t) + exp(-nu_t) (nu - nu_t)]
+
+    is least, which is log of (1 - gamma) u_t + gamma g.
+    """
+    return u * math.exp(c) / (1 + u * math.exp(c))
+
+
+def scent_u(u: Tensor, g: Tensor, c: float, eps: float) -> Tensor:
+    """SCENT: u of the batch's rows after the step, (2, B); g itself at a row's first visit, where u is 0.
+
+    Args:
+        c: logarithm of the step size; 10 in the authors' run on DFN-14M.
+    """
+    return sogclr_u(u, g, scent_gamma(u, c).where(u > 0, 1.0), eps)
+
+
+scent = fastclip_v3
