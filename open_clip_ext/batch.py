@@ -82,6 +82,11 @@ class Batch:
             image, text, all_positives[own], all_tau[:, own], all_image, all_text, all_positives, all_tau, offset, index
         )
 
+    def set_tau(self, all_tau: Tensor) -> None:
+        """Take other temperatures, 0-d or (2, B), known on every process."""
+        self.all_tau = all_tau.detach().expand(2, self.size)
+        self.tau = self.all_tau[:, self.local]
+
     @property
     def size(self) -> int:
         """B."""

@@ -128,6 +128,14 @@ PRESETS = {
             defaults={"gamma_schedule": "proximal", "loss_eps": 1e-6, "lr_tau_scheduler": "fastclip"},
         ),
         LossPreset(
+            "tempnet",
+            "as isogclr, with temperatures that a small network predicts from the embeddings",
+            "Qiu et al. 2024, arXiv 2404.04575",
+            normalizer="table",
+            temperature="network",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
+        ),
+        LossPreset(
             "neuclip",
             "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
             "NeuCLIP: Efficient Large-Scale CLIP Training with Neural Normalizer Optimization",

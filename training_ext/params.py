@@ -281,7 +281,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 
 def check_taus(args: argparse.Namespace) -> None:
     """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
-    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max")
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
     for low, high in order:
         least, most = getattr(args, low), getattr(args, high)
         if least is not None and most is not None and most < least:

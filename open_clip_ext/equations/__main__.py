@@ -28,6 +28,13 @@ def main() -> None:
     adam = torch.optim.Adam(online.parameters(), lr=1e-3)
     eq.amorlip_lambda(online, target, adam, e1, e2, z, z, k=0, T_online=8, T_target=2, T_lambda=3, alpha=0.999)
 
+    w = torch.randn(4, 16, dtype=torch.float64)
+    c, b, log_phi = torch.ones(4).double(), torch.zeros(()).double(), torch.tensor(0.01).double().log()
+    net_taus = torch.stack(
+        [eq.tempnet_tau(e, torch.eye(16).double(), e.new_zeros(16), w, log_phi, c, b, 0.005, 0.05) for e in (e1, e2)]
+    )
+    net_g = eq.batch_g(h, net_taus)
+
     values = {
         "clip": eq.clip(e1, e2, tau),
         "cyclip": eq.cyclip(e1, e2, tau),
@@ -42,6 +49,7 @@ def main() -> None:
         "tuneclip": eq.tuneclip(phi, tau, eq.tuneclip_u(new_rows, phi, gamma=1.0), eps),
         "queue": eq.queue(g, tau, eq.queue_u(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho),
         "scent": eq.scent(g, tau, eq.scent_u(u, g, 10.0, eps), rho),
+        "tempnet": eq.tempnet(net_g, net_taus, eq.isogclr_s(new_rows, net_g, beta0=1.0), rho),
     }
     for name, value in values.items():
         print(f"{name:12} {value.item():8.4f}")

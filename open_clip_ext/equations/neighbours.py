@@ -3,8 +3,9 @@
 import math
 
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from open_clip_ext.equations.tables import fastclip_v3, sogclr_u
+from open_clip_ext.equations.tables import fastclip_v3, isogclr, sogclr_u
 
 # SCENT: the moving average as a step of mirror descent
 
@@ -32,3 +33,22 @@ def scent_u(u: Tensor, g: Tensor, c: float, eps: float) -> Tensor:
 
 
 scent = fastclip_v3
+
+
+# TempNet: a network predicts each sample's temperature
+
+
+def tempnet_tau(
+    e: Tensor, A: Tensor, a: Tensor, w: Tensor, log_phi: Tensor, c: Tensor, b: Tensor, tau_min: float, tau_max: float
+) -> Tensor:
+    """TempNet's temperatures of one modality's embeddings e, (B,), as in the authors' code, without its dropout.
+
+    A, a project the embedding, (d, d) and (d,); w are the prototypes, (m, d); c, (m,), and b combine them. Fast:
+    `NetworkTemperature`.
+    """
+    z = (e.detach() @ A.T + a).sigmoid() @ normalize(w, dim=1).T
+    p = (z / log_phi.exp()).softmax(dim=1)
+    return tau_min + (tau_max - tau_min) * (((p - 1 / len(w)) * z.sigmoid()) @ c + b).sigmoid()
+
+
+tempnet = isogclr  # with tau of `tempnet_tau`: its gradient in tau is that of the networks

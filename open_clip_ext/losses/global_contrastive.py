@@ -133,6 +133,7 @@ class GlobalContrastiveLoss(Loss):
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         super().materialize(dimension, device, dtype)
         self.normalizer.materialize(dimension, device, dtype)
+        self.temperature.materialize(dimension, device, dtype)
 
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
@@ -146,9 +147,12 @@ class GlobalContrastiveLoss(Loss):
         with torch.no_grad():
             index, index_problem = self._global_index(index, image.device)
             rows, updated = self._of_step if trains else (None, None)
+            batch = Batch.gather(image, text, tau, index)
+            if update_state:
+                self.temperature.observe(batch)
             if update_state or not trains:
-                rows = self.temperature.lookup(index)
-            batch = Batch.gather(image, text, self.temperature.taus(tau, rows), index)
+                rows = self.temperature.lookup(batch)
+            batch.set_tau(self.temperature.taus(tau, rows))
             blocks = SimilarityBlocks(batch, self.surrogate, self.intra_modal)
             problems = self._complete(batch, blocks, index_problem)
             if update_state:
@@ -169,11 +173,11 @@ class GlobalContrastiveLoss(Loss):
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
             self.note_gradients(gradients[0][1], gradients[1][1])
-            if update_state and index is not None and rows is not None:
+            if update_state and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
-                self.temperature.update(index, rows, per_anchor, batch.finite)
+                self.temperature.update(batch, rows, per_anchor)
         return attach_gradients(value, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:

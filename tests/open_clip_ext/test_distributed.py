@@ -32,6 +32,7 @@ INDIVIDUAL = dict(temperature="individual", num_samples=ROWS, tau_start=0.1, tau
 LOSSES = {
     "table": ("fastclip-v3", TABLE),
     "scent": ("scent", dict(num_samples=ROWS, gamma_exponent=1.0)),
+    "tempnet": ("tempnet", dict(num_samples=ROWS, tau_min=0.05, tau_max=0.5, tau_net_prototypes=30, tau_net_lr=1e-3)),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", NPN),

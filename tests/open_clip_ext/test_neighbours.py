@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from numerics import close, mean_over_equal_rows, unit
+from numerics import close, mean_over_equal_rows, unit, visit
 
 from open_clip_ext import InputError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
@@ -83,3 +83,97 @@ def test_scent_refuses_the_other_schedules_settings():
             create_loss("scent", num_samples=ROWS, **option)
     with pytest.raises(InputError, match="gamma_exponent: has no effect with gamma_schedule 'cosine'"):
         create_loss("fastclip-v3", num_samples=ROWS, epochs=2, gamma_exponent=1.0)
+
+
+# TempNet
+
+NETWORK = dict(rho=3.0, tau_min=0.05, tau_max=0.4, tau_net_prototypes=4, tau_net_lr=0.01, tau_net_dropout=0.0)
+
+
+def networks(loss, dtype):
+    """The parameters of both sides' networks as float64 leaves."""
+    parts = loss.temperature.named(loss.temperature.weights)
+    names = ("inner", "inner_bias", "prototypes", "log_phi", "out", "out_bias")
+    return [[parts[name][side].double().clone().requires_grad_() for name in names] for side in range(2)]
+
+
+def test_tempnet(dtype):
+    """Embeddings' gradients, and the networks by torch's own Adam, through two epochs."""
+    loss = create_loss("tempnet", num_samples=ROWS, gamma=0.3, **NETWORK)
+    loss.materialize(16, torch.device("cpu"), dtype)
+    table, visited, spread = torch.zeros(2, ROWS, dtype=torch.float64), set(), 0.0
+    for seed in range(6):
+        loss.set_epoch(seed // 3)
+        features, (e1, e2), index = step_inputs(seed, dtype)
+        if seed == 0:
+            reference = networks(loss, dtype)
+            for side, others in enumerate((e2, e1)):
+                reference[side][2].data.copy_(others[:4])
+            optimizer = torch.optim.Adam([leaf for side in reference for leaf in side])
+        optimizer.param_groups[0]["lr"] = 0.01 * 0.9 ** (seed // 3)
+        taus = torch.stack([
+            equations.tempnet_tau(e, *side, 0.05, 0.4) for e, side in zip((e1, e2), reference, strict=True)
+        ])
+        g = batch_g(gaps(e1, e2), taus)
+        s = visit(table, visited, index, 0.3, lambda s, beta0, g=g: equations.isogclr_s(s, 1e-14 + g, beta0))
+        objective = equations.tempnet(g, taus, s, 3.0)
+        optimizer.zero_grad()
+        objective.backward()
+
+        value = loss(*features, torch.tensor(10.0, dtype=dtype), index=index)
+        for actual, expected in zip(torch.autograd.grad(value, features), (e1.grad, e2.grad), strict=True):
+            close(actual, expected, 0.05)
+        close(value.detach(), objective.detach(), 0.05)
+        optimizer.step()
+        spread = max(spread, (taus.max() - taus.min()).item())
+        # Adam divides by the root of a moment, which may amplify the rounding of a gradient near zero to a whole step.
+        if dtype == torch.float64:
+            for ours, theirs in zip(networks(loss, dtype), reference, strict=True):
+                for one, other in zip(ours, theirs, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    assert spread > 1e-3, "the temperatures did not become individual"
+
+
+def test_the_network_lowers_its_objective():
+    """On one batch again and again, as far from it as it starts; held, it stays as it is."""
+    loss = create_loss("tempnet", num_samples=ROWS, **NETWORK)
+    features, _, index = step_inputs(0, torch.float64)
+    values = [loss(*features, torch.tensor(10.0).double(), index=index).item() for _ in range(40)]
+    assert values[-1] < values[0] - 0.05
+    loss.hold_temperatures(True)
+    before = loss.full_state()
+    loss(*features, torch.tensor(10.0).double(), index=index)
+    assert torch.equal(loss.full_state()["temperature.weights"], before["temperature.weights"])
+    assert not torch.equal(loss.full_state()["temperature.moments"], before["temperature.moments"])
+
+
+def test_dropout_is_of_the_step_alone_and_of_training():
+    features, _, index = step_inputs(0, torch.float64)
+    first, second = (create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_net_dropout": 0.5}) for _ in range(2))
+    scale = torch.tensor(10.0).double()
+    values = [loss(*features, scale, index=index) for loss in (first, second)]
+    torch.rand(7)  # the global generator has no part in it
+    values += [loss(*features, scale, index=index) for loss in (first, second)]
+    assert values[0] == values[1] and values[2] == values[3]
+    evaluated = [first.eval()(*features, scale, index=index) for _ in range(2)]
+    assert evaluated[0] == evaluated[1] != values[2]
+
+
+def test_tempnet_resumes_and_keeps_out_what_is_not_finite():
+    features, _, index = step_inputs(0, torch.float64)
+    scale = torch.tensor(10.0).double()
+    first, second = (create_loss("tempnet", num_samples=ROWS, **NETWORK) for _ in range(2))
+    first(*features, scale, index=index)
+    before = first.full_state()
+    first(features[0] * float("nan"), features[1], scale, index=index)
+    for key in ("temperature.weights", "temperature.moments"):
+        assert torch.equal(before[key], first.full_state()[key])
+    second.load_full_state(before)
+    others, _, index = step_inputs(1, torch.float64)
+    third = create_loss("tempnet", num_samples=ROWS, **NETWORK)
+    third.load_full_state(before)
+    assert torch.equal(second(*others, scale, index=index), third(*others, scale, index=index))
+    with pytest.raises(ValueError, match="tau_net_prototypes: 8 where the state has another number"):
+        create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_net_prototypes": 8}).load_full_state(before)
+    with pytest.raises(InputError, match="tau_max: 0.01 is below tau_min, 0.05"):
+        create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_max": 0.01})

@@ -18,6 +18,7 @@ LOSSES = {
     "fastclip-v2": ("fastclip-v2", CONSTANT),
     "fastclip-v3": ("fastclip-v3", CONSTANT),
     "scent": ("scent", {}),
+    "tempnet": ("tempnet", dict(tau_min=0.05, tau_max=0.5, tau_net_prototypes=7)),
     "neuclip": ("neuclip", dict(npn_prototypes=40, npn_updates=2, npn_lr=0.01)),
     "neuclip, joint": ("neuclip", dict(npn_prototypes=40, npn_joint=True)),
     "neuclip, mlp": ("neuclip", dict(normalizer="mlp", npn_updates=2)),

@@ -40,6 +40,12 @@ FASTCLIP = "the commands of FastCLIP's README"
             "the command of SCENT's contrastive/README.md",
         ),
         (
+            "tempnet",
+            dict(gamma=0.8, gamma_schedule="constant", rho=7.0, tau_min=0.005, tau_max=0.05, tau_net_prototypes=256,
+                 tau_net_lr=3e-5, tau_net_dropout=0.5),
+            "the authors' run_isogclr_tempnet.sh and models/losses.py",
+        ),
+        (
             "amorlip-released",
             dict(rho=8.5, rho_annealed=-8.5, rho_annealed_from=12, amor_beta=0.8, amor_beta_epochs=18, amor_updates=3,
                  amor_online_every=1, amor_target_every=2, amor_ema=0.92, amor_lr=1e-3, mlp_width=1.0,
