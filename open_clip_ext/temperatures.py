@@ -73,11 +73,13 @@ class Temperature(Part, nn.Module):
     """Base of the schemes.
 
     `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
+    `allows_reference`: as `Normalizer`'s.
     `hold`: freeze the temperatures kept per sample; their momentum still updates, as an optimizer's at learning rate 0.
     """
 
     optimizer_options = FixedLogitScale.options
     trains_logit_scale = False
+    allows_reference = True
     hold = False
     rho = 0.0
     num_samples: int  # where `needs_index`

@@ -199,7 +199,15 @@ def check_distillation(args: Namespace) -> None:
         if args.distill_model is None:
             one, other = other, one
         raise InputError(f"{flag_of(one)}: {getattr(args, one)!r} needs {flag_of(other)}; give both or none")
-    if args.distill_model is None or args.uses_ext_loss:
+    if args.uses_ext_loss and bool(args.reference_gap) != (args.distill_model is not None):
+        given = f"--loss {args.loss}{' --reference-gap' if 'reference_gap' in args.given_flags else ''}"
+        if args.reference_gap:
+            raise InputError(f"--distill-model: {given} needs a reference model; give it and --distill-pretrained")
+        raise InputError(
+            f"--distill-model: {args.distill_model!r} with {given}, which does not distill; use --loss clip for that, "
+            "or as a reference --loss drrho-clip"
+        )
+    if args.distill_model is None:
         return
     if args.accum_freq > 1:
         raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
@@ -265,9 +273,6 @@ def check_combination(args: Namespace) -> None:
     given = f"--loss {args.loss}"
     if args.horovod:
         raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
-    for flag, value in (("--distill-model", args.distill_model), ("--distill-pretrained", args.distill_pretrained)):
-        if value is not None:
-            raise InputError(f"{flag}: {value!r} with {given}, which does not distill; use --loss clip for that")
     if "coca" in args.model.lower():
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
     if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):

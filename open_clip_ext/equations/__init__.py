@@ -25,6 +25,7 @@ amorlip     | amorlip_z, amorlip_lambda, amorlip      | Amortization, AmorLIPLos
 tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | temperature
 queue       | queue_u, queue                          | Queue                                     | queue
 scent       | scent_gamma, scent_u, scent             | MovingAverageTable, LearnableTemperature  | neighbours
+drrho-clip  | drrho_gaps, sogclr_u, drrho_clip        | GlobalContrastiveLoss, MovingAverageTable | neighbours
 tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, MovingAverageTable    | neighbours
 
 The last column names the file of tests/open_clip_ext that holds the two together. `test_equations.py` holds the
@@ -45,8 +46,9 @@ S, D: the data set; B: the mini-batch                      | what e1 and e2 hold
 
 Sources: CLIP, arXiv 2103.00020. CyCLIP, arXiv 2205.14459. SogCLR, PMLR 162; its equations and those of FastCLIP, arXiv
 2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP: Efficient Large-Scale CLIP Training with
-Neural Normalizer Optimization. AmorLIP, arXiv 2505.18983. SCENT, arXiv 2602.02877. TempNet, arXiv 2404.04575. TuneCLIP:
-Breaking the Limits of Open-Weight CLIP. Where a paper is silent the docstring says what is done here.
+Neural Normalizer Optimization. AmorLIP, arXiv 2505.18983. SCENT, arXiv 2602.02877. TempNet, arXiv 2404.04575. DRRho-
+CLIP, arXiv 2505.06699. TuneCLIP: Breaking the Limits of Open-Weight CLIP. Where a paper is silent the docstring says
+what is done here.
 """
 
 from open_clip_ext.equations.basics import (
@@ -58,7 +60,7 @@ from open_clip_ext.equations.basics import (
     gradient_of,
     two_view_gaps,
 )
-from open_clip_ext.equations.neighbours import scent, scent_gamma, scent_u, tempnet, tempnet_tau
+from open_clip_ext.equations.neighbours import drrho_clip, drrho_gaps, scent, scent_gamma, scent_u, tempnet, tempnet_tau
 from open_clip_ext.equations.networks import (
     amorlip,
     amorlip_beta,
@@ -99,9 +101,10 @@ from open_clip_ext.equations.tables import (
 
 __all__ = [
     "amorlip", "amorlip_beta", "amorlip_kernel", "amorlip_lambda", "amorlip_mle", "amorlip_networks",
-    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "cyclip", "fastclip_gamma", "fastclip_v0",
-    "fastclip_v1", "fastclip_v2", "fastclip_v2_tau", "fastclip_v3", "gaps", "global_contrastive", "gradient_of",
-    "isogclr", "isogclr_objective", "isogclr_s", "isogclr_tau", "js", "kl", "neuclip", "neuclip_alpha",
-    "neuclip_separate", "neuclip_w", "queue", "queue_u", "scent", "scent_gamma", "scent_u", "sogclr", "sogclr_u",
-    "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
+    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "cyclip", "drrho_clip", "drrho_gaps",
+    "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v2_tau", "fastclip_v3", "gaps",
+    "global_contrastive", "gradient_of", "isogclr", "isogclr_objective", "isogclr_s", "isogclr_tau", "js", "kl",
+    "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_u", "scent", "scent_gamma", "scent_u",
+    "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u",
+    "two_view_gaps",
 ]

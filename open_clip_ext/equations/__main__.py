@@ -35,6 +35,8 @@ def main() -> None:
     )
     net_g = eq.batch_g(h, net_taus)
 
+    drrho_g = eq.batch_g(eq.drrho_gaps(e1, e2, e1.roll(1, 1), e2), tau)
+
     values = {
         "clip": eq.clip(e1, e2, tau),
         "cyclip": eq.cyclip(e1, e2, tau),
@@ -50,6 +52,7 @@ def main() -> None:
         "queue": eq.queue(g, tau, eq.queue_u(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho),
         "scent": eq.scent(g, tau, eq.scent_u(u, g, 10.0, eps), rho),
         "tempnet": eq.tempnet(net_g, net_taus, eq.isogclr_s(new_rows, net_g, beta0=1.0), rho),
+        "drrho-clip": eq.drrho_clip(drrho_g, tau, eq.sogclr_u(new_rows, drrho_g, gamma=1.0, eps=eps)),
     }
     for name, value in values.items():
         print(f"{name:12} {value.item():8.4f}")

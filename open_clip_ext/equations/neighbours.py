@@ -5,7 +5,8 @@ import math
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from open_clip_ext.equations.tables import fastclip_v3, isogclr, sogclr_u
+from open_clip_ext.equations.basics import gaps
+from open_clip_ext.equations.tables import fastclip_v3, isogclr, sogclr, sogclr_u
 
 # SCENT: the moving average as a step of mirror descent
 
@@ -52,3 +53,18 @@ def tempnet_tau(
 
 
 tempnet = isogclr  # with tau of `tempnet_tau`: its gradient in tau is that of the networks
+
+
+# DRRho-CLIP: the gaps of a frozen reference model are taken off
+
+
+def drrho_gaps(e1: Tensor, e2: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
+    """DRRho-CLIP: each negative's gap less the reference model's, (2, B, B - 1). Fast: `GlobalContrastiveLoss`.
+
+    Args:
+        r1, r2: the reference's embeddings of the same images and texts, (B, d'), constants.
+    """
+    return gaps(e1, e2) - gaps(r1, r2)
+
+
+drrho_clip = sogclr  # with g over `drrho_gaps`, and FastCLIP's gamma

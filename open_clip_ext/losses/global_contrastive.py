@@ -51,6 +51,8 @@ class GlobalContrastiveLoss(Loss):
             image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
             one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
             gradient.
+        reference_gap: h_ij less the same gap of a frozen reference model (DRRho-CLIP), whose features each call is
+            given. As printed: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
         InputError: the parts do not go together, or an argument is out of range.
@@ -67,6 +69,9 @@ class GlobalContrastiveLoss(Loss):
         "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
         "one temperature for the two views of an image",
         choices=("cross", "both", "views"),
+    )
+    reference_gap: bool = option(
+        False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
     )
     trains_logit_scale = False  # the temperature decides
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
@@ -87,6 +92,11 @@ class GlobalContrastiveLoss(Loss):
                 f"{self.negatives!r} with normalizer {normalizer.name!r}, which estimates over the other side alone; "
                 "use 'cross'", "negatives",
             )
+        for part in (normalizer, temperature):
+            if self.reference_gap and not part.allows_reference:
+                raise InputError(f"with {part.name!r}, which takes unit vectors of one model alone", "reference_gap")
+        if self.reference_gap and self.negatives != "cross":
+            raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
         if objective.through_alpha and not normalizer.differentiable:
             raise InputError(
                 f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
@@ -97,6 +107,7 @@ class GlobalContrastiveLoss(Loss):
         self.objective = objective
         self.surrogate = surrogate or Identity()
         self.eps = self.loss_eps
+        self.takes_reference = self.reference_gap
         self.intra_modal = self.negatives != "cross"
         self.one_per_pair = self.negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index

@@ -44,6 +44,7 @@ class Queue(Normalizer):
     """
 
     name = "queue"
+    allows_reference = True
     differentiable = True
     queue_size: int = option(
         4096, "m, embeddings that the queue holds on each side",

@@ -44,6 +44,7 @@ class MovingAverageTable(Normalizer):
 
     name = "table"
     intra_modal = True
+    allows_reference = True
     needs_index = True
     gamma: float = option(
         0.2, "weight of the new estimate in the moving average, at the end of its schedule",

@@ -177,3 +177,86 @@ def test_tempnet_resumes_and_keeps_out_what_is_not_finite():
         create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_net_prototypes": 8}).load_full_state(before)
     with pytest.raises(InputError, match="tau_max: 0.01 is below tau_min, 0.05"):
         create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_max": 0.01})
+
+
+# DRRho-CLIP
+
+
+def reference_of(seed, batch=6):
+    """A reference model's embeddings, of another dimension, (batch, 5) each."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return unit(generator, batch, 5), unit(generator, batch, 5)
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.07, 0.02])
+def test_drrho_clip(tau, dtype):
+    """Each gap less the reference's, by loops over the pairs; then SogCLR's equations over these gaps."""
+    loss = create_loss("drrho-clip", num_samples=ROWS, gamma=0.3, gamma_schedule="constant")
+    table, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    for seed in range(4):
+        features, (e1, e2), index = step_inputs(seed, dtype)
+        r1, r2 = (side.to(dtype) for side in reference_of(seed))
+        logit_scale = torch.tensor(1 / tau, dtype=dtype)
+        exact = 1 / logit_scale.double()
+        h = equations.drrho_gaps(e1, e2, r1.double(), r2.double())
+        for i, j in ((0, 3), (4, 1)):
+            student, teacher = e1[i] @ e2[j] - e1[i] @ e2[i], (r1[i] @ r2[j] - r1[i] @ r2[i]).double()
+            assert h[0, i, j - (j > i)].item() == pytest.approx((student - teacher).item(), abs=1e-6)
+        g = batch_g(h, exact)
+        u = visit(table, visited, index, 0.3, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, 1e-4))
+        objective = equations.drrho_clip(g, exact, u)
+        value = loss(
+            *features, logit_scale, index=index, dist_image_features=r1, dist_text_features=r2,
+            dist_logit_scale=torch.tensor(3.0),
+        )
+        for actual, expected in zip(
+            torch.autograd.grad(value, features), torch.autograd.grad(objective, [e1, e2]), strict=True
+        ):
+            close(actual, expected, tau / 2)  # the exponents are up to 4 / tau
+        close(value.detach(), objective.detach(), tau / 2)
+
+
+def test_drrho_clips_rule_for_gamma():
+    """As its README has it: for 30 epochs 0.35, at the end of them; 1 up to 7 epochs."""
+    for epochs, expected in ((7, 1.0), (30, 4.177 * 30**-0.7265)):
+        loss = create_loss("drrho-clip", num_samples=ROWS, epochs=epochs)
+        gammas = []
+        for epoch in (0, epochs):
+            loss.set_epoch(epoch)
+            gammas.append(loss.normalizer.gamma)
+        assert gammas == [1.0, pytest.approx(expected)]
+
+
+def test_a_queue_takes_a_reference_too():
+    """At mixing 0 its normalizers are those over the batch before, which is all that it holds of others."""
+    loss = create_loss("queue", queue_size=12, mixing=0.0, reference_gap=True, rho=0.0)
+    steps = [(step_inputs(seed, torch.float64)[0], reference_of(seed)) for seed in (0, 1)]
+    for features, (r1, r2) in steps:
+        loss(*features, torch.tensor(5.0).double(), dist_image_features=r1, dist_text_features=r2)
+    (old, (o1, o2)), (new, (n1, n2)) = steps
+    gap = (new[0] @ old[1].T - n1 @ o2.T) - ((new[0] * new[1]).sum(1) - (n1 * n2).sum(1))[:, None]
+    expected = (1e-14 + (5 * gap).exp().mean(dim=1)).log()
+    torch.testing.assert_close(loss._last[2][0], expected.detach())
+
+
+def test_a_reference_is_needed_and_refused_where_it_has_no_place():
+    features, _, index = step_inputs(0, torch.float32)
+    r1, r2 = (side.float() for side in reference_of(0))
+    drrho = create_loss("drrho-clip", num_samples=ROWS, epochs=1)
+    drrho.set_epoch(0)
+    scale = torch.tensor(10.0)
+    for given, message in (
+        ({}, "this loss needs both"),
+        (dict(dist_image_features=r1), "this loss needs both"),
+        (dict(dist_image_features=r1[:4], dist_text_features=r2[:4]), "must both be \\(6, d'\\)"),
+        (dict(dist_image_features=2 * r1, dist_text_features=r2), "dist_image_features must be unit vectors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            drrho(*features, scale, index=index, **given)
+    with pytest.raises(ValueError, match="has no use for either"):
+        create_loss("queue")(*features, scale, dist_image_features=r1, dist_text_features=r2)
+    for name, options, what in (
+        ("neuclip", {}, "'prototypes'"), ("tempnet", {}, "'network'"), ("sogclr", dict(negatives="both"), "'both'"),
+    ):
+        with pytest.raises(InputError, match=f"reference_gap: with .*{what}"):
+            create_loss(name, num_samples=ROWS, reference_gap=True, **options)

@@ -40,6 +40,12 @@ FASTCLIP = "the commands of FastCLIP's README"
             "the command of SCENT's contrastive/README.md",
         ),
         (
+            "drrho-clip",
+            dict(tau_init=0.01, loss_eps=1e-4, gamma_schedule="cosine", gamma_decay_epochs=37,
+                 gamma=4.177 * 37**-0.7265, reference_gap=True),
+            "the command and the rule of DRRho-CLIP's README",
+        ),
+        (
             "tempnet",
             dict(gamma=0.8, gamma_schedule="constant", rho=7.0, tau_min=0.005, tau_max=0.05, tau_net_prototypes=256,
                  tau_net_lr=3e-5, tau_net_dropout=0.5),
