@@ -25,6 +25,7 @@ from training_ext import checkpoint, keep_best, midepoch
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
+from training_ext.keys import check_keys
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_machine, check_remote_file
@@ -277,7 +278,9 @@ def check_combination(args: Namespace) -> None:
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
     if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
         raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
-    build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+    loss = build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+    if trains(args):
+        check_keys(args, kind_of(args, args.train_data), loss.takes_keys)
 
 
 def check_upsampling(args: Namespace) -> None:

@@ -37,6 +37,7 @@ class Loss(Part, nn.Module):
     Class attributes, beside those of `Part`:
         name: in the state, so that no loss takes over another's.
         needs_index: an instance may say otherwise.
+        takes_keys: whether samples may have keys, see `forward`; an instance may say otherwise.
         takes_reference: whether a reference model's features come along; an instance may say otherwise.
         least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
@@ -45,6 +46,7 @@ class Loss(Part, nn.Module):
 
     least_pairs = 1
     trains_logit_scale = True
+    takes_keys = False
     takes_reference = False
     num_samples: int  # where `needs_index`
     _like: Tensor
@@ -121,6 +123,7 @@ class Loss(Part, nn.Module):
         dist_image_features: Tensor | None = None,
         dist_text_features: Tensor | None = None,
         dist_logit_scale: Tensor | None = None,
+        key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Estimate of the objective, 0-d float32, with its gradient.
 
@@ -134,12 +137,15 @@ class Loss(Part, nn.Module):
             dist_image_features, dist_text_features: a frozen reference model's features of the same pairs, (b, d')
                 unit vectors; needed if `takes_reference`, and refused if not. The names are OpenCLIP's.
             dist_logit_scale: has no effect.
+            key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
+                `takes_keys`. Whether there are keys must not differ between processes.
 
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument.
         """
         self._check(image_features, text_features, logit_scale, index)
         self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        more = {} if key is None else {"key": self._check_key(key, len(image_features))}
         reference = self._check_reference(image_features, dist_image_features, dist_text_features)
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         if self.validate or self.steps == 0:
@@ -161,7 +167,7 @@ class Loss(Part, nn.Module):
             update_state = trains and self._calls % self.accum_freq == 0
             self._calls += trains
             self.steps += update_state
-            value = self.compute(image, text, scale, index, update_state)
+            value = self.compute(image, text, scale, index, update_state, **more)
         return {"contrastive_loss": value} if output_dict else value
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -241,6 +247,13 @@ class Loss(Part, nn.Module):
             self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+
+    def _check_key(self, key: Tensor, batch: int) -> Tensor:
+        if not self.takes_keys or key.dtype != torch.int64 or tuple(key.shape) != (batch,):
+            raise ValueError(
+                f"key: int64 of shape ({batch},), for a loss that takes keys; got {key.dtype} of {tuple(key.shape)}"
+            )
+        return key
 
     def _check_reference(
         self, like: Tensor, image: Tensor | None, text: Tensor | None

@@ -108,6 +108,7 @@ class GlobalContrastiveLoss(Loss):
         self.surrogate = surrogate or Identity()
         self.eps = self.loss_eps
         self.takes_reference = self.reference_gap
+        self.takes_keys = normalizer.allows_keys and self.negatives == "cross"
         self.intra_modal = self.negatives != "cross"
         self.one_per_pair = self.negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
@@ -150,7 +151,8 @@ class GlobalContrastiveLoss(Loss):
         self.temperature.hold = hold
 
     def compute(
-        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,
+        key: Tensor | None = None,
     ) -> Tensor:
         """The value is equal on every process."""
         tau = logit_scale.reciprocal()
@@ -159,6 +161,7 @@ class GlobalContrastiveLoss(Loss):
             index, index_problem = self._global_index(index, image.device)
             rows, updated = self._of_step if trains else (None, None)
             batch = Batch.gather(image, text, tau, index)
+            batch.keys = None if key is None else all_gather(key.to(image.device, non_blocking=True))
             if update_state:
                 self.temperature.observe(batch)
             if update_state or not trains:
@@ -178,7 +181,7 @@ class GlobalContrastiveLoss(Loss):
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~are_finite(all_alpha)]))
             self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
-            if update_state:
+            if update_state and key is None:  # it compares with all that come later, whatever their key
                 self.online_error.observe(batch, all_alpha)
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)

@@ -44,6 +44,7 @@ class MovingAverageTable(Normalizer):
 
     name = "table"
     intra_modal = True
+    allows_keys = True
     allows_reference = True
     needs_index = True
     gamma: float = option(

@@ -34,6 +34,8 @@ LOSSES = {
     "scent": ("scent", dict(num_samples=ROWS, gamma_exponent=1.0)),
     "tempnet": ("tempnet", dict(num_samples=ROWS, tau_min=0.05, tau_max=0.5, tau_net_prototypes=30, tau_net_lr=1e-3)),
     "reference": ("drrho-clip", TABLE),
+    "keys": ("fastclip-v3", TABLE),
+    "queue, keys": ("queue", dict(queue_size=80, mixing=0.3)),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", NPN),
@@ -113,7 +115,7 @@ def train(name, rank, world, accum_freq=1, start=None):
             *own, scale = wrapped(*pair)
             with_own = [*held[:number], own, *held[number + 1 :]]
             features = [torch.cat(parts) for parts in zip(*with_own, strict=True)]
-            value = loss(*features, scale, index=index[local], **reference_of(loss, image[local], text[local]))
+            value = loss(*features, scale, index=index[local], **more_of(name, loss, image[local], text[local]))
             value.backward()
         values.append(value.detach())
         first = first or {key: parameter.grad.clone() for key, parameter in trained.items()}
@@ -136,8 +138,11 @@ def global_batch(step):
     return image, text, index
 
 
-def reference_of(loss, image, text):
-    """A reference model's features, where the loss takes them: the inputs, which are unit vectors."""
+def more_of(name, loss, image, text):
+    """A reference model's features, where the loss takes them: the inputs, which are unit vectors. Keys: one of three,
+    by a number of the image."""
+    if "keys" in name:
+        return dict(key=(image[:, 0] * 1e6).long() % 3)
     return dict(dist_image_features=image, dist_text_features=text) if loss.takes_reference else {}
 
 
@@ -163,7 +168,7 @@ def first_gradients(name, rank, world, dtype, jitter=None):
         image, text = (x * (1 + 2**-24 * torch.randn(x.shape, generator=generator)) for x in (image, text))
     local = local_part(rank, world)
     inputs = image[local].to(dtype), text[local].to(dtype)
-    loss(*wrapped(*inputs), index=index[local], **reference_of(loss, *inputs)).backward()
+    loss(*wrapped(*inputs), index=index[local], **more_of(name, loss, *inputs)).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
 
 

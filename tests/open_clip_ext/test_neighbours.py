@@ -8,6 +8,7 @@ from numerics import close, mean_over_equal_rows, unit, visit
 
 from open_clip_ext import InputError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
+from open_clip_ext.kernels import streaming
 
 ROWS, EPS = 9, 1e-6
 
@@ -260,3 +261,101 @@ def test_a_reference_is_needed_and_refused_where_it_has_no_place():
     ):
         with pytest.raises(InputError, match=f"reference_gap: with .*{what}"):
             create_loss(name, num_samples=ROWS, reference_gap=True, **options)
+
+
+# Known false negatives
+
+
+def g_without(e1, e2, tau, keys):
+    """NeuCLIP, Eq. 1's underbraces, (2, B), where samples with the anchor's key are no negatives; by loops."""
+    sides = []
+    for a, b in ((e1, e2), (e2, e1)):
+        values = []
+        for i in range(len(a)):
+            terms = [((a[i] @ b[j] - a[i] @ b[i]) / tau).exp() for j in range(len(a)) if keys[j] != keys[i]]
+            values.append(sum(terms) / len(terms) if terms else 0 * a[i].sum())
+        sides.append(torch.stack(values))
+    return torch.stack(sides)
+
+
+KEYS = {"pairs": [7, 3, 7, 5, 3, 9], "none": [1, 2, 3, 4, 5, 6], "all": [4] * 6}
+
+
+@pytest.mark.parametrize("parts", ["whole", "parts"])
+@pytest.mark.parametrize("case", KEYS)
+@pytest.mark.parametrize("name", ["fastclip-v3", "drrho-clip"])
+def test_samples_with_the_same_key_are_no_negatives(name, case, parts, dtype, monkeypatch):
+    if parts == "parts":
+        monkeypatch.setattr(streaming, "CPU_PART", 1)
+        monkeypatch.setattr(streaming, "LEAST_ROWS", 2)
+    rho = {} if name == "drrho-clip" else dict(rho=4.0)
+    loss = create_loss(name, num_samples=ROWS, gamma=0.3, gamma_schedule="constant", loss_eps=EPS, **rho)
+    table, visited = torch.zeros(2, ROWS, dtype=torch.float64), set()
+    tau, keys = 0.2, torch.tensor(KEYS[case])
+    for seed in range(3):
+        features, (e1, e2), index = step_inputs(seed, dtype)
+        logit_scale = torch.tensor(1 / tau, dtype=dtype, requires_grad=True)
+        exact = (1 / logit_scale.detach().double()).requires_grad_()
+        reference, sides = {}, (e1, e2)
+        if loss.takes_reference:
+            r1, r2 = (side.to(dtype) for side in reference_of(seed))
+            reference = dict(dist_image_features=r1, dist_text_features=r2)
+            sides = torch.cat([e1, r1.double()], dim=1), torch.cat([e2, -r2.double()], dim=1)
+        g = g_without(*sides, exact, keys.tolist())
+        u = visit(table, visited, index, 0.3, lambda u, gamma, g=g: equations.sogclr_u(u, g, gamma, EPS))
+        objective = equations.fastclip_v3(g, exact, u, rho.get("rho", 0.0))
+        value = loss(*features, logit_scale, index=index, key=keys, **reference)
+        expected = torch.autograd.grad(objective, [e1, e2])
+        for actual, wanted in zip(torch.autograd.grad(value, features), expected, strict=True):
+            close(actual, wanted, tau / 2, nothing=case == "all")
+        close(value.detach(), objective.detach(), tau / 2)
+
+
+def test_keys_are_refused_where_they_would_be_forgotten():
+    features, _, index = step_inputs(0, torch.float32)
+    for name, options in (("neuclip", {}), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
+        loss = create_loss(name, num_samples=ROWS, epochs=1, **options)
+        with pytest.raises(ValueError, match="key: .* for a loss that takes keys"):
+            loss(*features, torch.tensor(10.0), index=index, key=index)
+    with pytest.raises(ValueError, match="key: .* got torch.int32"):
+        create_loss("fastclip-v3", num_samples=ROWS, normalizer="batch")(*features, torch.tensor(9.0), key=index.int())
+
+
+@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+@pytest.mark.parametrize("objective", ["compositional", "unified"])
+def test_a_queue_leaves_out_the_same_key(surrogate, objective, monkeypatch):
+    """alpha and its gradient over the batch before, which is all that the queue holds of others; in several tiles."""
+    monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
+    hinge = dict(surrogate=surrogate, margin=0.9) if surrogate == "hinge" else {}
+    loss = create_loss("queue", queue_size=12, mixing=0.0, rho=0.0, loss_eps=EPS, encoder_objective=objective, **hinge)
+    keys = torch.tensor([[1, 2, 3, 4, 5, 1], [1, 6, 2, 2, 1, 7]])
+    steps = [step_inputs(seed, torch.float64)[1] for seed in (0, 1)]
+    for (e1, e2), key in zip(steps, keys, strict=True):
+        value = loss(e1, e2, torch.tensor(5.0).double(), key=key)
+    (old_1, old_2), (e1, e2) = [[e.detach() for e in step] for step in steps]
+    leaves = [e.clone().requires_grad_() for e in (e1, e2)]
+    alphas = []
+    for anchors, others in ((leaves[0], old_2), (leaves[1], old_1)):
+        gap = anchors @ others.T - (leaves[0] * leaves[1]).sum(dim=1)[:, None]
+        gap = (gap + 0.9).clamp(min=0) ** 2 if surrogate == "hinge" else gap
+        counts = keys[1][:, None] != keys[0]
+        alphas.append((EPS + ((5 * gap).exp() * counts).sum(dim=1) / counts.sum(dim=1)).log())
+    alpha = torch.stack(alphas)
+    torch.testing.assert_close(loss._last[2], alpha.detach())
+    if objective == "unified":
+        sides = [(gap + 0.9).clamp(min=0) ** 2 if surrogate == "hinge" else gap for gap in gaps_of_all(*leaves)]
+        counts = (keys[1][:, None] != keys[1]).double()
+        g = torch.stack([((5 * side).exp() * counts).sum(dim=1) / counts.sum(dim=1) for side in sides])
+        expected = torch.autograd.grad(0.2 * ((EPS + g) / alpha.exp() + alpha).mean(dim=1).sum(), leaves)
+        for actual, wanted in zip(torch.autograd.grad(value, steps[1]), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
+    state = loss.full_state()
+    other = create_loss("queue", queue_size=12, mixing=0.0, rho=0.0, loss_eps=EPS, encoder_objective=objective, **hinge)
+    other.load_full_state(state)
+    assert other(e1, e2, torch.tensor(5.0), key=keys[1]) == loss(e1, e2, torch.tensor(5.0), key=keys[1])
+
+
+def gaps_of_all(e1, e2):
+    """s_ij - s_ii for all pairs, i itself included, of both sides."""
+    s = e1 @ e2.T
+    return [side - s.diagonal()[:, None] for side in (s, s.T)]
