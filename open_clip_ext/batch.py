@@ -30,6 +30,7 @@ class Batch:
         all_tau: (2, B).
         offset: position of this process's first pair among the B.
         index: rows of all samples in the data set, (B,) int64, or None.
+        keys: of all samples, (B,) int64, or None: those with the same key are not one another's negatives.
 
     Attributes:
         all_log_batch: L = log(eps + g) over the batch, (2, B).
@@ -47,6 +48,7 @@ class Batch:
     all_tau: Tensor
     offset: int = 0
     index: Tensor | None = None
+    keys: Tensor | None = None
     all_log_batch: Tensor = field(init=False)
     finite: Tensor = field(init=False)
 
@@ -81,6 +83,11 @@ class Batch:
         return cls(
             image, text, all_positives[own], all_tau[:, own], all_image, all_text, all_positives, all_tau, offset, index
         )
+
+    def set_tau(self, all_tau: Tensor) -> None:
+        """Take other temperatures, 0-d or (2, B), known on every process."""
+        self.all_tau = all_tau.detach().expand(2, self.size)
+        self.tau = self.all_tau[:, self.local]
 
     @property
     def size(self) -> int:

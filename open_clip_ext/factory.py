@@ -19,12 +19,13 @@ from open_clip_ext.options import Option, default_value
 from open_clip_ext.parts import Part
 from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
+from open_clip_ext.temperature_network import NetworkTemperature
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
 
 # The replaceable parts of GlobalContrastiveLoss: the option's name, and the valid names.
 PARTS: dict[str, dict[str, Any]] = {
     "normalizer": NORMALIZERS,
-    "temperature": TEMPERATURES,
+    "temperature": TEMPERATURES | {NetworkTemperature.name: NetworkTemperature},
     "surrogate": SURROGATES,
     "encoder_objective": ENCODER_OBJECTIVES,
 }

@@ -45,6 +45,12 @@ class LossPreset:
         return self.loss is GlobalContrastiveLoss
 
 
+
+def drrho_gamma(epochs: int) -> float:
+    """DRRho-CLIP's rule for a table's smallest gamma by the length of the training."""
+    return min(1.0, 4.177 * epochs**-0.7265)
+
+
 # What AmorLIP's paper and its released command agree on for CC12M.
 AMORLIP_CC12M: dict[str, Any] = {
     "rho": 8.5, "rho_annealed": -8.5, "amor_online_every": 1, "amor_ema": 0.92, "mlp_width": 1.0,
@@ -118,6 +124,35 @@ PRESETS = {
             normalizer="table",
             defaults={"lr_tau_scheduler": "fastclip"},
             lr_tau_ratio=1 / 4,  # the released commands' on CC12M and LAION400M; on CC3M they have 1 / 5
+        ),
+        LossPreset(
+            "scent",
+            "moving average whose gamma follows each sample's own estimate, by proximal mirror descent; learnable tau",
+            "Wei et al. 2026, arXiv 2602.02877",
+            normalizer="table",
+            # The authors' command for DFN-14M, which has the papers' rho for that data set, 11.
+            defaults={"gamma_schedule": "proximal", "loss_eps": 1e-6, "lr_tau_scheduler": "fastclip"},
+        ),
+        LossPreset(
+            "tempnet",
+            "as isogclr, with temperatures that a small network predicts from the embeddings",
+            "Qiu et al. 2024, arXiv 2404.04575",
+            normalizer="table",
+            temperature="network",
+            defaults={"gamma": 0.8, "gamma_schedule": "constant"},
+        ),
+        LossPreset(
+            "drrho-clip",
+            "as fastclip-v1, less the similarity gaps of a frozen reference model, given by --distill-model",
+            "Wei et al. 2025, arXiv 2505.06699",
+            normalizer="table",
+            temperature="fixed",
+            # The authors' command for DFN-192M, and their rule for gamma.
+            defaults={
+                "reference_gap": True, "tau_init": 0.01, "loss_eps": 1e-4,
+                "gamma": Derived("min(1, 4.177 E^-0.7265) of E epochs", drrho_gamma),
+                "gamma_decay_epochs": Derived("all epochs", lambda epochs: epochs),
+            },
         ),
         LossPreset(
             "neuclip",

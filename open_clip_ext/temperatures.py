@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
@@ -29,6 +30,7 @@ RHO = option(
 TAU_MIN = option(
     0.01, "tau_0, lower bound of the temperature", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
 )
+TAU_MAX = option(1.0, "upper bound of a sample's temperature", valid=positive, expected="a number > 0")
 FASTCLIP_CODE = option(
     False,
     "do as FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
@@ -71,20 +73,28 @@ class Temperature(Part, nn.Module):
     """Base of the schemes.
 
     `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
+    `allows_reference`: as `Normalizer`'s.
     `hold`: freeze the temperatures kept per sample; their momentum still updates, as an optimizer's at learning rate 0.
     """
 
     optimizer_options = FixedLogitScale.options
     trains_logit_scale = False
+    allows_reference = True
     hold = False
     rho = 0.0
     num_samples: int  # where `needs_index`
 
-    def lookup(self, index: Tensor | None) -> Tensor | None:
-        """What is kept of the samples, (B, c), or None where nothing is.
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        """As `Normalizer.materialize`."""
+
+    def observe(self, batch: Batch) -> None:
+        """See the embeddings of a training step, before its temperatures are looked up."""
+
+    def lookup(self, batch: Batch) -> Tensor | None:
+        """What is kept of a global batch's samples, or predicted for them, (B, c); None where nothing is.
 
         Args:
-            index: rows of the global batch, (B,).
+            batch: its temperatures are not known yet.
         """
         return None
 
@@ -115,14 +125,12 @@ class Temperature(Part, nn.Module):
         """
         return None
 
-    def update(self, index: Tensor, rows: Tensor, gradients: Tensor, finite: Tensor) -> None:
-        """Move temperatures that are kept per sample, once per step.
+    def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
+        """Move what `lookup` gave, once per step; nothing moves where `batch.finite` is False.
 
         Args:
-            index: rows of the global batch, (B,).
             rows: what `lookup` gave, at which the gradients were taken.
             gradients: derivative of tau_i * (value_i + rho) of all anchors, (2, B).
-            finite: 0-d bool; nothing moves if it is False.
         """
 
     def set_epoch(self, epoch: int) -> None:
@@ -151,7 +159,7 @@ class FixedTemperature(Temperature):
 class LearnableTemperature(Temperature):
     """One tau for both directions, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
-    As printed: `equations.fastclip_v3`.
+    As printed: `equations.fastclip_v3`; `equations.scent`, which is the same.
 
     A larger rho pulls tau down; larger data, larger rho (NeuCLIP, Table 3). With dg/dtau counted twice, as
     FastCLIP's released code does, tau settles elsewhere, and the rho published with that code were tuned so.
@@ -233,7 +241,7 @@ class IndividualTemperature(Temperature):
         0.01, "a sample's temperature before its first visit", valid=positive, expected="a number > 0"
     )
     tau_min: float = TAU_MIN.with_default(0.005)
-    tau_max: float = option(1.0, "upper bound of a sample's temperature", valid=positive, expected="a number > 0")
+    tau_max: float = TAU_MAX
     tau_lr: float = option(0.03, "step size of a sample's temperature", valid=positive, expected="a number > 0")
     tau_lr_schedule: str = option(
         "constant", "that step size by epoch, towards 1e-4", choices=("constant", "cosine", "exponential")
@@ -295,9 +303,9 @@ class IndividualTemperature(Temperature):
     def scale(self, taus: Tensor) -> Tensor:
         return taus if self.scales_encoders else torch.ones_like(taus)
 
-    def lookup(self, index: Tensor | None) -> Tensor:
-        assert index is not None
-        return self.rows.lookup(index)
+    def lookup(self, batch: Batch) -> Tensor:
+        assert batch.index is not None
+        return self.rows.lookup(batch.index)
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
         assert rows is not None
@@ -306,10 +314,11 @@ class IndividualTemperature(Temperature):
     def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
         return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
 
-    def update(self, index: Tensor, rows: Tensor, gradients: Tensor, finite: Tensor) -> None:
+    def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
+        assert batch.index is not None
         old = rows.to(gradients.dtype)
         taus, *moments = old.split(2, dim=1)
-        gradient = EqualRows(index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
+        gradient = EqualRows(batch.index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
         if self.optimizer == "momentum":
             new = [(1 - self.beta) * moments[0] + self.beta * gradient]
             step = new[0]
@@ -322,7 +331,7 @@ class IndividualTemperature(Temperature):
             first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
             step = first / (second.sqrt() + self.ADAM_EPS)
         moved = taus if self.hold else (taus - self.current_lr * step).clamp(*self.bounds)
-        self.rows.assign(index, torch.where(finite, torch.cat([moved, *new], dim=1), old))
+        self.rows.assign(batch.index, torch.where(batch.finite, torch.cat([moved, *new], dim=1), old))
 
     def full_state(self) -> dict[str, Tensor]:
         table = self.rows.gather()

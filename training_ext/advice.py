@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from math import exp, log
 
+from open_clip_ext.presets import drrho_gamma
 from training_ext.params import starts_from_weights, trains_logit_scale
 
 FEW_STEPS = 10  # of an epoch: schedules that go by epochs, and a fifth of a pass, become coarse below
@@ -28,11 +29,6 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         *_on_gamma(args),
         *_on_sizes(args, num_samples, steps_per_epoch),
     ]
-
-
-def recommended_gamma(epochs: int) -> float:
-    """DRRho-CLIP's rule for a table's smallest gamma, min(1, 4.177 E^-0.7265), by the length of the training."""
-    return min(1.0, 4.177 * epochs**-0.7265)
 
 
 def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
@@ -77,9 +73,9 @@ def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
 
 
 def _on_gamma(args: Namespace) -> Iterator[str]:
-    if args.normalizer != "table":
+    if args.normalizer != "table" or args.gamma is None:
         return
-    recommended = recommended_gamma(args.loss_epochs)
+    recommended = drrho_gamma(args.loss_epochs)
     if args.gamma < recommended / 2:
         yield (
             f"--gamma: {args.gamma:g} averages over some {1 / args.gamma:.0f} visits of a sample, where "

@@ -24,6 +24,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import host
+from training_ext.keys import Keys, check_column
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
@@ -93,7 +94,9 @@ def find_rows(args: Namespace) -> DataRows:
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
     if kind == "csv":
-        captions = read_csv(args, args.train_data, max_bad=args.max_bad_samples)[args.csv_caption_key]
+        table = read_csv(args, args.train_data, max_bad=args.max_bad_samples)
+        check_column(args, table)
+        captions = table[args.csv_caption_key]
         if len(captions) == 0:
             raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
         # Captions but not paths, so that moved images are the same data.
@@ -230,7 +233,7 @@ class LateSampler(Sampler[int]):
 
 
 class RowLoader:
-    """A train loader without the columns of numbers; the rows of the last `keep` batches wait for the loss.
+    """A train loader without the columns of numbers; the rows and keys of the last `keep` batches wait for the loss.
 
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
@@ -239,6 +242,7 @@ class RowLoader:
         streams: loader workers whose samples are numbered, which then is the last token; 0 for map-style data.
         seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
         order: a LateSampler or SeededEpochs, which decides what the loader gives.
+        keys: tells the keys of a batch, if samples have any.
 
     Attributes:
         first: batches of the epoch that an earlier run has had.
@@ -248,7 +252,7 @@ class RowLoader:
 
     def __init__(
         self, loader: Any, keep: int, has_rows: bool, streams: int, seed: Callable[..., None],
-        order: LateSampler | SeededEpochs | None = None,
+        order: LateSampler | SeededEpochs | None = None, keys: Keys | None = None,
     ):
         self.loader = loader
         self.keep = keep
@@ -256,10 +260,12 @@ class RowLoader:
         self.streams = streams
         self.seed = seed
         self.order = order
+        self.keys = keys
         self.first = 0
         self.numbers = [0] * streams
         self.after_step: Callable[[int], None] = lambda batches: None
         self._latest: deque[Tensor] = deque(maxlen=keep)
+        self._latest_keys: deque[Tensor] = deque(maxlen=keep)
 
     def start_at(self, start: Start | None) -> None:
         """Begin the next epoch there; None for its first batch."""
@@ -271,6 +277,7 @@ class RowLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._latest.clear()
+        self._latest_keys.clear()
         self.seed(AT_EPOCH)
         empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
         for done, batch in enumerate(islice(self.loader, empty, None), self.first + 1):
@@ -283,6 +290,8 @@ class RowLoader:
             if self.has_rows:
                 self._latest.append(tokens[:, -1].contiguous())
                 tokens = tokens[:, :-1]
+            if self.keys is not None:
+                self._latest_keys.append(self.keys(tokens, self._latest[-1] if self.has_rows else None))
             yield host().batch(images, tokens.contiguous())
             if done % self.keep == 0:
                 self.after_step(done)
@@ -296,6 +305,10 @@ class RowLoader:
     def latest_rows(self) -> Tensor:
         """Rows of the last `keep` batches, one after the other, int64 on the CPU."""
         return torch.cat(list(self._latest))
+
+    def latest_keys(self) -> Tensor | None:
+        """Their keys, int64 on the CPU, or None where samples have none."""
+        return torch.cat(list(self._latest_keys)) if self.keys is not None else None
 
 
 class HostScenes(Scenes):

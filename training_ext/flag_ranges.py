@@ -121,6 +121,7 @@ RANGES: dict[str, Range] = {
     "osr_load": GIVEN,
     "keep_best": GIVEN,
     "shard_sizes": GIVEN,
+    "same_key": GIVEN,
 }
 # Of every other number, those of the losses included, after the range that it has of its own.
 FITS = {

@@ -73,7 +73,7 @@ class TrainingLoss:
         index = None
         if self.loss.needs_index:
             index = self.loader.latest_rows()
-        losses = self.loss(**model_out, index=index, output_dict=True)
+        losses = self.loss(**model_out, index=index, key=self.loader.latest_keys(), output_dict=True)
         if not output_dict:
             return losses["contrastive_loss"]
         return LogItems({self.name: losses["contrastive_loss"]}, self._diagnostics)

@@ -176,6 +176,17 @@ class Parser(argparse.ArgumentParser):
             "metrics.jsonl, TensorBoard and W&B alone",
         )
         group.add_argument(
+            "--same-key",
+            metavar="COLUMN",
+            help="column of the csv: samples with the same entry are not one another's negatives",
+        )
+        group.add_argument(
+            "--same-caption",
+            action="store_true",
+            default=None,
+            help="samples with the same caption are not one another's negatives",
+        )
+        group.add_argument(
             "--keep-best",
             metavar="METRIC",
             help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
@@ -214,7 +225,8 @@ SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weigh
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
-    "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all"
+    "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all",
+    "same_key", "same_caption",
 )
 
 
@@ -287,6 +299,9 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
     if args.shard_sizes and not args.uses_ext_loss:
         raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
+    for name in ("same_key", "same_caption"):
+        if getattr(args, name) and not args.uses_ext_loss:
+            raise InputError(f"{flag_of(name)}: --loss {args.loss} is OpenCLIP's own and does not use it")
     if trains_logit_scale(args):
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
@@ -297,7 +312,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 
 def check_taus(args: argparse.Namespace) -> None:
     """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
-    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max")
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
     for low, high in order:
         least, most = getattr(args, low), getattr(args, high)
         if least is not None and most is not None and most < least:

@@ -26,6 +26,7 @@ from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import host
+from training_ext.keys import check_keys
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_machine, check_remote_file
@@ -201,7 +202,15 @@ def check_distillation(args: Namespace) -> None:
         if args.distill_model is None:
             one, other = other, one
         raise InputError(f"{flag_of(one)}: {getattr(args, one)!r} needs {flag_of(other)}; give both or none")
-    if args.distill_model is None or args.uses_ext_loss:
+    if args.uses_ext_loss and bool(args.reference_gap) != (args.distill_model is not None):
+        given = f"--loss {args.loss}{' --reference-gap' if 'reference_gap' in args.given_flags else ''}"
+        if args.reference_gap:
+            raise InputError(f"--distill-model: {given} needs a reference model; give it and --distill-pretrained")
+        raise InputError(
+            f"--distill-model: {args.distill_model!r} with {given}, which does not distill; use --loss clip for that, "
+            "or as a reference --loss drrho-clip"
+        )
+    if args.distill_model is None:
         return
     if args.accum_freq > 1:
         raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
@@ -268,14 +277,13 @@ def check_combination(args: Namespace) -> None:
     given = f"--loss {args.loss}"
     if args.horovod:
         raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
-    for flag, value in (("--distill-model", args.distill_model), ("--distill-pretrained", args.distill_pretrained)):
-        if value is not None:
-            raise InputError(f"{flag}: {value!r} with {given}, which does not distill; use --loss clip for that")
     if "coca" in args.model.lower():
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
     if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
         raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
-    build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+    loss = build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+    if trains(args):
+        check_keys(args, kind_of(args, args.train_data), loss.takes_keys)
 
 
 def check_upsampling(args: Namespace) -> None:

@@ -29,6 +29,7 @@ from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, Wi
 from training_ext.evaluation import during_training
 from training_ext.hosts import host
 from training_ext.keep_best import Monitor, known_metrics
+from training_ext.keys import find_keys
 from training_ext.loading import decode_pairs, load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
@@ -223,7 +224,7 @@ class Session:
         else:
             loader.batch_sampler.sampler = order
             loader.worker_init_fn = self._outlive
-        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order)
+        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, find_keys(args))
         return replace(info, dataloader=self.loader)
 
     def synthetic(self, original: Callable) -> Callable:

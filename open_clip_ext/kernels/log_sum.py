@@ -11,6 +11,8 @@ They are sums over the same exponents, so that they cost no second pass: value a
 for some anchors and some vectors at a time (`streaming`), and only the derivatives are kept, b x d numbers in place of
 b x k.
 
+Where anchors and vectors have keys, the vectors with the anchor's own do not count.
+
 Shapes: b anchors a side, k vectors a side, d = embedding dimension.
 """
 
@@ -24,6 +26,9 @@ from torch import Tensor
 from open_clip_ext.kernels.streaming import exp_, highest, tiles
 from open_clip_ext.kernels.surrogates import is_linear, value_
 from open_clip_ext.surrogates import Surrogate
+
+LEFT_OUT = -1e4  # an exponent far below any other, -4 / 0.01 the lowest, whose product with its share is still a number
+Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int64
 
 
 def exponents_of(
@@ -46,7 +51,7 @@ def exponents_of(
 
 def log_sums(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, slopes: bool = True,
+    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, slopes: bool = True, keys: Keys | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """The values, (2, b), and their derivatives in the anchors, (2, b, d), in s_ii and in tau, (2, b) each.
 
@@ -58,6 +63,7 @@ def log_sums(
         lengths: of `others`, (2, k); None if they are unit vectors.
         seen: which of the k count, slices with a start and a stop that do not overlap; None for all.
         slopes: whether the derivatives are wanted.
+        keys: of anchors and vectors, if they have any.
     """
     seen = [slice(0, others.shape[1])] if seen is None else seen
     linear = is_linear(surrogate)
@@ -72,7 +78,7 @@ def log_sums(
     for side, anchors in enumerate((image, text)):
         _write(
             values[side], _one(grad_anchor, side), _one(grad_positive, side), _one(grad_tau, side), _one(lengths, side),
-            anchors, positives, tau[side], others[side], surrogate, seen,
+            anchors, positives, tau[side], others[side], surrogate, seen, keys,
         )
     if grad_anchor is None:
         return values, None
@@ -91,7 +97,7 @@ def _one(tensor: Tensor | None, side: int) -> Tensor | None:
 def _write(
     values: Tensor, grad_anchor: Tensor | None, grad_positive: Tensor | None, grad_tau: Tensor | None,
     lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    seen: Sequence[slice],
+    seen: Sequence[slice], keys: Keys | None,
 ) -> None:
     """Write what `log_sums` gives of one side, and what is not None of its derivatives: of a linear l that in the
     anchors alone."""
@@ -113,6 +119,8 @@ def _write(
             products = products_memory[: len(left) * len(some)].view(-1, len(some))
             torch.mm(left, some.T, out=products)
             exponents, shift, slope = exponents_of(products, positives[row], row_tau, surrogate)
+            if keys is not None:
+                exponents.masked_fill_(keys[0][row, None] == keys[1][column], LEFT_OUT)
             peak = highest(exponents, 1)
             # Where l is not the identity the exponents themselves are wanted again.
             shares = exp_(exponents.sub_(peak) if linear else exponents - peak)
@@ -141,9 +149,9 @@ class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-        lengths: Tensor | None, seen: Sequence[slice] | None,
+        lengths: Tensor | None, seen: Sequence[slice] | None, keys: Keys | None,
     ) -> Tensor:
-        values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, seen)
+        values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, seen, keys=keys)
         assert derivatives is not None
         ctx.save_for_backward(*derivatives)
         return values
@@ -154,13 +162,13 @@ class LogSum(torch.autograd.Function):
         # In place: autograd itself refuses to come here twice, and the losses come here at once.
         image, text = grad_anchor.mul_(grad_output[:, :, None])
         positives = (grad_output * grad_positive).sum(0)
-        return image, text, positives, grad_output * grad_tau, None, None, None, None
+        return image, text, positives, grad_output * grad_tau, None, None, None, None, None
 
 
 def log_sum(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, seen: Sequence[slice] | None = None,
+    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, keys: Keys | None = None,
 ) -> Tensor:
     """The values of `log_sums`, with their gradient in `image`, `text`, `positives` and `tau` where one is wanted."""
     inputs = (image, text, positives, tau, others, surrogate, lengths, seen)
-    return LogSum.apply(*inputs) if torch.is_grad_enabled() else log_sums(*inputs, slopes=False)[0]
+    return LogSum.apply(*inputs, keys) if torch.is_grad_enabled() else log_sums(*inputs, slopes=False, keys=keys)[0]

@@ -2,8 +2,9 @@
 
 Shapes as in `batch`. Side 0 has images as anchors, side 1 texts.
 
-For anchor i of a side, x_ij = s_ij - s_ii over the B - 1 other pairs j, and l(x_ij) its surrogate. Everything is
-float32 in the log domain: at a temperature of 0.01 the exponents reach 200, far beyond exp in float32.
+For anchor i of a side, x_ij = s_ij - s_ii over the B - 1 other pairs j, and l(x_ij) its surrogate. Where samples have
+keys, those with the anchor's own are no negatives. Everything is float32 in the log domain: at a temperature of 0.01
+the exponents reach 200, far beyond exp in float32.
 """
 
 import math
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import EqualRows
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
 from open_clip_ext.kernels.surrogates import value_
 from open_clip_ext.surrogates import Surrogate
@@ -61,6 +63,10 @@ class SimilarityBlocks:
             self.blocks += [Block(image, batch.all_image, 0, 0), Block(text, batch.all_text, 1, 1)]
         self.parts = parts(len(image), batch.size, image.device)
         self.negatives = (2 if intra_modal else 1) * (batch.size - 1)
+        self.log_negatives = batch.positives.new_full((batch.size,), self.negatives).log()
+        if batch.keys is not None:
+            same = EqualRows(batch.keys).count
+            self.log_negatives = (batch.size - same).clamp(min=1).to(batch.positives).log()
         self._latest: tuple[Block, slice, Tensor] | None = None
         self._memory = self._part_memory()
 
@@ -87,23 +93,31 @@ class SimilarityBlocks:
         for block in self.blocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
-                own = batch.offset + part.start
                 row_tau = batch.tau[block.row_side, part]
-                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, own, memory)
+                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory)
                 log_sums[block.row_side, part] = torch.logaddexp(log_sums[block.row_side, part], rows)
                 if block.whole:
                     column_tau = batch.tau[block.column_side]
-                    columns = self._log_sum(similarities, batch.positives, column_tau, 0, own, memory)
+                    columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
                     log_sums[block.column_side] = torch.logaddexp(log_sums[block.column_side], columns)
-        return log_sums - math.log(self.negatives)
+        return log_sums - self.log_negatives[batch.local]
+
+    def _leave_out(self, values: Tensor, part: slice, instead: float) -> None:
+        """Write `instead` where a pair of samples is no negative: (rows of the part, B), in place."""
+        own = self.batch.offset + part.start
+        if self.batch.keys is None:
+            values.diagonal(own).fill_(instead)
+        else:
+            keys = self.batch.keys[own : own + len(values)]
+            values.masked_fill_(keys[:, None] == self.batch.keys, instead)
 
     def _log_sum(
-        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, own: int, memory: Tensor
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, part: slice, memory: Tensor
     ) -> Tensor:
         """Over the negatives, which are along `dim`; the anchors are along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
-        exponents.diagonal(own).fill_(-math.inf)
+        self._leave_out(exponents, part, -math.inf)
         return log_sum_exp_(exponents, dim)
 
     def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
@@ -122,21 +136,21 @@ class SimilarityBlocks:
         from the same part, so no gradient travels between processes.
         """
         batch = self.batch
+        alpha, all_alpha = alpha + self.log_negatives[batch.local], all_alpha + self.log_negatives
         tau_terms, positive_weight = torch.zeros_like(alpha), torch.zeros_like(batch.positives)
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
             for part in reversed(self.parts):  # the similarities of the first pass's last part are still there
                 similarities = self._similarities(block, part)
-                own = batch.offset + part.start
                 weights, positive, grad_tau = self._weights(
-                    similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, own,
+                    similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, part,
                     gaps=memory, out=row_memory,
                 )
                 positive_weight[part] += positive
                 tau_terms[row_side, part] -= grad_tau
                 column_weights, positive, grad_tau = self._weights(
-                    similarities, batch.all_positives, batch.all_tau[column_side], all_alpha[column_side], 0, own,
+                    similarities, batch.all_positives, batch.all_tau[column_side], all_alpha[column_side], 0, part,
                     gaps=self._memory, out=memory,
                 )
                 self._latest = None  # overwritten
@@ -151,18 +165,21 @@ class SimilarityBlocks:
         return tau_terms
 
     def _weights(
-        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, own: int,
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, part: slice,
         gaps: Tensor, out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(l / tau - alpha) dl/ds / N of each pair of a part; for each anchor their sum over its negatives, and that
-        of exp(l / tau - alpha) l / tau / N. The negatives are along `dim`, the anchors along the other dimension. `out`
-        is memory for the first of these, `gaps` for what is needed on the way, perhaps that of `similarities`."""
+        """exp(l / tau - alpha) dl/ds of each pair of a part; for each anchor their sum over its negatives, and that of
+        exp(l / tau - alpha) l / tau. The negatives are along `dim`, the anchors along the other dimension. `out` is
+        memory for the first of these, `gaps` for what is needed on the way, perhaps that of `similarities`.
+
+        Args:
+            alpha: of the anchors, plus the logarithm of the number of their negatives.
+        """
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
         exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
-        shift = (alpha + math.log(self.negatives)).unsqueeze(dim)
-        weights = exp_(torch.sub(exponents, shift, out=like(out, similarities)))
-        weights.diagonal(own).zero_()
+        weights = exp_(torch.sub(exponents, alpha.unsqueeze(dim), out=like(out, similarities)))
+        self._leave_out(weights, part, 0.0)
         grad_tau = exponents.mul_(weights).sum(dim)
         if isinstance(slope, Tensor) or slope != 1:
             weights.mul_(slope)

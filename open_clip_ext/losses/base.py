@@ -37,6 +37,8 @@ class Loss(Part, nn.Module):
     Class attributes, beside those of `Part`:
         name: in the state, so that no loss takes over another's.
         needs_index: an instance may say otherwise.
+        takes_keys: whether samples may have keys, see `forward`; an instance may say otherwise.
+        takes_reference: whether a reference model's features come along; an instance may say otherwise.
         least_pairs: pairs that each process must have.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
         CHECKED: names of the tensors that `note` watches, the last by `note_gradients`.
@@ -44,6 +46,8 @@ class Loss(Part, nn.Module):
 
     least_pairs = 1
     trains_logit_scale = True
+    takes_keys = False
+    takes_reference = False
     num_samples: int  # where `needs_index`
     _like: Tensor
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
@@ -121,6 +125,10 @@ class Loss(Part, nn.Module):
         logit_bias: Tensor | None = None,
         index: Tensor | None = None,
         output_dict: bool = False,
+        dist_image_features: Tensor | None = None,
+        dist_text_features: Tensor | None = None,
+        dist_logit_scale: Tensor | None = None,
+        key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Estimate of the objective, 0-d float32, with its gradient.
 
@@ -131,18 +139,30 @@ class Loss(Part, nn.Module):
             logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
             logit_bias: has no effect; in a softmax it cancels.
             index: rows of the samples, (b,) int64 in [0, n); needed if the loss has state per sample.
+            dist_image_features, dist_text_features: a frozen reference model's features of the same pairs, (b, d')
+                unit vectors; needed if `takes_reference`, and refused if not. The names are OpenCLIP's.
+            dist_logit_scale: has no effect.
+            key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
+                `takes_keys`. Whether there are keys must not differ between processes.
 
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument.
         """
         self._check(image_features, text_features, logit_scale, index)
         self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        more = {} if key is None else {"key": self._check_key(key, len(image_features))}
+        reference = self._check_reference(image_features, dist_image_features, dist_text_features)
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         if self.validate or self.steps == 0:
             self._check_norms()
         dtype = torch.promote_types(image_features.dtype, torch.float32)
+        image, text = image_features.to(dtype), text_features.to(dtype)
+        if reference is not None:
+            # The inner product of these is s_ij less the reference's.
+            image = torch.cat([image, reference[0].to(image)], dim=1)
+            text = torch.cat([text, -reference[1].to(text)], dim=1)
         if not self.dimension:
-            self.materialize(image_features.shape[1], image_features.device, dtype)
+            self.materialize(image.shape[1], image.device, dtype)
         elif (self._like.device, self._like.dtype) != (image_features.device, dtype):
             self.to(image_features.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
@@ -152,7 +172,7 @@ class Loss(Part, nn.Module):
             update_state = trains and self._calls % self.accum_freq == 0
             self._calls += trains
             self.steps += update_state
-            value = self.compute(image_features.to(dtype), text_features.to(dtype), scale, index, update_state)
+            value = self.compute(image, text, scale, index, update_state, **more)
         return {"contrastive_loss": value} if output_dict else value
 
     def diagnostics(self) -> dict[str, Tensor]:
@@ -232,6 +252,29 @@ class Loss(Part, nn.Module):
             self._check_index(index, image_features.shape[0], may_wait)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+
+    def _check_key(self, key: Tensor, batch: int) -> Tensor:
+        if not self.takes_keys or key.dtype != torch.int64 or tuple(key.shape) != (batch,):
+            raise ValueError(
+                f"key: int64 of shape ({batch},), for a loss that takes keys; got {key.dtype} of {tuple(key.shape)}"
+            )
+        return key
+
+    def _check_reference(
+        self, like: Tensor, image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        if (image is None) != (text is None) or (image is None) == self.takes_reference:
+            needs = "needs both" if self.takes_reference else "has no use for either"
+            raise ValueError(f"dist_image_features, dist_text_features: this loss {needs}, a reference's unit vectors")
+        if image is None or text is None:
+            return None
+        if image.dim() != 2 or image.shape != text.shape or len(image) != len(like):
+            raise ValueError(
+                f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
+                f"and {tuple(text.shape)}"
+            )
+        self._latest |= {"dist_image_features": image.detach(), "dist_text_features": text.detach()}
+        return image.detach(), text.detach()
 
     @staticmethod
     def _check_equal_batches(features: Tensor) -> None:

@@ -51,6 +51,8 @@ class GlobalContrastiveLoss(Loss):
             image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
             one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
             gradient.
+        reference_gap: h_ij less the same gap of a frozen reference model (DRRho-CLIP), whose features each call is
+            given. As printed: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
         InputError: the parts do not go together, or an argument is out of range.
@@ -67,6 +69,9 @@ class GlobalContrastiveLoss(Loss):
         "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
         "one temperature for the two views of an image",
         choices=("cross", "both", "views"),
+    )
+    reference_gap: bool = option(
+        False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
     )
     trains_logit_scale = False  # the temperature decides
     CHECKED = ("image_features", "text_features", "logit_scale", "similarities", "index", "log-normalizers", GRADIENTS)
@@ -87,6 +92,11 @@ class GlobalContrastiveLoss(Loss):
                 f"{self.negatives!r} with normalizer {normalizer.name!r}, which estimates over the other side alone; "
                 "use 'cross'", "negatives",
             )
+        for part in (normalizer, temperature):
+            if self.reference_gap and not part.allows_reference:
+                raise InputError(f"with {part.name!r}, which takes unit vectors of one model alone", "reference_gap")
+        if self.reference_gap and self.negatives != "cross":
+            raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
         if objective.through_alpha and not normalizer.differentiable:
             raise InputError(
                 f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
@@ -97,6 +107,8 @@ class GlobalContrastiveLoss(Loss):
         self.objective = objective
         self.surrogate = surrogate or Identity()
         self.eps = self.loss_eps
+        self.takes_reference = self.reference_gap
+        self.takes_keys = normalizer.allows_keys and self.negatives == "cross"
         self.intra_modal = self.negatives != "cross"
         self.one_per_pair = self.negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
@@ -133,12 +145,14 @@ class GlobalContrastiveLoss(Loss):
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         super().materialize(dimension, device, dtype)
         self.normalizer.materialize(dimension, device, dtype)
+        self.temperature.materialize(dimension, device, dtype)
 
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold
 
     def compute(
-        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,
+        key: Tensor | None = None,
     ) -> Tensor:
         """The value is equal on every process."""
         tau = logit_scale.reciprocal()
@@ -146,9 +160,13 @@ class GlobalContrastiveLoss(Loss):
         with torch.no_grad():
             index, index_problem = self._global_index(index, image.device)
             rows, updated = self._of_step if trains else (None, None)
+            batch = Batch.gather(image, text, tau, index)
+            batch.keys = None if key is None else all_gather(key.to(image.device, non_blocking=True))
+            if update_state:
+                self.temperature.observe(batch)
             if update_state or not trains:
-                rows = self.temperature.lookup(index)
-            batch = Batch.gather(image, text, self.temperature.taus(tau, rows), index)
+                rows = self.temperature.lookup(batch)
+            batch.set_tau(self.temperature.taus(tau, rows))
             blocks = SimilarityBlocks(batch, self.surrogate, self.intra_modal)
             problems = self._complete(batch, blocks, index_problem)
             if update_state:
@@ -163,17 +181,17 @@ class GlobalContrastiveLoss(Loss):
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~are_finite(all_alpha)]))
             self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
-            if update_state:
+            if update_state and key is None:  # it compares with all that come later, whatever their key
                 self.online_error.observe(batch, all_alpha)
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)
             gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
             self.note_gradients(gradients[0][1], gradients[1][1])
-            if update_state and index is not None and rows is not None:
+            if update_state and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
-                self.temperature.update(index, rows, per_anchor, batch.finite)
+                self.temperature.update(batch, rows, per_anchor)
         return attach_gradients(value, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:

@@ -18,10 +18,14 @@ class Normalizer(Part, nn.Module):
 
     Class attributes, beside those of `Part`:
         differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.
+        allows_keys: whether samples with the same key can be left out of one another's estimate.
+        allows_reference: whether the embeddings may be those of a model beside a reference's, `reference_gap`.
         intra_modal: whether alpha also stands for negatives of the anchor's own modality (`--negatives both`).
     """
 
     differentiable: ClassVar[bool] = False
+    allows_keys: ClassVar[bool] = False
+    allows_reference: ClassVar[bool] = False
     intra_modal: ClassVar[bool] = False
     num_samples: int  # where `needs_index`
 

@@ -15,6 +15,8 @@ from open_clip_ext.normalizers.base import Normalizer
 class BatchNormalizer(Normalizer):
     name = "batch"
     intra_modal = True
+    allows_keys = True
+    allows_reference = True
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         return batch.log_batch

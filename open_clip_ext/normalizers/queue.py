@@ -26,7 +26,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.distributed import rank
 from open_clip_ext.errors import InputError
-from open_clip_ext.kernels.log_sum import log_sum
+from open_clip_ext.kernels.log_sum import Keys, log_sum
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
@@ -44,6 +44,8 @@ class Queue(Normalizer):
     """
 
     name = "queue"
+    allows_keys = True
+    allows_reference = True
     differentiable = True
     queue_size: int = option(
         4096, "m, embeddings that the queue holds on each side",
@@ -113,8 +115,14 @@ class Queue(Normalizer):
         if others == 0:
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
-        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen)
-        return add_eps(log_total - math.log(others), self.eps)
+        keys: Keys | None = None
+        log_count: Tensor | float = math.log(others)
+        if batch.keys is not None and self.ring.keys is not None:
+            keys = batch.keys[batch.local], self.ring.keys
+            same = number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
+            log_count = (others - same).clamp(min=1).to(batch.tau).log()
+        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen, keys=keys)
+        return add_eps(log_total - log_count, self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"queued": torch.tensor(float(self.ring.active))}
@@ -132,6 +140,12 @@ class Queue(Normalizer):
             raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
         self.ring.restore(state)
         self._epoch_of_ring = int(state["epoch"])
+
+
+def number_of_equals(keys: Tensor, others: Tensor) -> Tensor:
+    """How often each of `keys` (b,) occurs among `others` (k,), (b,) int64."""
+    ordered = others.sort().values
+    return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
 
 
 def gaps(places: list[slice], size: int) -> list[slice]:

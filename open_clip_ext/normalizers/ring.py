@@ -16,12 +16,14 @@ class EmbeddingRing(nn.Module):
     """
 
     rows: Tensor
+    keys: Tensor | None
 
     def __init__(self, capacity: int, dimension: int, device: torch.device, dtype: torch.dtype):
         super().__init__()
         self.capacity = capacity
         rows = torch.zeros(2, self.own_capacity, dimension, device=device, dtype=dtype)
         self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
         self.active = 0  # rows that were filled
         self.head = 0  # the place of the next row
 
@@ -49,9 +51,17 @@ class EmbeddingRing(nn.Module):
             new = torch.where(batch.finite, latest, earlier)
             for some, part in zip(places, new.split([some.stop - some.start for some in places]), strict=True):
                 rows[some] = part
+        if batch.keys is not None:
+            self._push_keys(batch.keys[-count:], places)
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places
+
+    def _push_keys(self, latest: Tensor, places: list[slice]) -> None:
+        if self.keys is None:
+            self.keys = -1 - torch.arange(self.capacity, device=latest.device)  # like no other
+        for some, part in zip(places, latest.split([some.stop - some.start for some in places]), strict=True):
+            self.keys[some] = part
 
     def _places(self, start: int, count: int) -> list[slice]:
         """`count` places from `start` on, in one piece or two."""
@@ -62,9 +72,11 @@ class EmbeddingRing(nn.Module):
         return [slice(start, self.capacity), slice(0, end - self.capacity)]
 
     def state(self) -> dict[str, Tensor]:
-        return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)}
+        keys = {} if self.keys is None else {"ring_keys": self.keys}
+        return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)} | keys
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` gave."""
         self.rows.copy_(state["ring"])
+        self.keys = state["ring_keys"].to(self.rows.device) if "ring_keys" in state else None
         self.active, self.head = int(state["active"]), int(state["ring_head"])

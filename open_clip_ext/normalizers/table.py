@@ -4,7 +4,8 @@ NeuCLIP, Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
 
     log u_i <- logaddexp(log(1 - gamma) + log u_i, log gamma + L_i),    alpha_i = log u_i (the new value).
 
-As printed: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tuneclip_u`; gamma: `equations.fastclip_gamma`.
+As printed: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tuneclip_u`, `equations.scent_u`; gamma:
+`equations.fastclip_gamma`, `equations.scent_gamma`.
 
 Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
 that occurs several times in a global batch moves once, with the mean of its eps + g_i, whatever the order of the
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
@@ -32,7 +34,9 @@ class MovingAverageTable(Normalizer):
         num_samples: n, the data set's number of rows.
         device: where the rows are kept, unless `rows_on` says otherwise.
         options: see the class's body. `cosine` takes gamma from 1 in epoch 0 down to `gamma` at epoch
-            `gamma_decay_epochs`, where it stays (FastCLIP); `constant` is `gamma` throughout (SogCLR).
+            `gamma_decay_epochs`, where it stays (FastCLIP); `constant` is `gamma` throughout (SogCLR). `proximal` gives
+        each row its own, sigmoid(log u_i + gamma_exponent), that of a step of SCENT's proximal mirror descent: where
+        u_i is small, it moves little.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -40,12 +44,21 @@ class MovingAverageTable(Normalizer):
 
     name = "table"
     intra_modal = True
+    allows_keys = True
+    allows_reference = True
     needs_index = True
     gamma: float = option(
         0.2, "weight of the new estimate in the moving average, at the end of its schedule",
         valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
     )
-    gamma_schedule: str = option("cosine", "how gamma comes down from 1", choices=("cosine", "constant"))
+    gamma_schedule: str = option(
+        "cosine", "how gamma comes down from 1; proximal: SCENT's, of each row by its own estimate",
+        choices=("cosine", "constant", "proximal"),
+    )
+    gamma_exponent: float = option(
+        10.0, "logarithm of the step size of SCENT's proximal mirror descent; larger: gamma nearer to 1",
+        valid=math.isfinite, expected="a finite number",
+    )
     gamma_decay_epochs: int = option(
         Derived("half of the epochs", lambda epochs: max(1, epochs // 2)), "epochs of the cosine",
         valid=lambda value: value >= 1, expected="at least 1",
@@ -62,22 +75,30 @@ class MovingAverageTable(Normalizer):
         self.final_gamma = self.gamma  # `gamma` is that of the epoch
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
         self._unvisited = torch.tensor(num_samples)  # rows, counted on the device of the batches
+        self._latest_gamma: Tensor | None = None  # the batch's mean, where each row has its own
         self.epoch: int | None = None
         self.gamma = 1.0 if self.gamma_schedule == "cosine" else self.final_gamma
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        if self.gamma_schedule == "constant" or epoch >= self.gamma_decay_epochs:
-            self.gamma = self.final_gamma
-        else:
-            cosine = 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_decay_epochs))
-            self.gamma = cosine * (1 - self.final_gamma) + self.final_gamma
+        if self.gamma_schedule == "cosine":
+            self.gamma = self._cosine(epoch)
+
+    def _cosine(self, epoch: int) -> float:
+        if epoch >= self.gamma_decay_epochs:
+            return self.final_gamma
+        cosine = 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_decay_epochs))
+        return cosine * (1 - self.final_gamma) + self.final_gamma
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        if settings["gamma_schedule"] == "constant":
-            refuse_unused(given, ["gamma_decay_epochs"], "with a constant gamma")
-            settings["gamma_decay_epochs"] = None
+        schedule = settings["gamma_schedule"]
+        unused = {
+            "cosine": ["gamma_exponent"], "constant": ["gamma_decay_epochs", "gamma_exponent"],
+            "proximal": ["gamma", "gamma_decay_epochs"],
+        }[schedule]
+        refuse_unused(given, unused, f"with gamma_schedule {schedule!r}")
+        settings.update(dict.fromkeys(unused))
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
@@ -90,8 +111,8 @@ class MovingAverageTable(Normalizer):
         old = self.log_u.lookup(batch.index)
         equal_rows = EqualRows(batch.index)
         estimate = equal_rows.log_mean_exp(batch.all_log_batch.T)
-        log_keep = math.log1p(-self.gamma) if self.gamma < 1 else -math.inf
-        new = torch.logaddexp(log_keep + old, math.log(self.gamma) + estimate)
+        log_keep, log_gamma = self._log_weights(old)
+        new = torch.logaddexp(log_keep + old, log_gamma + estimate)
         new = torch.where(old == -math.inf, estimate, new)
         new = torch.where(batch.finite, new, old)
         self.log_u.assign(batch.index, new)
@@ -100,6 +121,18 @@ class MovingAverageTable(Normalizer):
         self._unvisited = self._unvisited.to(old.device) - visited
         return new
 
+    def _log_weights(self, old: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """log(1 - gamma) and log gamma, of each row where they differ.
+
+        Args:
+            old: log u before the step, (B, 2).
+        """
+        if self.gamma_schedule != "proximal":
+            return math.log1p(-self.gamma) if self.gamma < 1 else -math.inf, math.log(self.gamma)
+        log_ratio = old + self.gamma_exponent
+        self._latest_gamma = log_ratio.sigmoid().where(old > -math.inf, 1.0).mean()
+        return logsigmoid(-log_ratio), logsigmoid(log_ratio)
+
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         assert batch.index is not None
         known = self.log_u.lookup(batch.index) if updated is None else updated
@@ -107,7 +140,8 @@ class MovingAverageTable(Normalizer):
         return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        return {"gamma": torch.tensor(self.gamma), "unvisited": self._unvisited / self.num_samples}
+        gamma = torch.tensor(self.gamma) if self._latest_gamma is None else self._latest_gamma
+        return {"gamma": gamma, "unvisited": self._unvisited / self.num_samples}
 
     def full_state(self) -> dict[str, Tensor]:
         table = self.log_u.gather()

@@ -31,6 +31,11 @@ COMPLETE = {**NPN, "npn_prototypes": 30}
 INDIVIDUAL = dict(temperature="individual", num_samples=ROWS, tau_start=0.1, tau_lr=0.001)
 LOSSES = {
     "table": ("fastclip-v3", TABLE),
+    "scent": ("scent", dict(num_samples=ROWS, gamma_exponent=1.0)),
+    "tempnet": ("tempnet", dict(num_samples=ROWS, tau_min=0.05, tau_max=0.5, tau_net_prototypes=30, tau_net_lr=1e-3)),
+    "reference": ("drrho-clip", TABLE),
+    "keys": ("fastclip-v3", TABLE),
+    "queue, keys": ("queue", dict(queue_size=80, mixing=0.3)),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", NPN),
@@ -110,7 +115,7 @@ def train(name, rank, world, accum_freq=1, start=None):
             *own, scale = wrapped(*pair)
             with_own = [*held[:number], own, *held[number + 1 :]]
             features = [torch.cat(parts) for parts in zip(*with_own, strict=True)]
-            value = loss(*features, scale, index=index[local])
+            value = loss(*features, scale, index=index[local], **more_of(name, loss, image[local], text[local]))
             value.backward()
         values.append(value.detach())
         first = first or {key: parameter.grad.clone() for key, parameter in trained.items()}
@@ -131,6 +136,14 @@ def global_batch(step):
     if step == 1:
         index[0] = index[-1]  # the same row on two processes
     return image, text, index
+
+
+def more_of(name, loss, image, text):
+    """A reference model's features, where the loss takes them: the inputs, which are unit vectors. Keys: one of four,
+    by signs of the image, which rounding leaves alone."""
+    if "keys" in name:
+        return dict(key=(image[:, 0] > 0).long() + 2 * (image[:, 1] > 0))
+    return dict(dist_image_features=image, dist_text_features=text) if loss.takes_reference else {}
 
 
 def local_part(rank, world):
@@ -154,7 +167,8 @@ def first_gradients(name, rank, world, dtype, jitter=None):
         generator = torch.Generator().manual_seed(jitter)
         image, text = (x * (1 + 2**-24 * torch.randn(x.shape, generator=generator)) for x in (image, text))
     local = local_part(rank, world)
-    loss(*wrapped(image[local].to(dtype), text[local].to(dtype)), index=index[local]).backward()
+    inputs = image[local].to(dtype), text[local].to(dtype)
+    loss(*wrapped(*inputs), index=index[local], **more_of(name, loss, *inputs)).backward()
     return {key: p.grad for key, p in model.named_parameters() if p.requires_grad}
 
 

@@ -15,6 +15,7 @@ from numerics import unit
 
 from open_clip_ext import equations, list_losses
 from open_clip_ext.equations import batch_g, gaps, gradient_of
+from open_clip_ext.equations.__main__ import main
 
 EPS, RHO = 1e-3, 3.0
 close = torch.testing.assert_close  # of float64: 1e-7 relative
@@ -202,7 +203,7 @@ def test_the_table_leads_to_the_fast_class_and_the_test_and_back(method, functio
 
 def test_eight_pairs(capsys):
     """The module's example has every method, and every method here is one of `--loss`."""
-    equations.main()
+    main()
     shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert all(abs(float(value)) < 100 for value in shown.values())
     methods = {method for (method,), *_ in table()}
@@ -212,16 +213,17 @@ def test_eight_pairs(capsys):
 
 
 def test_the_fast_classes_that_the_equations_name_exist():
-    source = Path(equations.__file__)
+    folder = Path(equations.__file__).parent
     defined = set()
-    for path in source.parent.rglob("*.py"):
+    for path in folder.parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef | ast.FunctionDef):
                 defined.add(node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
                 defined |= {target.id for target in targets if isinstance(target, ast.Name)}
-    named = re.findall(r"Fast:((?:[\s,]|and|`[\w.]+`)+)", source.read_text())
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    named = re.findall(r"Fast:((?:[\s,]|and|`[\w.]+`)+)", source)
     names = {part for text in named for name in re.findall(r"`([\w.]+)`", text) for part in name.split(".")}
     assert len(names) > 15
     assert names <= defined

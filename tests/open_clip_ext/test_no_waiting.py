@@ -29,7 +29,10 @@ def test_no_step_waits_for_the_device(name, monkeypatch):
         for _ in range(3):
             image, text = (torch.empty(16, 8, device="meta", requires_grad=True) for _ in range(2))
             scale = torch.empty((), device="meta", requires_grad=True)
-            loss(image, text, scale, index=torch.empty(16, dtype=torch.int64, device="meta")).backward()
+            others = torch.empty(2, 16, 8, device="meta")
+            reference = dict(dist_image_features=others[0], dist_text_features=others[1])
+            index = torch.empty(16, dtype=torch.int64, device="meta")
+            loss(image, text, scale, index=index, **(reference if loss.takes_reference else {})).backward()
             assert image.grad.is_meta and text.grad.is_meta
             loss.diagnostics()
 

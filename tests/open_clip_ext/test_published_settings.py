@@ -35,6 +35,23 @@ FASTCLIP = "the commands of FastCLIP's README"
             FASTCLIP,
         ),
         (
+            "scent",
+            dict(gamma_schedule="proximal", gamma_exponent=10.0, lr_tau_scheduler="fastclip", loss_eps=1e-6),
+            "the command of SCENT's contrastive/README.md",
+        ),
+        (
+            "drrho-clip",
+            dict(tau_init=0.01, loss_eps=1e-4, gamma_schedule="cosine", gamma_decay_epochs=37,
+                 gamma=4.177 * 37**-0.7265, reference_gap=True),
+            "the command and the rule of DRRho-CLIP's README",
+        ),
+        (
+            "tempnet",
+            dict(gamma=0.8, gamma_schedule="constant", rho=7.0, tau_min=0.005, tau_max=0.05, tau_net_prototypes=256,
+                 tau_net_lr=3e-5, tau_net_dropout=0.5),
+            "the authors' run_isogclr_tempnet.sh and models/losses.py",
+        ),
+        (
             "amorlip-released",
             dict(rho=8.5, rho_annealed=-8.5, rho_annealed_from=12, amor_beta=0.8, amor_beta_epochs=18, amor_updates=3,
                  amor_online_every=1, amor_target_every=2, amor_ema=0.92, amor_lr=1e-3, mlp_width=1.0,

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss
+from open_clip_ext.batch import Batch
 from open_clip_ext.diagnostics.exact import exact_log_normalizers
 from open_clip_ext.surrogates import Identity
 from training_ext.report.gradients import Objective, Step, batches_with, draw, given, minibatch, of_loss, statistics
@@ -130,7 +131,8 @@ def test_an_estimators_gradient_is_that_of_a_training_step(name):
         loss(*pairs(4, seed=seed), scale, index=index)
     loss.eval()
     image, text = pairs()
-    taus = loss.temperature.taus(1 / scale, loss.temperature.lookup(torch.arange(N)))
+    everyone = Batch.of_process(image, text, 1 / scale, torch.arange(N))
+    taus = loss.temperature.taus(1 / scale, loss.temperature.lookup(everyone))
     places = torch.tensor([9, 0, 7, 3, 10])  # some visited, some not
     step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).batch(places)
     queued = torch.full((8,), -1) if preset == "queue" else None  # others than these pairs

@@ -111,6 +111,11 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
             f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, and "
             "has no true value over all data; give a checkpoint of another loss"
         )
+    if args.uses_ext_loss and getattr(args, "reference_gap", None):
+        raise InputError(
+            f"--loss: the normalizers of {args.loss!r} are about gaps less a reference model's, and not about the "
+            "checkpoint's embeddings alone; give a checkpoint of another loss"
+        )
     check_ranges(args)
     rows, shards = find_all_rows(options, args)
     instead = "repeat the flags of its training"

@@ -64,7 +64,7 @@ def compare(
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     index = embedded.rows[places]
     saved_tau = torch.tensor(saved.tau, dtype=torch.float32, device=args.device)
-    tau = saved_tau if loss is None else temperatures(loss, saved_tau, index)
+    tau = saved_tau if loss is None else temperatures(loss, saved_tau, embedded, places, args.device)
     common = {
         "surrogate": Identity() if loss is None else loss.surrogate,
         "eps": EPS if loss is None else loss.eps,
@@ -136,7 +136,7 @@ def objective_of(
     """The global objective over all rows: the loss's own, or Eq. 1 for one that has another."""
     tau = scale = saved_tau
     if loss is not None:
-        tau = temperatures(loss, saved_tau, embedded.rows)
+        tau = temperatures(loss, saved_tau, embedded, torch.arange(len(embedded.rows)), saved_tau.device)
         scale = loss.temperature.scale(tau)
     return Objective(
         embedded.image, embedded.text, embedded.rows, tau, scale, common["surrogate"], common["eps"],
@@ -144,9 +144,19 @@ def objective_of(
     )
 
 
-def temperatures(loss: GlobalContrastiveLoss, saved_tau: Tensor, rows: Tensor) -> Tensor:
-    """Of the rows (k,) of the data set, (2, k), or 0-d where all are one."""
-    return loss.temperature.taus(saved_tau, loss.temperature.lookup(rows.to(saved_tau.device)))
+def temperatures(
+    loss: GlobalContrastiveLoss, saved_tau: Tensor, embedded: Embedded, places: Tensor, device: torch.device | str
+) -> Tensor:
+    """Of the anchors at `places` (k,) of what was embedded, (2, k), or 0-d where all are one."""
+    image, text = (exact.Rows(side, device) for side in (embedded.image, embedded.text))
+    parts = []
+    for some in places.split(EXACT_AT_ONCE):
+        index = embedded.rows[some].to(device)
+        batch = Batch.of_process(image.take(some), text.take(some), saved_tau, index)
+        parts.append(loss.temperature.taus(saved_tau, loss.temperature.lookup(batch)))
+        if parts[0].dim() == 0:
+            return parts[0]
+    return torch.cat(parts, dim=1)
 
 
 def all_log_normalizers(

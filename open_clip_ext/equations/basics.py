@@ -1,0 +1,63 @@
+"""What the methods share: similarity gaps and the batch's normalizers; CLIP and CyCLIP."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+
+def gaps(e1: Tensor, e2: Tensor) -> Tensor:
+    """h: s_ij - s_ii over j != i for image i as anchor, s_ji - s_ii for text i, (2, B, B - 1)."""
+    s = e1 @ e2.T
+    h = torch.stack([s, s.T]) - s.diagonal()[:, None]
+    others = ~torch.eye(len(s), dtype=torch.bool, device=s.device)
+    return h[:, others].view(2, len(s), len(s) - 1)
+
+
+def two_view_gaps(e1: Tensor, e2: Tensor) -> Tensor:
+    """h for two views of images, (2, B, 2 (B - 1)): the negatives are both views of the other images.
+
+    iSogCLR, Eq. 3 and the set B_i of Eq. 11, for either view as the anchor.
+    """
+    s = torch.stack([e1, e2]) @ torch.cat([e1, e2]).T
+    h = s - (e1 * e2).sum(dim=1)[:, None]
+    others = ~torch.eye(len(e1), dtype=torch.bool, device=s.device).repeat(1, 2)
+    return h[:, others].view(2, len(e1), 2 * (len(e1) - 1))
+
+
+def batch_g(h: Tensor, tau: Tensor) -> Tensor:
+    """g_1 and g_2 of every anchor over the batch, (2, B): NeuCLIP, Eq. 1's underbraces, without epsilon as in Eq. 2-5.
+
+    With a temperature for each sample, iSogCLR, Eq. 15-16. Fast: `SimilarityBlocks.log_batch_normalizers`.
+    """
+    return (h / tau[..., None]).exp().mean(dim=2)
+
+
+def global_contrastive(g: Tensor, tau: Tensor, rho: float, eps: float) -> Tensor:
+    """NeuCLIP, Eq. 1, 0-d: the objective of SogCLR and FastCLIP-v1 (with rho 0), FastCLIP-v3 and NeuCLIP.
+
+    There g is over the whole data set. With the batch's g it is the minibatch objective. Fast: `BatchNormalizer`.
+    """
+    return tau * (eps + g).log().mean(dim=1).sum() + 2 * tau * rho
+
+
+def gradient_of(x: Tensor) -> Tensor:
+    """0 with the gradient of `x`, for gradients that are not those of the value to report."""
+    return x - x.detach()
+
+
+# CLIP and CyCLIP
+
+
+def clip(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
+    """CLIP, Figure 3, 0-d: both cross entropies, halved. TuneCLIP, Eq. 1 and AmorLIP, Eq. 3 are their sum."""
+    logits = e1 @ e2.T / tau
+    pairs = torch.arange(len(e1), device=e1.device)
+    return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
+
+
+def cyclip(e1: Tensor, e2: Tensor, tau: Tensor, lambda1: float = 0.25, lambda2: float = 0.25) -> Tensor:
+    """CyCLIP, Section 3, 0-d: CLIP's loss, the in-modal and the cross-modal consistency. Fast: `CyCLIPLoss`."""
+    cross = e1 @ e2.T
+    inmodal = (e1 @ e1.T - e2 @ e2.T).square().sum() / len(e1)
+    crossmodal = (cross - cross.T).square().sum() / len(e1)
+    return clip(e1, e2, tau) + lambda1 * inmodal + lambda2 * crossmodal

@@ -1,0 +1,181 @@
+"""Networks that predict the normalizers, NeuCLIP's and AmorLIP's, and a queue of embeddings."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+
+from open_clip_ext.equations.basics import batch_g, gaps, gradient_of
+from open_clip_ext.equations.tables import fastclip_v3
+
+# NeuCLIP: a network of prototypes predicts the log-normalizers
+
+
+def neuclip_alpha(w1: Tensor, w2: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, eps: float) -> Tensor:
+    """NeuCLIP, Eq. 10-11: the log-normalizers that the prototypes (m, d) predict, (2, B). Fast: `Prototypes`."""
+    e, w = normalize(torch.stack([e1, e2]), dim=2), normalize(torch.stack([w1, w2]), dim=2)
+    cosines_above_positive = e @ w.mT - (e1 * e2).sum(dim=1)[:, None]
+    return (eps + batch_g(cosines_above_positive, tau)).log()
+
+
+def neuclip(g: Tensor, tau: Tensor, alpha: Tensor, rho: float, eps: float) -> Tensor:
+    """NeuCLIP, Eq. 12 on the batch, 0-d, with its gradient through alpha as well. Fast: `Unified`."""
+    bound = (-alpha).exp() * (eps + g) + alpha
+    return tau * bound.mean(dim=1).sum() + 2 * tau * (rho - 1)
+
+
+def neuclip_separate(g: Tensor, alpha: Tensor, eps: float) -> Tensor:
+    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate", AmorLIP's. Fast: `L2Log`."""
+    return (alpha - (eps + g).log()).square().mean(dim=1).sum() / 2
+
+
+def neuclip_w(
+    w1: Tensor, w2: Tensor, optimizer: torch.optim.Optimizer, e1: Tensor, e2: Tensor, tau: Tensor, t: int, T_r: int,
+    T_u: int, eps: float,
+) -> None:
+    """NeuCLIP, Algorithm 1, lines 3-9: step `t` of the prototypes (m, d), which change in place.
+
+    Lines 10-12 are `neuclip_alpha`, and `neuclip` with its gradient in e1, e2 and tau. A reset takes the last m <= B
+    pairs of the batch; where m > B the paper does not say which, and the fast class takes the latest m of several
+    batches. Fast: `NetworkNormalizer`, `Prototypes`.
+
+    Args:
+        optimizer: of w1 and w2, such as torch.optim.Adagrad([w1, w2], lr=1.0).
+    """
+    e1, e2, tau = e1.detach(), e2.detach(), tau.detach()
+    if t % T_r == 0:
+        w1.data.copy_(e2[-len(w1) :])
+        w2.data.copy_(e1[-len(w2) :])
+    g = batch_g(gaps(e1, e2), tau)
+    for _ in range(T_u):
+        optimizer.zero_grad()
+        neuclip(g, tau, neuclip_alpha(w1, w2, e1, e2, tau, eps), rho=0.0, eps=eps).backward()
+        optimizer.step()
+
+
+# AmorLIP: networks learn the partition functions, and the encoders divide by them
+
+
+def amorlip_kernel(e1: Tensor, e2: Tensor, s: Tensor, positive: float = 1.0) -> Tensor:
+    """exp(s <e_1i, e_2j>), (B, B).
+
+    Args:
+        positive: what the anchor's own pair counts: 1 in the paper, 1e-3 in the authors' released code.
+    """
+    weights = torch.ones(len(e1), len(e1), dtype=e1.dtype, device=e1.device).fill_diagonal_(positive)
+    return weights * (s * e1 @ e2.T).exp()
+
+
+def amorlip_z(e1: Tensor, e2: Tensor, s: Tensor, positive: float = 1.0) -> Tensor:
+    """AmorLIP, Eq. 2: the partition function of every anchor over the batch, (2, B)."""
+    kernel = amorlip_kernel(e1, e2, s, positive)
+    return torch.stack([kernel.mean(dim=1), kernel.mean(dim=0)])
+
+
+def amorlip_beta(t: int, T: int, beta_T: float) -> float:
+    """AmorLIP, Section 3.3: beta of epoch t = 1, ..., T. Fast: `Amortization.current_beta`."""
+    return beta_T - 0.5 * beta_T * (1 + math.cos(math.pi * t / T))
+
+
+def amorlip_z_comb(z: Tensor, previous: Tensor, beta_t: float) -> Tensor:
+    """AmorLIP, Eq. 12, (2, B).
+
+    Args:
+        previous: lambda of the target networks that the last epoch ended with, (2, B).
+    """
+    return beta_t * previous + (1 - beta_t) * z
+
+
+def kl(t: Tensor) -> Tensor:
+    """AmorLIP, Section 2: f of the KL divergence."""
+    return t * t.log()
+
+
+def js(t: Tensor) -> Tensor:
+    """AmorLIP, Section 2: f of the Jensen-Shannon divergence."""
+    return (t * t.log() - (t + 1) * ((t + 1) / 2).log()) / 2
+
+
+def amorlip_objective(
+    lam: Tensor, z: Tensor, z_comb: Tensor, f: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """AmorLIP, what the online networks minimise, 0-d: Eq. 10, or Eq. 8 with `f` and Appendix C's 0.1 times Eq. 10.
+
+    Z_comb replaces Z, as Section 3.3 says. The mean over the batch of Eq. 8's exponential, exp(s <.,.>) / Z_comb, is
+    Z / Z_comb. Fast: `DIVERGENCES`.
+    """
+    eq10 = (lam.log() - z_comb.log()).square().mean(dim=1).sum() / 2
+    if f is None:
+        return eq10
+    eq8 = (z / z_comb * f(z_comb / lam)).mean(dim=1).sum()
+    return eq8 + 0.1 * eq10
+
+
+def amorlip_networks(networks: nn.ModuleList, e1: Tensor, e2: Tensor) -> Tensor:
+    """AmorLIP, Section 3.2: lambda = exp(MLP(e)), (2, B), with a network for images and one for texts."""
+    return torch.stack([network(e) for network, e in zip(networks, (e1, e2), strict=True)]).exp()
+
+
+def amorlip_lambda(
+    online: nn.ModuleList, target: nn.ModuleList, optimizer: torch.optim.Optimizer, e1: Tensor, e2: Tensor, z: Tensor,
+    z_comb: Tensor, k: int, T_online: int, T_target: int, T_lambda: int, alpha: float,
+    f: Callable[[Tensor], Tensor] | None = None,
+) -> None:
+    """AmorLIP, Algorithm 1, lines 7-8: step `k` of the networks, which change in place. Fast: `Amortization`.
+
+    Line 4 makes new networks at the start of an epoch; line 6 is `amorlip_z_comb`, and line 9 `amorlip` with lambda of
+    the target networks. The paper counts k from 1; here from 0, so that new networks are trained before they are used.
+
+    Args:
+        optimizer: of the online networks.
+        alpha: what the target keeps of itself, Eq. 11.
+    """
+    e1, e2, z, z_comb = e1.detach(), e2.detach(), z.detach(), z_comb.detach()
+    if k % T_online == 0:
+        for _ in range(T_lambda):
+            optimizer.zero_grad()
+            amorlip_objective(amorlip_networks(online, e1, e2), z, z_comb, f).backward()
+            optimizer.step()
+    if k % T_target == 0:
+        for slow, fast in zip(target.parameters(), online.parameters(), strict=True):
+            slow.data = alpha * slow.data + (1 - alpha) * fast.data  # Eq. 11
+
+
+def amorlip_mle(e1: Tensor, e2: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    """AmorLIP, Eq. 5's first line, 0-d: the objective, for Z over the whole data set."""
+    return -2 * s * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()
+
+
+def amorlip(e1: Tensor, e2: Tensor, s: Tensor, lam: Tensor, rho: float, positive: float = 1.0) -> Tensor:
+    """AmorLIP, Eq. 6 over the constant s, plus rho / s (Appendix C), as a gradient in e1, e2 and s, 0-d.
+
+    The value has Eq. 5 in place of Eq. 6. Fast: `AmorLIPLoss`.
+
+    Args:
+        lam: lambda of the target networks, (2, B), a constant.
+    """
+    kernel, lam = amorlip_kernel(e1, e2, s, positive), lam.detach()
+    eq6 = -2 * s * (e1 * e2).sum(dim=1).mean() + (kernel / lam[0][:, None]).mean() + (kernel / lam[1]).mean()
+    value = (amorlip_mle(e1, e2, s, lam) + rho) / s
+    return value.detach() + gradient_of(eq6 / s.detach() + rho / s)
+
+
+# A queue of the latest embeddings; not from a paper
+
+
+def queue_u(
+    texts: Tensor, images: Tensor, g: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, mixing: float, eps: float
+) -> Tensor:
+    """The queue's normalizers mixed with the batch's, (2, B), constants. Fast: `Queue`, `GlobalContrastiveLoss.mixing`.
+
+    Args:
+        texts, images: queued embeddings that are not of the batch, (k, d) each, k >= 1.
+        mixing: weight of the batch, in [0, 1).
+    """
+    alpha = neuclip_alpha(texts, images, e1, e2, tau, eps)
+    return (mixing * (eps + g) + (1 - mixing) * alpha.exp()).detach()
+
+
+queue = fastclip_v3

@@ -1,0 +1,185 @@
+"""A small network that predicts each sample's temperature from its embedding (TempNet, arXiv 2404.04575).
+
+The form is that of the authors' released code for image-text pairs. For an embedding e of one modality,
+
+    v = dropout(sigmoid(A e + a)),    z_j = <v, w_j / |w_j|>,    p = softmax(z / phi)
+    tau = tau_min + (tau_max - tau_min) * sigmoid( sum_j c_j (p_j - 1/m) sigmoid(z_j) + b )
+
+with the prototypes w_1, ..., w_m, and each modality has a network of its own. It minimises iSogCLR's objective in
+tau_i; nothing of it reaches the embeddings. As printed: `equations.tempnet_tau`, `equations.tempnet`.
+
+Readings fixed here: every process updates the same network on all B anchors, whose embeddings are at hand, so that no
+gradient travels, and process 0 sends its network once an epoch, so that none drifts away by rounding. Dropout is drawn
+from the number of the step, the same on every process and when a training resumes. The first batch's embeddings of the
+other modality are the first prototypes, as in the authors' script; where they are fewer than m, the others stay random.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.errors import InputError
+from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.options import option, positive
+from open_clip_ext.temperatures import RHO, TAU_MAX, TAU_MIN, Temperature
+
+FIRST_PHI = 0.01
+
+
+class NetworkTemperature(Temperature):
+    """tau_i from the anchor's own embedding, by a network for images and one for texts.
+
+    Args: see the class's body. The parameters and the two moments of their Adam are one vector each, so that they move
+        with the loss and into a checkpoint like any other buffer.
+
+    Raises:
+        InputError: an argument is out of range; the message names it.
+    """
+
+    name = "network"
+    optimizer_options = ()
+    allows_reference = False
+    rho: float = RHO.with_default(7.0)
+    tau_min: float = TAU_MIN.with_default(0.005)
+    tau_max: float = TAU_MAX.with_default(0.05)
+    tau_net_prototypes: int = option(
+        256, "prototypes of the network that predicts temperatures, on each side",
+        valid=lambda value: value >= 2, expected="at least 2", in_state=True,
+    )
+    tau_net_lr: float = option(
+        3e-5, "its learning rate in the first epoch, 0.9 times as much in each one after it",
+        valid=positive, expected="a number > 0",
+    )
+    tau_net_dropout: float = option(
+        0.5, "dropout of its inner layer in training", valid=lambda value: 0 <= value < 1, expected="in [0, 1)"
+    )
+    BETAS, ADAM_EPS, LR_DECAY = (0.9, 0.999), 1e-8, 0.9
+    weights: Tensor
+    moments: Tensor
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.register_buffer("weights", torch.empty(0), persistent=False)
+        self.register_buffer("moments", torch.empty(2, 0), persistent=False)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.steps = 0
+        self.epoch = 0
+        self._send = True
+
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        if settings["tau_max"] < settings["tau_min"]:
+            raise InputError(f"{settings['tau_max']:g} is below tau_min, {settings['tau_min']:g}", "tau_max")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._send = True
+
+    # The network
+
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        d, m = dimension, self.tau_net_prototypes
+        self.shapes = {"inner": (2, d, d), "inner_bias": (2, d), "prototypes": (2, m, d), "log_phi": (2,),
+                       "out": (2, m), "out_bias": (2,)}
+        draw = torch.Generator().manual_seed(0)
+        bound = d**-0.5  # of torch.nn.Linear
+        start = {
+            "inner": torch.rand(2, d, d, generator=draw).mul(2).sub(1).mul(bound),
+            "inner_bias": torch.rand(2, d, generator=draw).mul(2).sub(1).mul(bound),
+            "prototypes": torch.randn(2, m, d, generator=draw),
+            "log_phi": torch.tensor([FIRST_PHI, FIRST_PHI]).log(),
+            "out": torch.ones(2, m),
+            "out_bias": torch.zeros(2),
+        }
+        self.weights = torch.cat([part.flatten() for part in start.values()]).to(device, dtype)
+        self.moments = self.weights.new_zeros(2, len(self.weights))
+
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """Views of a vector of parameters, by name; the first axis is the side."""
+        sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
+        parts = weights.split(sizes)
+        return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def predict(self, image: Tensor, text: Tensor, weights: Tensor) -> Tensor:
+        """Temperatures of embeddings (b, d) each, (2, b)."""
+        p = self.named(weights)
+        inner = (torch.stack([image, text]) @ p["inner"].mT + p["inner_bias"][:, None]).sigmoid()
+        if self.training and self.tau_net_dropout > 0:
+            draw = torch.Generator().manual_seed(self.steps)
+            kept = torch.empty(inner.shape, dtype=torch.bool).bernoulli_(1 - self.tau_net_dropout, generator=draw)
+            inner = inner * kept.to(inner.device) / (1 - self.tau_net_dropout)
+        products = inner @ normalize(p["prototypes"], dim=2).mT
+        shares = (products / p["log_phi"].exp()[:, None, None]).softmax(dim=2)
+        terms = (shares - 1 / self.tau_net_prototypes) * products.sigmoid() * p["out"][:, None]
+        between = (terms.sum(dim=2) + p["out_bias"][:, None]).sigmoid()
+        return self.tau_min + (self.tau_max - self.tau_min) * between
+
+    # The steps
+
+    @property
+    def current_lr(self) -> float:
+        """The learning rate of this epoch."""
+        return self.tau_net_lr * self.LR_DECAY**self.epoch
+
+    def observe(self, batch: Batch) -> None:
+        if self.steps == 0:
+            prototypes = self.named(self.weights)["prototypes"]
+            others = torch.stack([batch.all_text, batch.all_image])[:, : prototypes.shape[1]]
+            first = prototypes[:, : others.shape[1]]
+            first.copy_(torch.where(are_finite(others).all(), others, first))
+        if self._send and world_size() > 1:
+            dist.broadcast(self.weights, 0)
+            dist.broadcast(self.moments, 0)
+        self._send = False
+
+    def lookup(self, batch: Batch) -> Tensor:
+        """The predicted temperatures, (B, 2)."""
+        return self.predict(batch.all_image, batch.all_text, self.weights).T
+
+    def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
+        assert rows is not None
+        return rows.T
+
+    def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
+        return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
+
+    def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
+        """A step of Adam on mean_i tau_i * (value_i + rho)."""
+        with torch.enable_grad():
+            weights = self.weights.detach().requires_grad_()
+            taus = self.predict(batch.all_image, batch.all_text, weights)
+            (gradient,) = torch.autograd.grad(taus, weights, gradients / batch.size)
+        self.steps += 1
+        first, second = (
+            beta * moment + (1 - beta) * gradient**power
+            for power, (beta, moment) in enumerate(zip(self.BETAS, self.moments, strict=True), start=1)
+        )
+        mean, square = (m / (1 - beta**self.steps) for beta, m in zip(self.BETAS, (first, second), strict=True))
+        moved = self.weights if self.hold else self.weights - self.current_lr * mean / (square.sqrt() + self.ADAM_EPS)
+        self.weights = torch.where(batch.finite, moved, self.weights)
+        self.moments = torch.where(batch.finite, torch.stack([first, second]), self.moments)
+
+    # State
+
+    def full_state(self) -> dict[str, Tensor]:
+        if rank() > 0 or not len(self.weights):
+            return {}
+        tensors = {"weights": self.weights, "moments": self.moments, "steps": torch.tensor(self.steps)}
+        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if not len(self.weights):
+            return
+        if "weights" not in state:
+            raise ValueError("temperature: 'network' where the state has none")
+        if len(state["weights"]) != len(self.weights):
+            raise ValueError(f"tau_net_prototypes: {self.tau_net_prototypes} where the state has another number")
+        self.weights.copy_(state["weights"])
+        self.moments.copy_(state["moments"])
+        self.steps = int(state["steps"])

@@ -1,0 +1,70 @@
+"""Keys of samples: those with the same key are not one another's negatives.
+
+`--same-key COLUMN` takes them from a csv, `--same-caption` from the captions. A caption's key is a hash of its tokens:
+texts that the model cannot tell apart are the same, whatever stands beyond the context's length.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from open_clip_ext.errors import InputError
+
+Keys = Callable[[Tensor, Tensor | None], Tensor]  # from tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64
+
+
+def has_keys(args: Namespace) -> bool:
+    return args.same_key is not None or bool(args.same_caption)
+
+
+def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
+    """Raise InputError unless the keys that were asked for can be told, and the loss has a use for them.
+
+    Args:
+        kind: of the train data, as `data.kind_of` tells it.
+        takes_keys: as `Loss.takes_keys`.
+    """
+    if not has_keys(args):
+        return
+    flag = "--same-caption" if args.same_key is None else "--same-key"
+    if args.same_key is not None and args.same_caption:
+        raise InputError(f"--same-caption: with --same-key {args.same_key!r}; give one of the two")
+    if not takes_keys:
+        raise InputError(
+            f"{flag}: --loss {args.loss} cannot leave out single negatives; use --normalizer table, queue or batch, "
+            "with "
+            "negatives 'cross'"
+        )
+    if args.same_key is not None and kind != "csv":
+        raise InputError(f"--same-key: {args.same_key!r} is a column, and {kind} has none; use --same-caption")
+
+
+def check_column(args: Namespace, table: pd.DataFrame) -> None:
+    """Raise InputError unless the csv has the column of `--same-key`."""
+    if args.same_key is not None and args.same_key not in table.columns:
+        columns = ", ".join(repr(name) for name in table.columns)
+        raise InputError(f"--same-key: {args.train_data!r} has no column {args.same_key!r}; its columns are {columns}")
+
+
+def find_keys(args: Namespace) -> Keys | None:
+    """What tells the keys of a batch; None where none were asked for."""
+    if args.same_key is not None:
+        cells = pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.same_key])[args.same_key]
+        of_rows = keys_of_cells(cells)
+        return lambda tokens, rows: of_rows[rows]
+    return keys_of_captions if args.same_caption else None
+
+
+def keys_of_cells(cells: pd.Series) -> Tensor:
+    """A number for each cell, equal where the cells are, (n,) int64; an empty cell is like no other."""
+    codes = torch.from_numpy(pd.factorize(cells)[0].astype("int64"))
+    return torch.where(codes >= 0, codes, -1 - torch.arange(len(codes)))
+
+
+def keys_of_captions(tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+    """A hash of each row of tokens (b, L) int64: of two that differ, equal with a probability of 2^-63."""
+    factors = torch.randint(-(2**62), 2**62, (tokens.shape[1],), generator=torch.Generator().manual_seed(0))
+    return (tokens * (2 * factors + 1)).sum(dim=1)
