@@ -16,7 +16,7 @@ from training_ext.run_log import duration
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics, by the end of their names
 WHAT = {
     "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
-    "data.jsonl": "samples left out", BEST: "the best weights", START: "metrics before the first step",
+    "data.jsonl": "samples used, by epoch", BEST: "the best weights", START: "metrics before the first step",
     "temperatures.html": "samples by temperature", "confusion": "classes taken for others",
     "tensorboard": "tensorboard --logdir",
 }
