@@ -13,12 +13,13 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
+from training_ext.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.flag_ranges import likely_cause
 from training_ext.hosts import host
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
-from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.session import RUN, Session
 from training_ext.versions import open_clip_version
 
 HOST = host()
@@ -82,7 +83,7 @@ SEAMS = (
         DATA, "get_dataset_fn",
         why="--dataset-type shapes",
         contract="get_data finds the builder of a data set without shards by get_dataset_fn(path, type)",
-        replacement=lambda original, session: partial(session.builder_of, original),
+        replacement=lambda original, session: partial(session.data.builder_of, original),
         for_ext_loss=False,
     ),
     *(
@@ -90,7 +91,9 @@ SEAMS = (
             module, name,
             why="the data sets are built with the names below replaced",
             contract=f"get_data builds each of its data sets by {name}(args, transform, is_train=..., tokenizer=...)",
-            replacement=lambda original, session: partial(session.build_dataset, original, scoped),
+            replacement=lambda original, session: partial(
+                session.data.build_dataset, original, partial(scoped, session)
+            ),
             for_ext_loss=False,
         )
         for module, name in ((SHARDS, HOST.shards_builder), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
@@ -99,7 +102,7 @@ SEAMS = (
         DATA, "SyntheticDataset",
         why="carries the rows; stands in for generated scenes",
         contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
-        replacement=lambda original, session: session.synthetic(original),
+        replacement=lambda original, session: session.data.synthetic(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),
@@ -108,7 +111,7 @@ SEAMS = (
         why="carries the rows; one image that cannot be read would end the run",
         contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
         "cells in images and captions",
-        replacement=lambda original, session: session.csv_lines(original),
+        replacement=lambda original, session: session.data.csv_lines(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),
@@ -118,7 +121,7 @@ SEAMS = (
         "tried again without end",
         contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt, "
         "once for each pass over a worker's shards",
-        replacement=lambda original, session: session.shard_rows(),
+        replacement=lambda original, session: session.data.shard_rows(),
         scopes=(TRAIN_DATA,),
         for_ext_loss=False,
     ),
@@ -127,7 +130,7 @@ SEAMS = (
         why="counts what it leaves out",
         contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by what "
         "this class builds",
-        replacement=lambda original, session: session.complete(original),
+        replacement=lambda original, session: session.data.complete(original),
         scopes=(TRAIN_DATA,),
         for_ext_loss=False,
     ),
@@ -136,7 +139,7 @@ SEAMS = (
         why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
         "cannot be decoded",
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
-        replacement=lambda original, session: session.decode(original),
+        replacement=lambda original, session: session.data.decode(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
     ),
@@ -146,7 +149,7 @@ SEAMS = (
         "resumed epoch passes over the samples that it has had",
         contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
         "follow take one sample at a time",
-        replacement=lambda original, session: session.seeded_shuffle(original),
+        replacement=lambda original, session: session.data.seeded_shuffle(original),
         scopes=(TRAIN_DATA,),
     ),
     Seam(
@@ -154,14 +157,14 @@ SEAMS = (
         why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is shorter",
         contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a batch "
         "each, and returns a DataInfo with shared_epoch",
-        replacement=lambda original, session: session.seeded_loader(original),
+        replacement=lambda original, session: session.data.seeded_loader(original),
         scopes=(TRAIN_DATA,),
     ),
     Seam(
         SHARDS, "ResampledShards2",
         why="its seed comes from the loader's workers, which differ in a resumed run",
         contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
-        replacement=lambda original, session: session.seeded_shards(original),
+        replacement=lambda original, session: session.data.seeded_shards(original),
         scopes=(TRAIN_DATA,),
     ),
     Seam(

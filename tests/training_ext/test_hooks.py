@@ -11,11 +11,12 @@ from conftest import LOSSES, Experiment, ext_main, run_main
 
 from training_ext.checkpoint import KEY
 from training_ext.data import DataRows
+from training_ext.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.hooks import SEAMS, check_seams, scoped
 from training_ext.hosts import host
 from training_ext.params import parse_args
 from training_ext.patching import look_up
-from training_ext.session import RUN, TRAIN_DATA, VAL_DATA, Session
+from training_ext.session import RUN, Session
 from training_ext.shards import Shards
 
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)

@@ -41,7 +41,7 @@ def evaluations(monkeypatch):
             return {RECALL: value, "clip_val_loss": 1 - value, "epoch": epoch, "num_samples": 400}
 
         monkeypatch.setattr(host().main_module, "evaluate", evaluate)
-        monkeypatch.setattr("training_ext.session.evaluate", evaluate)
+        monkeypatch.setattr(host().train_module, "evaluate", evaluate)
         return at
 
     return set_to

@@ -1,0 +1,139 @@
+"""The seams of the data pipeline: what each puts in OpenCLIP's place, and what they share."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from open_clip_train.data import SharedEpoch
+from torch.utils.data import IterableDataset
+
+from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
+from training_ext.hosts import host
+from training_ext.keys import find_keys
+from training_ext.loading import decode_pairs
+from training_ext.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
+from training_ext.shards import ShardRows
+from training_ext.skips import Complete, Decode, Skips, UsableLines
+from training_ext.stopping import Outlive
+
+TRAIN_DATA, VAL_DATA = "train data", "validation data"
+
+
+class DataSeams:
+    """The data of one run.
+
+    Args:
+        args: as `params.parse_args` gives them.
+        rows: of the train data, on process 0; the others get them before the data are built.
+
+    Attributes:
+        epoch: by which the order and the augmentation of the data are seeded.
+        skips: what was left out of the train data.
+        loader: of the train data, once built, for a loss of ours.
+    """
+
+    def __init__(self, args: Namespace, rows: DataRows | None):
+        self.args = args
+        self.rows = rows
+        self.epoch = 0
+        self.skips = Skips(args.max_bad_samples, args.workers)
+        self.loader: RowLoader
+        self._seeded_epochs: SeededEpochs | None = None
+        self._stream: SampleStream
+        self._shared_epoch = SharedEpoch()
+        self._outlive = Outlive()
+        self._building = TRAIN_DATA
+
+    @property
+    def known_rows(self) -> DataRows:
+        """`rows`, once every process has them."""
+        assert self.rows is not None
+        return self.rows
+
+    def close(self) -> None:
+        """The run has ended, in whatever way."""
+        self._outlive.close()
+
+    @staticmethod
+    def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
+        return original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
+
+    def build_dataset(
+        self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,
+        tokenizer: Any = None, **kwargs: Any,
+    ) -> Any:
+        """OpenCLIP's data set, built with the seams of its scope."""
+        self._building = TRAIN_DATA if is_train else VAL_DATA
+        streams, has_rows = 0, True
+        if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
+            streams, has_rows = max(1, args.workers), self.known_rows.shards is not None
+            tokenizer = RowTokenizer(tokenizer, has_rows)
+        with scoped(self._building):
+            info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+        if is_train:
+            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
+        if not is_train or not args.uses_ext_loss:
+            return info
+        loader = info.dataloader
+        order = self._seeded_epochs or LateSampler(loader.sampler, args.batch_size)
+        if isinstance(order, SeededEpochs):
+            order.shared_epoch = info.shared_epoch
+        else:
+            loader.batch_sampler.sampler = order
+            loader.worker_init_fn = self._outlive
+        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, find_keys(args))
+        return replace(info, dataloader=self.loader)
+
+    def synthetic(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+        if self.args.dataset_type == "shapes":
+            original = shapes_dataset(self.args, is_train)
+        return self.rowed(original) if is_train and self.args.uses_ext_loss else original
+
+    def rowed(self, original: Callable) -> Callable:
+        return lambda *args, **kwargs: WithRow(original(*args, **kwargs), self.args.seed, self._shared_epoch)
+
+    def csv_lines(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+
+        def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
+            rowed = lines = original(path, *args, **kwargs)
+            if is_train and self.args.uses_ext_loss:
+                rowed = WithRow(lines, self.args.seed, self._shared_epoch)
+            return UsableLines(lines, rowed, path, self.skips if is_train else None)
+
+        return build
+
+    def complete(self, original: Callable) -> Callable:
+        if host().builds_filter:
+            return lambda **keys: Complete(original(**keys), self.skips)
+        return Complete(original, self.skips)
+
+    def shard_rows(self) -> Callable:
+        shards = self.known_rows.shards if self.args.uses_ext_loss else None
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard)
+
+    def decode(self, original: Callable) -> Callable:
+        if self._building == VAL_DATA:
+            return decode_pairs(original)
+        return Decode(original, self.skips, self.args.batch_size)
+
+    def seeded_shuffle(self, original: Callable) -> Callable:
+        self._stream = SampleStream(self.args.seed, self.args.rank)
+        return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
+
+    def seeded_loader(self, original: Callable) -> Callable:
+        def build(dataset: IterableDataset, **kwargs: Any) -> Any:
+            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
+            return original(self._seeded_epochs, **kwargs, worker_init_fn=self._outlive)
+
+        return build
+
+    def seeded_shards(self, original: Callable) -> Callable:
+        return partial(original, worker_seed=WorkerSeed(self.args.seed, self.args.rank))
+
+    def _seed(self, use: int, *place: int) -> None:
+        self._shared_epoch.set_value(self.epoch)
+        seed_all(self.args.seed, use, self.epoch, self.args.rank, *place)
