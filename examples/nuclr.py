@@ -1,0 +1,152 @@
+"""NUCLR (Wang et al. 2024, its authors' code) as a loss of one's own: a learned offset per sample in the normalizer.
+
+    python examples/nuclr.py --dataset-type shapes --train-num-samples 8000 --loss nuclr --epochs 16 ...
+
+takes every flag of `open_clip_ext.main`. Sample j counts exp((s_ij - s_ii - zeta_j) / tau) among the negatives of
+anchor i: one that many others are like gets a larger zeta_j and counts less. The offset belongs to the negative and not
+to the anchor, and it moves by what all anchors make of it: none of the library's four parts does that. So this is a
+`Loss` with its own `compute`; for the sake of few lines every process holds B x B similarities.
+
+    u_i    <- (1 - gamma) u_i + gamma * mean_j!=i a_ij,    a_ij = exp((s_ij - s_ii - zeta_j) / tau)
+    grad    = mean_i mean_j!=i a_ij / (u_i + exp(-xi / tau) / (n - 1)) * grad (s_ij - s_ii)
+    z_j    <- (1 - theta) z_j + theta * (1 - n / (n - 1) * mean_i a_ij / (u_i + exp(-zeta_i / tau) / (n - 1)))
+    zeta_j <- zeta_j - eta * z_j
+
+for images as anchors with the texts' zeta, and the other way round; xi is the largest zeta of the epoch before, at
+least `nuclr_xi`; mean_i has i = j in it. At a row's first visit u and z are the new values themselves.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import EqualRows, ShardedRows, all_gather, rank, world_size
+from open_clip_ext.losses import Loss
+from open_clip_ext.main import leave, main
+from open_clip_ext.options import Derived, not_negative, option, positive
+from open_clip_ext.presets import PRESETS, LossPreset
+from open_clip_ext.temperatures import FixedLogitScale
+
+
+class NUCLR(Loss):
+    """Args: see the class's body; `num_samples` rows of log u, zeta and z for either modality.
+
+    Defaults are those of the authors' script for CC3M, 30 epochs.
+    """
+
+    name = "nuclr"
+    needs_index = True
+    trains_logit_scale = False
+    optimizer_options = FixedLogitScale.options
+    nuclr_gamma: float = option(
+        0.8, "weight of the new estimate in u", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
+    )
+    nuclr_theta: float = option(
+        0.9, "weight of the new gradient in z", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
+    )
+    nuclr_eta: float = option(
+        5e-6, "step size of the texts' offsets, on a cosine and divided by 10 and 100 from half and three quarters on",
+        valid=positive, expected="a number > 0",
+    )
+    nuclr_eta_images: float = option(
+        0.1, "that of the images' over it", valid=not_negative, expected="a number >= 0"
+    )
+    nuclr_zeta: float = option(-0.05, "offsets at the start", valid=math.isfinite, expected="a finite number")
+    nuclr_xi: float = option(0.0, "lower bound of xi", valid=math.isfinite, expected="a finite number")
+    nuclr_start: int = option(5, "epoch from which on offsets move", valid=not_negative, expected="at least 0")
+    nuclr_epochs: int | None = option(
+        Derived("all epochs", lambda epochs: epochs), "length of their schedule",
+        valid=lambda value: value >= 1, expected="at least 1",
+    )
+    xi: Tensor
+
+    def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
+        super().__init__(**options)
+        self.num_samples = num_samples
+        start = self.nuclr_zeta
+        self.rows = ShardedRows(num_samples, 6, [-math.inf, -math.inf, start, start, math.inf, math.inf], device)
+        self.register_buffer("xi", torch.full((2,), self.nuclr_xi), persistent=False)
+        self.epoch = 0
+        self._epoch_of_xi = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.epoch = epoch
+
+    @property
+    def current_eta(self) -> float:
+        """Of this epoch."""
+        epochs = self.nuclr_epochs or 1
+        if self.epoch < self.nuclr_start:
+            return 0.0
+        part = (self.epoch - self.nuclr_start) / max(1, epochs - 1 - self.nuclr_start)
+        share = 1.0 if self.epoch < epochs // 2 else 0.1 if self.epoch < epochs * 3 // 4 else 0.01
+        return share * self.nuclr_eta * (1 + math.cos(math.pi * part)) / 2
+
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+    ) -> Tensor:
+        assert index is not None
+        tau, n = logit_scale.detach().reciprocal(), self.num_samples
+        e1, e2, index = everyone(image), everyone(text), all_gather(index.to(image.device))
+        s = torch.stack([e1 @ e2.T, e2 @ e1.T])
+        h = s - s.diagonal(dim1=1, dim2=2)[:, :, None]
+        own = torch.eye(len(e1), dtype=torch.bool, device=s.device)
+        with torch.no_grad():
+            if update_state and self._epoch_of_xi != self.epoch:
+                highest = all_gather(self.rows.rows[:-1, 2:4].amax(dim=0, keepdim=True)).amax(dim=0)
+                self.xi, self._epoch_of_xi = highest.clamp(min=self.nuclr_xi).to(self.xi), self.epoch
+            log_u, zeta, z = self.rows.lookup(index).T.to(s.dtype).split(2)
+            equal = EqualRows(index)
+            log_a = (h - zeta.flip(0)[:, None]) / tau  # image anchors meet texts, with the texts' offsets
+            log_g = log_a.masked_fill(own, -math.inf).logsumexp(dim=2) - math.log(len(e1) - 1)
+            log_g = equal.log_mean_exp(log_g.T).T
+            if update_state:
+                kept = math.log1p(-self.nuclr_gamma) if self.nuclr_gamma < 1 else -math.inf
+                moved = torch.logaddexp(kept + log_u, math.log(self.nuclr_gamma) + log_g)
+                log_u = torch.where(log_u == -math.inf, log_g, moved)
+                if self.epoch >= self.nuclr_start:
+                    log_own = torch.logaddexp(log_u, -zeta.flip(0) / tau - math.log(n - 1))
+                    weights = (log_a - log_own[:, :, None]).exp().mean(dim=1).flip(0)  # by the negative's own side
+                    gradient = equal.mean((1 - n / (n - 1) * weights).T).T
+                    z = torch.where(z == math.inf, gradient, (1 - self.nuclr_theta) * z + self.nuclr_theta * gradient)
+                    zeta = zeta - self.current_eta * torch.tensor([[self.nuclr_eta_images], [1.0]]).to(z) * z
+                self.rows.assign(index, torch.cat([log_u, zeta, z]).T)
+            known = torch.where(log_u == -math.inf, log_g, log_u)
+            log_all = torch.logaddexp(known, -self.xi.flip(0)[:, None].to(s) / tau - math.log(n - 1))
+            weights = (log_a - log_all[:, :, None]).exp().masked_fill(own, 0.0) / (len(e1) - 1)
+        value = (tau * log_all).mean(dim=1).sum()
+        gradient = (weights * h).sum(dim=2).mean(dim=1).sum()
+        # Every process has the whole, with a graph to its own pairs; DistributedDataParallel averages over them.
+        return value + world_size() * (gradient - gradient.detach())
+
+    def full_state(self) -> dict[str, Tensor | int | str]:
+        table = self.rows.gather()
+        xi = {"xi": self.xi.cpu().clone(), "epoch_of_xi": self._epoch_of_xi}
+        return {**super().full_state(), **xi, **({} if table is None else {"rows": table})}
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        super().load_full_state(state)
+        assert isinstance(state["rows"], Tensor) and isinstance(state["xi"], Tensor)
+        self.rows.load(state["rows"])
+        self.xi.copy_(state["xi"])
+        self._epoch_of_xi = int(state["epoch_of_xi"])
+
+
+def everyone(own: Tensor) -> Tensor:
+    """The features of all processes, (B, d), with a graph to this process's own."""
+    parts = list(all_gather(own).split(len(own)))
+    parts[rank()] = own
+    return torch.cat(parts)
+
+
+PRESET = LossPreset(
+    NUCLR.name, "sogclr whose normalizers have a learned offset for each negative",
+    "the code of bokun-wang/NUCLR", loss=NUCLR, defaults={"tau_init": 0.01},
+)
+
+if __name__ == "__main__":
+    PRESETS[PRESET.name] = PRESET
+    leave(main())
