@@ -24,6 +24,8 @@ from training_ext.versions import open_clip_version
 
 HOST = host()
 MAIN, TRAIN, DATA, SHARDS = HOST.main, HOST.train, "open_clip_train.data", HOST.shards
+if not hasattr(HOST.main_module, "main"):
+    raise ImportError(f"cannot import name 'main' from {MAIN!r}")
 open_clip_main = HOST.main_module.main
 
 

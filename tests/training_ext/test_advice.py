@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from training_ext.advice import advise, recommended_gamma
+from open_clip_ext.presets import drrho_gamma
+from training_ext.advice import advise
 from training_ext.params import parse_args
 
 COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch-size 64 --lr 1e-3"
@@ -60,8 +61,8 @@ def test_pretrained_weights_and_fixed_temperatures_need_not_move():
 
 
 def test_the_rule_for_gamma():
-    assert recommended_gamma(7) == 1  # the authors' command for DFN-192M has 7 epochs and gamma 1.0
-    assert recommended_gamma(30) == pytest.approx(0.353, abs=1e-3)
+    assert drrho_gamma(7) == 1  # the authors' command for DFN-192M has 7 epochs and gamma 1.0
+    assert drrho_gamma(30) == pytest.approx(0.353, abs=1e-3)
 
 
 def test_the_command_says_it_once(run, datasets):

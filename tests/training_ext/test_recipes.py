@@ -82,7 +82,7 @@ def test_the_list_fits_a_terminal(monkeypatch, capsys):
 def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(write, eight):
     path = write(f"global_batch_size: 64\nflags: {{{MINE}, wd: 0.3, npn_wd: 0.5, aug_cfg: {{scale: '(0.5,1)'}}}}")
     args = parse(f"--recipe {path} --wd 0.7 --rho 6 --train-data x.tar")
-    assert (args.wd, args.rho, args.npn_wd, args.lr, args.npn_updates) == (0.7, 6.0, 0.5, 1e-3, 10)
+    assert (args.wd, args.rho, args.npn_wd, args.lr, args.npn_opt) == (0.7, 6.0, 0.5, 1e-3, "adagrad")
     assert args.aug_cfg == {"scale": (0.5, 1)} and args.batch_size == 8
     assert parse(f"--recipe {path} --accum-freq 2").batch_size == 4
     assert parse(f"--recipe {path} --batch-size 5").batch_size == 5
