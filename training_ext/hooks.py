@@ -23,7 +23,10 @@ from training_ext.versions import open_clip_version
 
 HOST = host()
 MAIN, TRAIN, DATA, SHARDS = HOST.main, HOST.train, "open_clip_train.data", HOST.shards
-open_clip_main = HOST.main_module.main
+try:
+    open_clip_main = HOST.main_module.main
+except AttributeError:
+    raise ImportError(f"cannot import name 'main' from '{MAIN}'") from None
 
 
 @dataclass(frozen=True)
