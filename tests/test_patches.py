@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from open_clip_ext.data.make_shards import main as make_shards
+from open_clip_ext.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "tests/training_ext/model_configs"
@@ -42,7 +43,10 @@ def run(main: str, path: list[Path], flags: str, folder: Path, name: str) -> tup
     command = [sys.executable, "-c", RUN, str(CONFIGS), main, *words]
     ended = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    losses = re.findall(r"Train Epoch: .* Loss: (\S+) \(", (folder / name / "out.log").read_text())
+    if main == "open_clip_ext.main":
+        losses = [line["objective_learnable"] for line in read_metrics(folder / name, "train")]
+    else:
+        losses = re.findall(r"Train Epoch: .* Loss: (\S+) \(", (folder / name / "out.log").read_text())
     return [float(value) for value in losses], torch.load(folder / name / "checkpoints/epoch_4.pt", weights_only=True)
 
 

@@ -5,12 +5,13 @@ same losses as with the installed one.
 """
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from open_clip_ext.metrics_file import read_metrics
 
 TRAINING = Path(__file__).parent / "training_ext"
 WHEEL = "OPEN_CLIP_WHEEL"  # of OpenCLIP's main branch, which is not on PyPI
@@ -24,6 +25,8 @@ CHOSEN = (
     "test_hooks.py::test_every_name_is_a_seam_of_the_host",
     "test_hooks.py::test_two_processes",
 )
+# OpenCLIP before 2.30 writes NumPy's numbers into the checkpoints of its own losses, which torch refuses to read.
+UNREADABLE = {"2.29.0": "test_training.py::test_open_clips_own_losses_train_as_open_clip_trains_them[--loss clip]"}
 TRAIN = (
     "import sys; from pathlib import Path; from conftest import ext_main, run_main; "
     "sys.exit(run_main(ext_main, sys.argv[1], Path(sys.argv[2])))"
@@ -54,7 +57,7 @@ def folder(request, tmp_path_factory) -> Path:
 def train(folder: Path, environment: dict[str, str]) -> list[float]:
     """The loss of every step of two epochs."""
     subprocess.run([sys.executable, "-c", TRAIN, f"{FLAGS} run", str(folder)], env=environment, check=True)
-    return [float(value) for value in re.findall(r" Loss: (\S+) \(", (folder / "run/out.log").read_text())]
+    return [line["objective_learnable"] for line in read_metrics(folder / "run", "train")]
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +65,15 @@ def losses(tmp_path_factory) -> list[float]:
     return train(tmp_path_factory.mktemp("installed"), environment())
 
 
-def test_chosen_tests_of_the_training(folder):
-    chosen = [str(TRAINING / name) for name in CHOSEN]
+def test_chosen_tests_of_the_training(folder, request):
+    version = request.node.callspec.params["folder"]
+    chosen = [str(TRAINING / name) for name in CHOSEN if name != UNREADABLE.get(version)]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", *chosen]
     ended = subprocess.run(command, env=environment(folder), cwd=TRAINING.parents[1], capture_output=True, text=True)
-    assert ended.returncode == 0 and f"{len(CHOSEN)} passed" in ended.stdout, ended.stdout[-5000:]
+    assert ended.returncode == 0 and f"{len(chosen)} passed" in ended.stdout, ended.stdout[-5000:]
 
 
 def test_the_losses_are_those_of_the_installed_open_clip(folder, losses, tmp_path):
     assert len(losses) == 12
-    # Logs show five digits; models of other versions round otherwise.
+    # Models of other versions round otherwise.
     assert train(tmp_path, environment(folder)) == pytest.approx(losses, rel=1e-4)

@@ -26,6 +26,7 @@ class Host:
         shards: the module that assembles the pipeline of shards.
         shards_builder, sample_filter: its names of the function for a data set of shards and of the filter of samples.
         builds_filter: whether the filter is a class, and not the function itself.
+        scale_name: under which a logged step has 1 / tau.
         dict_batches: whether samples and batches are dicts of `image` and `text`, and not pairs.
         refused: beginnings of names of flags that the loop or this package does not follow.
     """
@@ -37,6 +38,7 @@ class Host:
     shards_builder: str = "get_wds_dataset"
     sample_filter: str = "filter_no_caption_or_no_image"
     builds_filter: bool = False
+    scale_name: str = "scale"
     dict_batches: bool = False
     refused: tuple[str, ...] = ()
 
@@ -84,6 +86,7 @@ HOSTS = (
         shards_builder="get_wds_dataset_legacy",
         sample_filter="FilterValidSample",
         builds_filter=True,
+        scale_name="logit_scale",
         dict_batches=True,
         refused=(
             # Those of the task loop alone

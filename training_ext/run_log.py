@@ -17,6 +17,7 @@ import torch
 from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
+from training_ext.hosts import host
 
 # Change once an epoch or are taken once in it; shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives")
@@ -183,7 +184,7 @@ class RunLog:
         self._last = self._step, now
         numbers, self._numbers = self._numbers, {}
         numbers["throughput"] = throughput  # OpenCLIP's samples_per_second is of the last step alone
-        numbers.setdefault("tau", 1 / numbers["scale"])
+        numbers.setdefault("tau", 1 / numbers[host().scale_name])
         self._losses.append(numbers[self.loss_name or "loss"])
         self._add(
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
