@@ -78,5 +78,6 @@ class EmbeddingRing(nn.Module):
     def restore(self, state: dict[str, Tensor]) -> None:
         """Take over what `state` gave."""
         self.rows.copy_(state["ring"])
-        self.keys = state["ring_keys"].to(self.rows.device) if "ring_keys" in state else None
+        keys = state.get("ring_keys")  # copied: the next push writes into it
+        self.keys = None if keys is None else keys.to(self.rows.device, copy=True)
         self.active, self.head = int(state["active"]), int(state["ring_head"])
