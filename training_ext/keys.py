@@ -34,9 +34,7 @@ def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
         raise InputError(f"--same-caption: with --same-key {args.same_key!r}; give one of the two")
     if not takes_keys:
         raise InputError(
-            f"{flag}: --loss {args.loss} cannot leave out single negatives; use --normalizer table, queue or batch, "
-            "with "
-            "negatives 'cross'"
+            f"{flag}: --loss {args.loss} cannot leave out single negatives; use --normalizer table, queue or batch"
         )
     if args.same_key is not None and kind != "csv":
         raise InputError(f"--same-key: {args.same_key!r} is a column, and {kind} has none; use --same-caption")
