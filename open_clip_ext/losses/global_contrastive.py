@@ -66,8 +66,8 @@ class GlobalContrastiveLoss(Loss):
     )
     negatives: str = option(
         "cross",
-        "whether only the other side's samples are negatives, or both sides'; views: both, with one estimate and "
-        "one temperature for the two views of an image",
+        "whose samples are negatives: the other modality's (cross), of both (both), or of both with one estimate and "
+        "one temperature for an image's two views (views)",
         choices=("cross", "both", "views"),
     )
     reference_gap: bool = option(
