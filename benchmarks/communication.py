@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from collectives import CollectiveCounter
+from measuring import reference_of
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
@@ -39,6 +40,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
         for step in range(2):  # the first also sends what is sent once in hundreds of steps
             features = [normalize(torch.randn(args.batch_size, args.dim), dim=1).requires_grad_() for _ in range(2)]
             more = {} if name == "clip" else {"index": torch.arange(args.batch_size) + rank * args.batch_size}
+            more |= reference_of(loss, *features)
             if step == 0 and name != "clip":
                 loss.set_epoch(0)
             with CollectiveCounter() as counter:

@@ -16,7 +16,7 @@ import runpy
 from collections.abc import Callable
 
 import torch
-from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, shown, summary, table
+from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -40,7 +40,7 @@ class Call:
         self.features = [side.to(device, dtype).requires_grad_() for side in (image, text)]
         self.logit_scale = torch.tensor(1 / 0.03, device=device, requires_grad=True)
         self.loss = loss
-        self.more = {}
+        self.more = reference_of(loss, *self.features)
         if isinstance(loss, open_clip_ext.losses.Loss):
             loss.set_epoch(0)
         if not isinstance(loss, ClipLoss):

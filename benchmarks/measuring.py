@@ -73,6 +73,13 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
+def reference_of(loss: Any, image: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The features of a reference model where the loss takes them: the same, without a graph."""
+    if not getattr(loss, "takes_reference", False):
+        return {}
+    return {"dist_image_features": image.detach(), "dist_text_features": text.detach()}
+
+
 class BareProducts:
     """Matrix products of the anchors of both sides with m vectors, and back: to the anchors, to the vectors or neither.
 

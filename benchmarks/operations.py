@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from unittest.mock import patch
 
 import torch
-from measuring import begin, finish, parser, table
+from measuring import begin, finish, parser, reference_of, table
 from open_clip.loss import ClipLoss
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -36,8 +36,10 @@ def operations(loss: Callable, batch: int, dim: int) -> int:
     def step() -> None:
         image, text = (torch.empty(batch, dim, device="meta", requires_grad=True) for _ in range(2))
         scale = torch.empty((), device="meta", requires_grad=True)
-        index = {"index": torch.empty(batch, dtype=torch.int64, device="meta")}
-        loss(image, text, scale, **(index if isinstance(loss, open_clip_ext.losses.Loss) else {})).backward()
+        more = reference_of(loss, image, text)
+        if isinstance(loss, open_clip_ext.losses.Loss):
+            more["index"] = torch.empty(batch, dtype=torch.int64, device="meta")
+        loss(image, text, scale, **more).backward()
 
     for _ in range(WARM_UP):
         step()

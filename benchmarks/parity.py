@@ -11,7 +11,7 @@ import math
 import sys
 
 import torch
-from measuring import begin, finish, parser, table
+from measuring import begin, finish, parser, reference_of, table
 from torch import Tensor
 from torch.nn.functional import normalize
 from tqdm import tqdm
@@ -34,7 +34,7 @@ def call(loss: open_clip_ext.losses.Loss, step: int, args, device: torch.device)
     inputs = [side.to(device).requires_grad_() for side in features(step, args.batch_size, args.dim)]
     inputs.append(torch.tensor(1 / TAU, device=device, requires_grad=True))
     index = torch.arange(args.batch_size) + step * args.batch_size // 2 % (args.num_samples - args.batch_size)
-    value = loss(*inputs, index=index.to(device))
+    value = loss(*inputs, index=index.to(device), **reference_of(loss, *inputs[:2]))
     value.backward()
     zeros = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs]
     return [tensor.detach().cpu() for tensor in (value, *zeros)]

@@ -9,7 +9,7 @@ tables, networks and their optimisers.
 
 import open_clip
 import torch
-from measuring import alternate, begin, finish, parser, peak_memory, shown, summary, table
+from measuring import alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
 from open_clip.loss import ClipLoss
 from open_clip_train.precision import get_autocast
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class Steps:
             out.pop("logit_bias", None)
             if isinstance(loss, open_clip_ext.losses.Loss):
                 out["index"] = self.rows
+                out |= reference_of(loss, out["image_features"], out["text_features"])
             value = loss(**out)
         value.backward()
         self.optimizer.step()

@@ -12,17 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SMALL = {
-    "loss": "--losses fastclip-v3 neuclip queue amorlip --batch-sizes 16 --dims 8 --dtypes float32 bfloat16 -m 8",
+    "loss": "--losses fastclip-v3 neuclip queue amorlip drrho-clip --batch-sizes 16 --dims 8 -m 8 "
+    "--dtypes float32 bfloat16",
     "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also bfloat16",
     "operations": "--batch-size 8 --dim 4 -m 16 --num-samples 100",
     "parity": "--losses fastclip-v3 neuclip --batch-size 8 --dim 8 -m 16 --num-samples 50 --steps 2",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
     "rows": "--rows 100 1000 --batch-size 8",
-    "step_time": "--losses fastclip-v3 --batch-size 4 --num-samples 50 --precision amp_bf16",
+    "step_time": "--losses fastclip-v3 drrho-clip --batch-size 4 --num-samples 50 --precision amp_bf16",
     "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
 SLOW = ("end_to_end", "operations")
-ROWS = {"loss": 8, "network": 1, "operations": 15, "parity": 4, "precision": 2, "rows": 2, "step_time": 1}
+ROWS = {"loss": 10, "network": 1, "operations": 18, "parity": 4, "precision": 2, "rows": 2, "step_time": 2}
 ROWS["end_to_end"] = 2
 
 

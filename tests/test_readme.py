@@ -58,8 +58,8 @@ def command(arguments: str) -> list[str]:
 def test_another_packages_loss(plugin, tmp_path):
     path = f"{ROOT}{os.pathsep}{plugin}"
     shared = f"{TINY} --loss shared --logs logs --name shared --shared-keep 0.99"
-    lines = [shared, f"{shared} --epochs 2 --resume latest", f"{TINY} --loss gentle --queue-size 16"]
-    lines.append(f"{TINY} --loss pairwise --lr-tau 1e-3".replace("--rho 5", ""))
+    lines = [shared, f"{shared} --epochs 2 --resume latest", f"{TINY} --loss gentle --queue-size 16 --name gentle"]
+    lines.append(f"{TINY} --loss pairwise --lr-tau 1e-3 --name pairwise".replace("--rho 5", ""))
     script = "import sys; from open_clip_ext.main import train; [train(line.split()) for line in sys.argv[1:]]"
     done = run([sys.executable, "-c", script, *lines], tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
