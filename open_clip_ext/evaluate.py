@@ -1,9 +1,6 @@
 """The command: `python -m open_clip_ext.evaluate --checkpoint PATH --data FOLDER --out results.jsonl`."""
 
-import sys
-
-from open_clip_ext.errors import InputError
-from open_clip_ext.main import exit_code, leave
+from open_clip_ext.main import leave, run_module
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -15,18 +12,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code, see `open_clip_ext.main.exit_code`.
     """
-
-    def evaluate() -> None:
-        from training_ext import hosts, versions
-
-        hosts.installed()
-        try:
-            from training_ext.evaluation import command
-        except ImportError as error:
-            raise InputError(versions.cannot_import(error)) from None
-        command.run(sys.argv[1:] if argv is None else argv)
-
-    return exit_code(evaluate)
+    return run_module("training_ext.evaluation.command", argv)
 
 
 if __name__ == "__main__":

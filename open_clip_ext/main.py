@@ -1,6 +1,7 @@
 """The command: `torchrun -m open_clip_ext.main --loss neuclip <any OpenCLIP recipe>`, and the same from Python."""
 
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -146,6 +147,22 @@ def exit_code(command: Callable[[], object]) -> int:
         line = str(error).strip().splitlines()[0][:300]
         print(f"open_clip_ext: error: lost another process, whose output says why: {line}", file=sys.stderr, flush=True)
         return 1
+
+
+def run_module(name: str, argv: list[str] | None) -> int:
+    """Run a command of `training_ext`: its module's `run` on the command line; the exit code."""
+
+    def run() -> None:
+        from training_ext import hosts, versions
+
+        hosts.installed()
+        try:
+            module = importlib.import_module(name)
+        except ImportError as error:
+            raise InputError(versions.cannot_import(error)) from None
+        module.run(sys.argv[1:] if argv is None else argv)
+
+    return exit_code(run)
 
 
 def lost_another_process(error: RuntimeError) -> bool:
