@@ -8,7 +8,6 @@ version = next(
     if line.startswith("__version__")
 )
 URL = "https://github.com/open-clip-ext/open_clip_ext"
-plots = ["matplotlib"]
 data = ["scikit-learn", "resvg-py"]
 docs = ["pdoc"]
 
@@ -40,6 +39,8 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
+    # An import hook, the default, loses to a clone's own folder of the same name where one works beside the clone.
+    options={"editable_wheel": {"mode": "compat"}},
     packages=find_packages(include=["open_clip_ext*", "training_ext*"]),
     package_data={
         "open_clip_ext": ["model_configs/*.json", "py.typed"],
@@ -53,6 +54,7 @@ setup(
         "webdataset",
         "braceexpand",
         "pandas",
+        "matplotlib",
         "safetensors",
         "pillow>=10.1",  # its EPS reader can be kept from starting ghostscript
         "fsspec",
@@ -63,10 +65,9 @@ setup(
     ],
     extras_require={
         "data": data,
-        "plots": plots,
         "docs": docs,
         "test": [
-            "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", *data, *plots,
+            "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", *data,
             *docs,
         ],
     },

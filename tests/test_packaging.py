@@ -51,6 +51,24 @@ def test_the_wheel_is_whole_and_works_outside_the_checkout(tmp_path):
     assert "Recipe neuclip-cc12m" in shown.stdout
 
 
+@pytest.mark.slow
+def test_an_editable_install_is_found_beside_the_clone(tmp_path):
+    """A clone has the package's name, and where Python looks first it is a package without code."""
+    clone = tmp_path / "open_clip_ext"
+    for name in ("open_clip_ext/__init__.py", "training_ext/__init__.py", "setup.py", "pyproject.toml", "README.md"):
+        target = clone / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text('__version__ = "0"' if name == "open_clip_ext/__init__.py" else (ROOT / name).read_text())
+    built = "from setuptools import build_meta; print(build_meta.build_editable('..'))"
+    done = subprocess.run([sys.executable, "-c", built], cwd=clone, capture_output=True, text=True, check=True)
+    installed = tmp_path / "site"
+    zipfile.ZipFile(tmp_path / done.stdout.split()[-1]).extractall(installed)
+    script = f"import site; site.addsitedir({str(installed)!r}); import open_clip_ext; print(open_clip_ext.__version__)"
+    # Without the site-packages of the environment, where this package is installed, too.
+    shown = subprocess.run([sys.executable, "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    assert shown.stdout == "0\n", shown.stderr
+
+
 def test_the_pages_name_every_loss_and_no_flag_that_is_not_there():
     import re
 

@@ -46,13 +46,16 @@ class Anchors:
 class OnlineError:
     """Compares the normalizers of a few anchors with those over the samples of many steps.
 
-    A sample that comes again within these steps would be its own negative, so an epoch begins anew.
+    A sample that comes again within these steps would be its own negative, so each epoch starts over. The anchors of
+    its first step are replaced after `skip` steps and not compared: a queue may begin an epoch empty, and would then be
+    judged by the one step in which it is the minibatch's own estimate.
 
     Args:
         surrogate, eps, intra_modal, one_per_pair: as the loss has them.
         anchors: watched at a time, the first of a global batch.
         window: steps that they meet before others take their place.
         least: steps from which on they are compared.
+        skip: steps of an epoch before the first anchors that are compared.
     """
 
     def __init__(
@@ -63,7 +66,8 @@ class OnlineError:
         one_per_pair: bool = False,
         anchors: int = 32,
         window: int = 100,
-        least: int = 10,
+        least: int = 5,
+        skip: int = 5,
     ):
         self.surrogate = surrogate
         self.eps = eps
@@ -72,12 +76,15 @@ class OnlineError:
         self.anchors = anchors
         self.window = window
         self.least = least
+        self.skip = skip
+        self._warm = skip == 0  # whether the present anchors will be compared
         self._watched: Anchors | None = None
         self._shown: dict[str, Tensor] = {}
 
     def restart(self) -> None:
         self._watched = None
         self._shown = {}
+        self._warm = self.skip == 0
 
     @torch.no_grad()
     def observe(self, batch: Batch, alpha: Tensor) -> None:
@@ -87,8 +94,10 @@ class OnlineError:
             batch: the global batch.
             alpha: log-normalizers in use of all its anchors, (2, B).
         """
-        if self._watched is not None and self._watched.steps == self.window:
-            self._shown = self._compare(self._watched)
+        if self._watched is not None and self._watched.steps == (self.window if self._warm else self.skip):
+            if self._warm:
+                self._shown = self._compare(self._watched)
+            self._warm = True
             self._watched = None
         watched = self._watched
         kind = batch.all_image.dtype, batch.all_image.device
@@ -149,17 +158,19 @@ class OnlineError:
         of the present anchors in their batch, (sum w)^2 / sum w^2 of w = exp(l / tau), from 1 to B - 1."""
         if self._watched is None:
             return {}
-        compared = self._compare(self._watched) if self._watched.steps >= self.least else self._shown
+        comparable = self._warm and self._watched.steps >= self.least
+        compared = self._compare(self._watched) if comparable else self._shown
         return {**compared, "effective_negatives": self._watched.effective}
 
     def state(self) -> dict[str, Tensor | int]:
         """What is watched, as CPU tensors and numbers."""
         watched = {} if self._watched is None else {f"watched.{name}": v for name, v in vars(self._watched).items()}
-        state = watched | {f"shown.{name}": value for name, value in self._shown.items()}
+        state = {"warm": int(self._warm)} | watched | {f"shown.{name}": value for name, value in self._shown.items()}
         return {name: v.cpu().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take over what `state` gave."""
+        self._warm = bool(state.get("warm", True))
         watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
         self._watched = Anchors(**watched) if watched else None
         self._shown = {name.removeprefix("shown."): v for name, v in state.items() if name.startswith("shown.")}

@@ -23,7 +23,7 @@ def log_mean(similarities, positive, tau, surrogate, eps):
 @pytest.mark.parametrize("surrogate", ["identity", "hinge"])
 @pytest.mark.parametrize("temperature", ["fixed", "individual"])
 def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate, temperature):
-    """40 pairs a step, of which the first 32 are watched from the first step on."""
+    """40 pairs a step. The first 32 of the sixth step are watched from there on, and compared from the tenth on."""
     generator = torch.Generator().manual_seed(0)
     more = {"tau_start": 0.1} if temperature == "individual" else {}
     loss = create_loss(
@@ -33,11 +33,12 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
     met = []
     for step in range(12):
         e1, e2 = unit(generator, 40, 8), unit(generator, 40, 8)
-        met.append((e1, e2))
+        if step >= 5:
+            met.append((e1, e2))
         loss(e1, e2, torch.tensor(10.0).double(), index=torch.arange(40) + 40 * step)
         shown = loss.diagnostics()
         assert all((name in shown) == (step >= 9) for name in ERRORS)
-        if step == 0:
+        if step == 5:
             taus, log_batch, alpha = (tensor.clone() for tensor in loss._last)
 
     anchors = met[0]
@@ -68,8 +69,11 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
 def test_a_window_ends_and_the_last_comparison_stays():
     generator = torch.Generator().manual_seed(0)
     loss = create_loss("queue", queue_size=200)
-    loss.online_error.window, loss.online_error.least = 6, 3
+    loss.online_error.window, loss.online_error.least, loss.online_error.skip = 6, 3, 2
     seen = []
+    for _ in range(2):
+        loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(5.0))
+        assert "normalizer_mse" not in loss.diagnostics() and "effective_negatives" in loss.diagnostics()
     for _ in range(9):
         loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(5.0))
         seen.append(loss.diagnostics().get("normalizer_mse"))
@@ -87,6 +91,7 @@ def test_an_exact_estimator_has_no_error_and_the_minibatch_has():
     for _ in range(3):
         for rows in torch.arange(60).split(6):
             loss(e1[rows], e2[rows], torch.tensor(4.0).double())
+    loss.online_error.skip = 0
     loss.online_error.restart()
     for rows in torch.arange(60).split(6):
         loss(e1[rows], e2[rows], torch.tensor(4.0).double())
@@ -95,10 +100,23 @@ def test_an_exact_estimator_has_no_error_and_the_minibatch_has():
     assert shown["normalizer_mse"] < 0.01 < shown["minibatch_mse"]
 
 
+def test_a_queue_that_begins_each_epoch_empty_is_judged_by_what_it_holds_later():
+    """30 steps an epoch: the queue holds all samples before, but is emptied where it would hold their copies."""
+    generator = torch.Generator().manual_seed(0)
+    e1, e2 = unit(generator, 180, 8), unit(generator, 180, 8)
+    loss = create_loss("queue", num_samples=180, mixing=0.0, temperature="fixed")
+    for epoch in range(2):
+        loss.set_epoch(epoch)
+        for rows in torch.arange(180).split(6):
+            loss(e1[rows], e2[rows], torch.tensor(4.0).double())
+        assert loss.diagnostics()["normalizer_mse"] < loss.diagnostics()["minibatch_mse"] / 2
+
+
 def test_a_batch_that_is_not_finite_is_not_met():
     generator = torch.Generator().manual_seed(0)
     loss = create_loss("queue", queue_size=60)
-    loss.online_error.least = 1
+    loss.online_error.skip = loss.online_error.least = 1
+    loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
     loss(unit(generator, 6, 8), unit(generator, 6, 8), torch.tensor(4.0))
     bad = unit(generator, 6, 8)
     bad[2] = math.nan

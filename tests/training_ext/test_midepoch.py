@@ -102,7 +102,7 @@ def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datas
 
 
 def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
-    """normalizer_mse is shown from the 10th step on: of 12, the run is stopped after 4."""
+    """normalizer_mse is shown from the 10th step on: of 12; the run is stopped after 4."""
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 2 --batch-size 4"
     whole = run("whole", common)
     stopped("resumed", common, StopAt(4))

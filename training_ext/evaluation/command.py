@@ -1,7 +1,6 @@
 """The command line of an evaluation, and its steps."""
 
 import argparse
-import importlib.util
 import json
 import logging
 import os
@@ -152,8 +151,6 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         raise InputError(f"--out: {args.out!r} for {len(args.checkpoint)} checkpoints; give a folder")
     if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
         raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
-    if (several or args.zeroshot_data) and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("matplotlib is not installed, and draws the pictures; pip install matplotlib")
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     labels = [one.label for one in checkpoints]
     if len(set(labels)) < len(labels):

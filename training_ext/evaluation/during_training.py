@@ -1,6 +1,5 @@
 """`--zeroshot-data` in the training: one's own classes after each epoch."""
 
-import importlib.util
 import logging
 import os
 from argparse import Namespace
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 
 from open_clip_ext.errors import InputError
-from training_ext.checkpoint import keeps_files
 from training_ext.evaluation.folders import open_own_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.own_classes import IMAGES, METRICS, score_own_classes, write_confusion
@@ -25,8 +23,6 @@ def check_own_classes(args: Namespace) -> None:
         return
     if not args.val_frequency:
         raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave one of the two out")
-    if keeps_files(args) and importlib.util.find_spec("matplotlib") is None:
-        raise InputError(f"{FLAG}: matplotlib is not installed, and draws the confusion; pip install matplotlib")
     open_own_classes(FLAG, args.zeroshot_data)
 
 

@@ -1,7 +1,6 @@
 """The command line of a report, and its steps."""
 
 import argparse
-import importlib.util
 import os
 from typing import Any, NoReturn
 
@@ -89,8 +88,6 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--gradient-batches: {options.gradient_batches} is out of range; it must be 0 or at least 2")
     if not 1e-3 <= options.chunk_mib <= 2**20:
         raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise InputError("matplotlib is not installed, and draws the picture; pip install matplotlib")
 
 
 def run(argv: list[str]) -> None:
