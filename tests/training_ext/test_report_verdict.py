@@ -36,8 +36,8 @@ def test_the_ends():
 
 
 def test_mixing():
-    assert "without the loss's --mixing 0.6" in verdict(summary(0.2, mixing=0.6))
-    assert "there is no --mixing" in verdict(summary(0.2))
+    assert "before --mixing 0.6" in verdict(summary(0.2, mixing=0.6))
+    assert "mixing" not in verdict(summary(0.2))
 
 
 def test_a_loss_without_an_estimator():

@@ -29,8 +29,8 @@ def verdict(summary: dict[str, Any]) -> str:
     if mse is None:
         return f"Verdict: the {name} normalizer has no estimates yet; train on"
     mixing = summary["mixing"]
-    mixed = f"without the loss's --mixing {mixing:g}" if mixing else "there is no --mixing"
-    return f"Verdict: the {name} normalizer is {off(mse)} and {worth(mse, batches, name)}; {mixed}"
+    judged = f"{name} normalizer, before --mixing {mixing:g}," if mixing else f"{name} normalizer"
+    return f"Verdict: the {judged} is {off(mse)} and {worth(mse, batches, name)}"
 
 
 def off(mse: float) -> str:
@@ -45,7 +45,7 @@ def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
     (small, most), (large, least) = min(batches.items()), max(batches.items())
     if mse > most:
         instead = INSTEAD.get(normalizer, "take another --normalizer")
-        return f"worse than a batch of {small:,}: {instead}, or give --mixing 0.6"
+        return f"worse than a batch of {small:,}: {instead}, or raise --mixing"
     if mse <= least:
         return f"worth more than a batch of {large:,}, the largest compared ({GOOD})"
     sizes = sorted(batches)
