@@ -1,4 +1,4 @@
-"""What all tests share: in which order they run."""
+"""What all tests share: which are slow by their parameters, and in which order they run."""
 
 from pathlib import Path
 
@@ -24,7 +24,14 @@ LONGEST = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        # Processes that load data take seconds to start; of csv files they stay in the fast tests.
+        if given.get("workers") and "csv" not in item.name:
+            item.add_marker(pytest.mark.slow)
+
     def order(item: pytest.Item) -> int:
         path = item.path.relative_to(TESTS).as_posix()
         return LONGEST.index(path) if path in LONGEST else len(LONGEST)

@@ -64,6 +64,7 @@ def process(rank, port, folder):
     os._exit(0)  # a group of which one is gone is not taken down
 
 
+@pytest.mark.slow
 def test_every_process_must_call_where_state_is_divided(tmp_path):
     mp.spawn(process, (free_ports(), tmp_path), nprocs=2)
     for name in DIVIDED:

@@ -381,6 +381,7 @@ def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
     assert not list((tmp_path / "logs/ended/checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_two_processes_end_together(pair, shards, tmp_path):
     data = shards(lambda row, name, content: (name, b"no" if row % 4 == 3 and ".png" in name else content))
     common = f"--epochs 1 --workers 0 {LOSSES['fastclip-v3']} --dist-backend gloo {data}"

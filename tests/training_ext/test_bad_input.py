@@ -143,6 +143,7 @@ def test_remote_shards_without_sizes(refused):
     assert all(part in line for part in ("--train-data", "'https://a.example/00.tar'", "--shard-sizes", '{"00.tar": '))
 
 
+@pytest.mark.slow
 def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     common = f"{datasets['shards']} --loss neuclip --npn-prototypes 8 --epochs 1"
     line = refused(f"{common} --workers 7")
@@ -431,6 +432,7 @@ def test_what_open_clip_refuses_itself(stopped, monkeypatch):
     assert "its own output above" in line
 
 
+@pytest.mark.slow
 def test_a_divergence_on_two_processes(tmp_path):
     """Started by torchrun, as a user does."""
     result = subprocess.run(

@@ -43,6 +43,7 @@ def finite(checkpoint):
     return checkpoint
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     torch.save(open_clip.create_model("ViT-test").state_dict(), tmp_path / "reference.pt")
     mp.start_processes(process, (free_ports(len(EVERY)), tmp_path), nprocs=2, start_method="spawn")

@@ -38,6 +38,7 @@ def start(tmp_path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     shapes = "--dataset-type shapes --train-num-samples 64 --epochs 1000 --loss fastclip-v3 --name dying"
     port = free_ports()
@@ -61,6 +62,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
     ],
 )
+@pytest.mark.slow
 def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path, one, other, message):
     csv = datasets["csv"]
     shorter = tmp_path / "shorter.csv"

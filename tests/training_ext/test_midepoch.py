@@ -155,6 +155,7 @@ def test_a_stop_after_an_epoch_s_last_step_comes_before_its_evaluation(run, stop
     assert len(experiment.logged()) == 6
 
 
+@pytest.mark.slow
 def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --batch-size 4"
     stopped("x", f"{common} --workers 2", StopAt(4))  # of 12

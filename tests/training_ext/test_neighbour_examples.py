@@ -152,6 +152,7 @@ def process(rank, port, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_compute_what_one_does(tmp_path):
     mp.start_processes(process, (free_ports(), str(tmp_path)), nprocs=2, start_method="spawn")
     halves = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]

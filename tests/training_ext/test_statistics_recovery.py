@@ -229,7 +229,7 @@ def test_gamma_runs_on_one_clock(run, datasets, pretrained, epochs):
 
 
 @pytest.mark.parametrize("loss", ["tuneclip", "neuclip", "clip"])
-@pytest.mark.parametrize("data", ["shapes", "shards"])
+@pytest.mark.parametrize("data", ["shapes", pytest.param("shards", marks=pytest.mark.slow)])
 def test_loaded_statistics_are_those_recovered(run, datasets, pretrained, epochs, tmp_path, loss, data):
     """A run that loads them goes on as the run that recovered them, to the last bit where OpenCLIP's data repeat."""
     path = tmp_path / "recovered.state"
@@ -408,6 +408,7 @@ def test_orders_of_the_data_differ(run, datasets, pretrained, loss):
     assert len(first_losses) == len([line for line in lines if line["step"] == 1]) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_of_openclips_own_loss(datasets, pretrained, pair, tmp_path):
     """A recovery that is left to two processes that were not started alike, and one that is."""
     common = f"{datasets['shapes']} --loss clip --lr 1e-3 --pretrained {pretrained} --epochs 1 --workers 0"
@@ -419,6 +420,7 @@ def test_two_processes_of_openclips_own_loss(datasets, pretrained, pair, tmp_pat
     assert "Recovery 1/1 1/" in Experiment(tmp_path, "alike").log
 
 
+@pytest.mark.slow
 def test_two_processes(datasets, pretrained, pair, tmp_path):
     """Recovered by two processes, loaded by one."""
     path = tmp_path / "recovered.state"

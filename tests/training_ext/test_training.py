@@ -72,6 +72,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, datasets, loss, data, wo
     same(resumed.checkpoint(3), whole.checkpoint(3))
 
 
+@pytest.mark.slow
 def test_resume_latest_goes_on_after_a_kill(datasets, run, tmp_path):
     """kill -9 in the third epoch, in another process; then `--resume latest`."""
     common = f"{datasets['shards']} {LOSSES['neuclip']} --workers 1 --epochs 3"
