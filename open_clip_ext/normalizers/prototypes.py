@@ -5,7 +5,7 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), 
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
 `trained` says when they are reset and trained, `kernels.prototype_gradient` has the gradient (Eq. 12); a reset takes
-W_1 from text and W_2 from image embeddings of the same pairs. As printed: `equations.neuclip_alpha`,
+W_1 from text and W_2 from image embeddings of the same pairs. In plain PyTorch: `equations.neuclip_alpha`,
 `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
@@ -45,7 +45,7 @@ from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Prototypes(NetworkNormalizer):
-    """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimiser's state.
+    """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimizer's state.
 
     Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
 
@@ -138,7 +138,7 @@ class Prototypes(NetworkNormalizer):
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         if self.split and not torch.is_grad_enabled():
             everyone = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, slopes=False)
+            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, needs_grad=False)
             log_total = log_sum_over_processes(own)[:, batch.local]
         elif self.split:
             log_total = ShardedLogSum.apply(*inputs, batch, prototypes, lengths, self.surrogate)
