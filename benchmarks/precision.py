@@ -41,7 +41,7 @@ def compare(batch: int, m: int, dim: int, tau: float, device: torch.device) -> d
     truth = log_means(image.double() @ others.double().T, positives.double(), tau)
     both = others.expand(2, m, dim)
     taus = torch.full((2, batch), tau, device=device)
-    values = log_sums(image, image, positives, taus, both, Identity(), slopes=False)[0][0]
+    values = log_sums(image, image, positives, taus, both, Identity(), needs_grad=False)[0][0]
     summed = image.bfloat16().float() @ others.bfloat16().float().T
     estimates = {
         "float32": values.double() - math.log(m),

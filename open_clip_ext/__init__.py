@@ -8,7 +8,7 @@ from open_clip_ext.losses import GlobalContrastiveLoss, NonFiniteError
 from open_clip_ext.recovery import recover_statistics
 
 __version__ = "0.1.0"
-MODEL_CONFIGS = Path(__file__).with_name("model_configs")  # the tiny models, for open_clip.add_model_config
+MODEL_CONFIGS = Path(__file__).with_name("model_configs")  # of the tiny models, for open_clip.add_model_config
 __all__ = [
     "MODEL_CONFIGS", "GlobalContrastiveLoss", "InputError", "NonFiniteError", "create_loss", "list_losses",
     "recover_statistics",

@@ -1,7 +1,7 @@
 """A global batch, as one process sees it.
 
-Shapes: b = pairs of this process, B = pairs of all processes, d = embedding dimension. What exists for both directions
-is stacked in front, images as anchors first: (2, b) or (2, B).
+Shapes: b = pairs of this process, B = pairs of all processes, d = embedding dimension. Values of both directions are
+stacked along the first axis, images as anchors first: (2, b) or (2, B).
 """
 
 import copy
@@ -16,10 +16,10 @@ from open_clip_ext.distributed import all_gather, rank, world_size
 
 @dataclass
 class Batch:
-    """The embeddings of an optimiser step, their temperatures, and what the batch says of the normalizers.
+    """The embeddings of an optimizer step, their temperatures, and the batch's own estimate of the normalizers.
 
-    Names without `all_` are of this process alone; the loss may give them a graph. Names with `all_` are of all
-    processes in the order of ranks, equal everywhere and without graph.
+    Tensors without `all_` in their names hold this process's pairs and may have an autograd graph. Tensors with `all_`
+    hold the pairs of all processes in the order of ranks, are the same on every process, and have no graph.
 
     Args:
         image, text: unit vectors, (b, d).
@@ -30,12 +30,12 @@ class Batch:
         all_tau: (2, B).
         offset: position of this process's first pair among the B.
         index: rows of all samples in the data set, (B,) int64, or None.
-        keys: of all samples, (B,) int64, or None: those with the same key are not one another's negatives.
+        keys: keys of all samples, (B,) int64, or None; samples with the same key are not one another's negatives.
 
     Attributes:
         all_log_batch: L = log(eps + g) over the batch, (2, B).
-        finite: 0-d bool on the device, False if any of it is not finite or a row is out of range: then nothing of it
-            may enter a state.
+        finite: 0-d bool on the device; False if a value is not finite or a row out of range, and then no state may be
+            updated from the batch.
     """
 
     image: Tensor
@@ -56,7 +56,12 @@ class Batch:
     def of_process(
         cls, image: Tensor, text: Tensor, tau: Tensor, index: Tensor | None = None, log_batch: Tensor | None = None
     ) -> "Batch":
-        """This process's pairs as if there were no others; `tau` is 0-d or (2, b), `log_batch` L, (2, b), if known."""
+        """This process's pairs alone, as a batch of their own.
+
+        Args:
+            tau: 0-d or (2, b).
+            log_batch: L, (2, b), if known.
+        """
         batch = cls._of(image, text, image.detach(), text.detach(), tau, 0, index)
         if log_batch is not None:
             batch.all_log_batch = log_batch
@@ -65,7 +70,7 @@ class Batch:
 
     @classmethod
     def gather(cls, image: Tensor, text: Tensor, all_tau: Tensor, index: Tensor | None = None) -> "Batch":
-        """The pairs of all processes; `all_tau`, 0-d or (2, B), and `index` are known everywhere."""
+        """Gather the pairs of all processes; `all_tau`, 0-d or (2, B), and `index` are the same on every process."""
         if world_size() == 1:
             return cls.of_process(image, text, all_tau, index)
         both = all_gather(torch.cat([image.detach(), text.detach()], dim=1))
@@ -85,7 +90,7 @@ class Batch:
         )
 
     def set_tau(self, all_tau: Tensor) -> None:
-        """Take other temperatures, 0-d or (2, B), known on every process."""
+        """Replace the temperatures by `all_tau`, 0-d or (2, B), the same on every process."""
         self.all_tau = all_tau.detach().expand(2, self.size)
         self.tau = self.all_tau[:, self.local]
 
@@ -96,7 +101,7 @@ class Batch:
 
     @property
     def local(self) -> slice:
-        """This process's places among the B."""
+        """Where this process's pairs are among the B."""
         return slice(self.offset, self.offset + len(self.image))
 
     @property
@@ -105,7 +110,7 @@ class Batch:
         return self.all_log_batch[:, self.local]
 
     def leaves(self, requires_grad: bool) -> "Batch":
-        """The same with `image`, `text`, `positives` and `tau` as inputs that do not depend on one another."""
+        """A copy whose `image`, `text`, `positives` and `tau` are separate leaves of the autograd graph."""
         other = copy.copy(self)
         for name in ("image", "text", "positives", "tau"):
             setattr(other, name, getattr(self, name).detach().requires_grad_(requires_grad))
@@ -127,5 +132,5 @@ def add_eps(log_values: Tensor, eps: float) -> Tensor:
 
 
 def log_mean_of_directions(log_values: Tensor) -> Tensor:
-    """log of the mean of exp(log_values) over both directions, the same for both; (2, b) to (2, b)."""
+    """Replace both directions by the log of the mean of exp(log_values) over them, (2, b)."""
     return (log_values.logsumexp(dim=0) - math.log(2)).expand_as(log_values)

@@ -1,6 +1,6 @@
-"""What the losses need of torch.distributed: gathering without gradient, and rows kept by their owner.
+"""Helpers over torch.distributed: gathering without gradient, and tables whose rows are sharded over processes.
 
-Shapes: b = samples of this process, W = processes, B = b * W, n = rows, c = columns.
+Shapes: b = samples of this process, W = world size, B = b * W, n = rows, c = columns.
 With one process nothing here communicates.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from open_clip_ext.options import option
 
-SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # what `wait_for_others` allows before it warns, and ends
+SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `wait_for_others` warns, and gives up
 
 
 def world_size() -> int:
@@ -27,7 +27,7 @@ def rank() -> int:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what DistributedDataParallel and torch.compile put before it."""
+    """A parameter's name without the prefixes of DistributedDataParallel and torch.compile."""
     return name.removeprefix("_orig_mod.").removeprefix("module.").removeprefix("_orig_mod.")
 
 
@@ -42,18 +42,18 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def wait_for_others() -> None:
-    """Before state is gathered: process 0 waits until every other process has come here, too.
+    """Make process 0 wait until every other process is ready to gather state, too.
 
-    They say so in the group's store. Without it, what one process sends for the state would meet what another sends for
-    its next step, and fail without a word about why, or wait for half an hour.
+    The others report in the process group's store. Otherwise one process's state could be matched with another's next
+    training step, which fails without a useful message or hangs for half an hour.
 
     Raises:
-        RuntimeError: one has not come in 5 minutes.
+        RuntimeError: a process has not come within 5 minutes.
     """
     if world_size() == 1:
         return
     store = dist.distributed_c10d._get_default_store()
-    # The store counts each process's gatherings: a process may have been in other groups before.
+    # The count of gatherings is in the store, not in this process, which may have been in other groups before.
     key = f"open_clip_ext/gathering {store.add(f'open_clip_ext/gatherings/{rank()}', 1)}/"
     if rank() > 0:
         store.set(f"{key}{rank()}", "here")
@@ -75,7 +75,7 @@ def wait_for_others() -> None:
 
 
 def log_sum_over_processes(own: Tensor) -> Tensor:
-    """log-sum-exp over processes of (2, B), in the order of ranks: the same to the last bit everywhere."""
+    """log-sum-exp of (2, B) over processes, in the order of ranks, so that all get the same bits."""
     return all_gather(own[None]).logsumexp(dim=0)
 
 
@@ -85,19 +85,19 @@ ROWS_ON = option(
 
 
 class ShardedRows(nn.Module):
-    """A table of n rows of c float32 values of which process r keeps the rows r, r + W, r + 2W, ...
+    """A table of n rows of c float32 values, sharded: process r keeps the rows r, r + W, r + 2W, ...
 
     Args:
         num_rows: n, at least 1.
         columns: c.
         fill: value of a row that was never written, or one for each column.
-        device: where the rows are kept; lookups answer on the device of the index.
-        on_host: keep them in host memory, wherever `device` or `Module.to` point; each lookup then waits for a copy.
+        device: where the rows are kept; a lookup returns its values on the device of the index.
+        on_host: keep the rows in host memory whatever `device` and `Module.to` say; each lookup then waits for a copy.
     """
 
     rows: Tensor
-    CHUNK = 1 << 22  # rows a process sends at once when the table is gathered: 32 MiB for two columns
-    DTYPE = torch.float32  # of the rows; the tests set it to float64, where rounding hides nothing
+    CHUNK = 1 << 22  # rows per message when the table is gathered: 32 MiB for two columns
+    DTYPE = torch.float32  # of the rows; tests set float64, where rounding cannot hide an error
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class ShardedRows(nn.Module):
         self._on_host = on_host
         self.num_rows = num_rows
         self.columns = columns
-        # The last local row is written in place of rows that other processes own: shapes stay static.
+        # Writes to rows of other processes go to an extra last row, so that shapes stay static.
         local_rows = self._rows_of(rank()) + 1
         self._fill = torch.tensor(fill, dtype=self.DTYPE).expand(columns)
         rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
@@ -130,7 +130,7 @@ class ShardedRows(nn.Module):
         return owned, local
 
     def lookup(self, index: Tensor) -> Tensor:
-        """Values (B, c) of the rows `index` (B,), the same `index` on every process; one all-reduce."""
+        """Values (B, c) of the rows `index` (B,), which must be the same on every process; one all-reduce."""
         owned, local = self._locate(index)
         found = self.rows[local.to(self.rows.device)].to(index.device)
         values = torch.where(owned[:, None], found, 0.0)
@@ -139,12 +139,12 @@ class ShardedRows(nn.Module):
         return values
 
     def assign(self, index: Tensor, values: Tensor) -> None:
-        """Write `values` (B, c) to the rows `index` (B,); equal rows must come with equal values."""
+        """Write `values` (B, c) to the rows `index` (B,); a row that occurs twice must have the same values twice."""
         _, local = self._locate(index)
         self.rows[local.to(self.rows.device)] = values.to(self.rows)
 
     def gather(self) -> Tensor | None:
-        """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it."""
+        """The whole table, (n, c), on the CPU of process 0, None elsewhere. Every process must call it."""
         wait_for_others()
         table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype) if rank() == 0 else None
         for owner in range(world_size()):
@@ -163,7 +163,7 @@ class ShardedRows(nn.Module):
         return table
 
     def load(self, table: Tensor) -> None:
-        """Take this process's rows out of the whole table (n, c), which may have been saved under another W."""
+        """Load this process's rows from the whole table, (n, c), saved under any world size."""
         if tuple(table.shape) != (self.num_rows, self.columns):
             raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
         self.rows.copy_(self._fill)
@@ -171,10 +171,10 @@ class ShardedRows(nn.Module):
 
 
 class EqualRows:
-    """Which entries of `index` (B,) are equal. Static shapes and no wait for the device, unlike torch.unique.
+    """Groups equal entries of `index` (B,), with static shapes and without a host sync, unlike torch.unique.
 
     Attributes:
-        group: a number below B for each entry, equal where the entries are, (B,).
+        group: number of each entry's group, in [0, B), (B,).
         count: how often each entry occurs, (B,) float32.
     """
 
@@ -191,11 +191,11 @@ class EqualRows:
         return torch.zeros_like(values).index_put_((self.group,), values, accumulate=True)[self.group]
 
     def mean(self, values: Tensor) -> Tensor:
-        """Replace each of `values` (B, c) by the mean over the equal entries."""
+        """Replace each of `values` (B, c) by the mean over its group."""
         return self._sum(values) / self.count[:, None].to(values)
 
     def log_mean_exp(self, values: Tensor) -> Tensor:
-        """Replace each of `values` (B, c) by the log of the mean of exp over the equal entries."""
+        """Replace each of `values` (B, c) by the log of the mean of exp over its group."""
         groups = self.group[:, None].expand_as(values)
         peak = torch.full_like(values, -math.inf).scatter_reduce_(0, groups, values, "amax")[self.group]
         return peak + self.mean((values - peak).exp()).log()

@@ -1,4 +1,4 @@
-"""Why a command ends before it is done."""
+"""Exceptions that end a command, and helpers that word their messages."""
 
 import difflib
 from collections.abc import Collection
@@ -7,11 +7,11 @@ from collections.abc import Collection
 class InputError(ValueError):
     """Bad input from the user: one line that names the argument, the value and what would be right.
 
-    A command prints it, the argument as its flag, and exits with code 2.
+    A command prints the line with the argument as a flag and exits with code 2.
 
     Args:
         text: the line, without the argument's name.
-        argument: name of the argument in Python, which the message then starts with.
+        argument: name of the argument in Python; the message starts with it.
     """
 
     def __init__(self, text: str, argument: str | None = None):
@@ -21,14 +21,14 @@ class InputError(ValueError):
 
 
 class Stopped(Exception):
-    """The run was asked to stop (SIGTERM) and has saved where it was; one line that says how it goes on.
+    """SIGTERM stopped the run, and its state is saved; the message is one line that says how to resume it.
 
-    The command prints it and exits with code 143, by which schedulers know a run that was ended by SIGTERM (128 + 15).
+    The command prints the line and exits with code 143 = 128 + 15, which schedulers read as ended by SIGTERM.
     """
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown name: the nearest of the known ones, or `otherwise` if none is near."""
+    """The end of a message about an unknown name: the closest known name, or `otherwise` if none is close."""
     near = difflib.get_close_matches(str(given), known, n=1)
     end = f"did you mean {near[0]!r}?" if near else otherwise
     return f"; {end}" if end else ""

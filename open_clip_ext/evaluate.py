@@ -4,7 +4,7 @@ from open_clip_ext.main import leave, run_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Score checkpoints on the DataComp tasks and on one's own classes (`training_ext.evaluation`).
+    """Score checkpoints on the DataComp tasks and on your own classes (`training_ext.evaluation`).
 
     Args:
         argv: the command line without the program's name.

@@ -1,6 +1,6 @@
-"""From a name and settings to a loss.
+"""Build a loss from its name and settings.
 
-A name is a preset over the replaceable parts (`presets`); each part can also be chosen on its own.
+A name is a preset over the replaceable parts (`presets`); each part can also be chosen separately.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperature_network import NetworkTemperature
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
 
-# The replaceable parts of GlobalContrastiveLoss: the option's name, and the valid names.
+# The replaceable parts of GlobalContrastiveLoss: option -> name -> part.
 PARTS: dict[str, dict[str, Any]] = {
     "normalizer": NORMALIZERS,
     "temperature": TEMPERATURES | {NetworkTemperature.name: NetworkTemperature},
@@ -34,7 +34,7 @@ PART_CLASSES: dict[str, type[Part]] = {"normalizer": Normalizer, "temperature": 
 
 @cache
 def presets() -> dict[str, LossPreset]:
-    """Every loss by name, with those of other packages; loads their parts, too.
+    """Every loss by name, with the losses and parts of other packages.
 
     Raises:
         InputError: another package's entry point is broken.
@@ -53,12 +53,12 @@ def _is_class(loaded: Any, base: type) -> bool:
 
 
 def list_losses() -> list[LossPreset]:
-    """Every loss that `create_loss` or `--loss` knows, in the order to show them."""
+    """Every loss that `create_loss` or `--loss` knows, in display order."""
     return list(presets().values())
 
 
 def find_preset(name: str) -> LossPreset:
-    """The preset called `name`, or by an alias; raises InputError that lists the valid names."""
+    """The preset of a name or alias; an unknown one raises InputError, which lists the valid names."""
     name = ALIASES.get(name, name)
     if name not in presets():
         raise InputError(not_one_of(name, presets()), "loss")
@@ -66,7 +66,11 @@ def find_preset(name: str) -> LossPreset:
 
 
 def options_of(parts: Iterable[type[Part]]) -> list[Option]:
-    """The options of some classes, each name once, those of logit_scale's optimizer group included."""
+    """The options of `parts`, each name once, with those of logit_scale's optimizer group.
+
+    Raises:
+        InputError: two parts declare different options of the same name.
+    """
     options: dict[str, Option] = {}
     for part in parts:
         for option in (*part.options, *part.optimizer_options):
@@ -84,12 +88,16 @@ def all_parts() -> list[type[Part]]:
 
 
 def all_options() -> list[Option]:
-    """Every option of every part, once, for a command line."""
+    """Every option of every part, each name once, for a command line."""
     return options_of(all_parts())
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
-    """The classes that have options, of the loss `name` with settings that name its parts; none for OpenCLIP's own."""
+    """The classes that make up the loss `name` and have options; none for OpenCLIP's own losses.
+
+    Args:
+        settings: with the name of each part.
+    """
     preset = find_preset(name)
     if preset.loss is None:
         return ()
@@ -99,17 +107,17 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
 
 
 def defaults_of(name: str, parts: Iterable[type[Part]]) -> dict[str, Any]:
-    """What the loss `name` made of `parts` sets where nothing is given, by option; a value, or `Derived`."""
+    """Defaults of the loss `name` made of `parts`, by option; a value, or `Derived`."""
     preset = find_preset(name)
     return {option.name: preset.defaults.get(option.name, option.default) for option in options_of(parts)}
 
 
 def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
-    """Settings of the loss `name`: what is given, else the preset's, else the parts' defaults.
+    """Settings of the loss `name`: the given values, else the preset's, else the parts' defaults.
 
     Args:
         given: option or part name to value; None means not given.
-        epochs: length of the training; without it what follows from it stays None.
+        epochs: length of the training; if None, settings derived from it stay None.
 
     Raises:
         InputError: an unknown loss or part, a value out of range, or a setting that this loss does not use.
@@ -153,20 +161,20 @@ def create_loss(
     steps_per_epoch: int | None = None,
     **options: Any,
 ) -> Loss:
-    """Build a loss by its name, for one's own training loop.
+    """Build a loss by its name, for your own training loop.
 
     Args:
         name: one of `list_losses()` that is not OpenCLIP's own.
-        num_samples: n, rows of the data set; needed by normalizers with state per sample. A queue or a network of
+        num_samples: n, rows of the data set; required by parts with state per sample. A queue or a network of
             prototypes then holds at most n, see `Loss.description`.
-        epochs: length of the training; schedules that are not given a length take theirs from it. A loss with a
-            schedule wants `set_epoch(epoch)` before each epoch.
-        accum_freq: calls per optimiser step, see `Loss`.
-        device: where state per sample is kept, the embeddings' device.
-        validate: check also what needs a wait for the device.
-        steps_per_epoch: optimiser steps of one pass over the data; neuclip's network is restarted at least every fifth
-            of it, and its learning rate fits the length of the training, unless told otherwise.
-        options: settings and parts by the flags' names with underscores.
+        epochs: length of the training; the default length of schedules. A loss with a schedule needs
+            `set_epoch(epoch)` before each epoch.
+        accum_freq: calls per optimizer step, see `Loss`.
+        device: the embeddings' device, where state per sample is kept.
+        validate: make also the checks that wait for the device, see `Loss`.
+        steps_per_epoch: optimizer steps in one pass over the data. By default neuclip's network then restarts at least
+            once every fifth of a pass, and its learning rate follows from the length of the training.
+        options: settings and parts, by the flags' names with underscores.
 
     Raises:
         InputError: an unknown name, a setting out of range or unused by this loss, or a missing `num_samples`.

@@ -1,4 +1,4 @@
-"""A file is complete or absent."""
+"""Write files atomically: a file is complete or absent."""
 
 import os
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from typing import IO
 def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
     """Open a new file beside `path`, for bytes or for UTF-8 text, that becomes `path` at the end of the block.
 
-    A kill, a full disk or any exception leaves an older `path` as it was. A link under the temporary name is replaced
-    and not followed.
+    A kill, a full disk or any exception leaves an older `path` as it was. A link at the temporary name is replaced, not
+    followed.
     """
     partial = f"{os.fspath(path)}.partial"  # not *.pt, which `--resume latest` would pick
-    with suppress(FileNotFoundError):  # a kill leaves one
+    with suppress(FileNotFoundError):  # left by an earlier run that was killed
         os.remove(partial)
     file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")
     try:
@@ -24,6 +24,6 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except BaseException:
-        with suppress(OSError):  # a full disk must not stay full
+        with suppress(OSError):  # frees a full disk
             os.remove(partial)
         raise

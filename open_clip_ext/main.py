@@ -19,20 +19,20 @@ from open_clip_ext.options import flag_of
 
 STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
 
-# Pillow hands PostScript to ghostscript, whatever the image's name ends in. At import, which loader workers repeat.
+# Pillow passes PostScript to ghostscript whatever the file's extension. Set at import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training has left.
+    """The result of a training.
 
     Attributes:
-        by_epoch: the metrics of every evaluation of this run, by name, `epoch` among them (0: before the first step);
-            empty without one, and on every process but 0.
-        folder: with `out.log`, `metrics.jsonl` (see `metrics_file.read_metrics`), `params.txt` and, if asked for,
-            `best.pt`; None with `--logs none`, without checkpoints.
-        checkpoints: the files `epoch_N.pt` in it, in order.
+        by_epoch: metrics of every evaluation of this run, by name, with `epoch` (0: before the first step); empty
+            without evaluations, and on every process but 0.
+        folder: contains `out.log`, `metrics.jsonl` (see `metrics_file.read_metrics`), `params.txt` and, if requested,
+            `best.pt`; None with `--logs none` and no checkpoints.
+        checkpoints: its files `epoch_N.pt`, in order.
     """
 
     by_epoch: list[dict[str, float]]
@@ -41,12 +41,12 @@ class Trained:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Those of the last evaluation; empty without one."""
+        """Metrics of the last evaluation; empty without one."""
         return self.by_epoch[-1] if self.by_epoch else {}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run OpenCLIP's training with a loss of ours, or without `--loss` just as OpenCLIP does.
+    """Run OpenCLIP's training with one of this package's losses; without `--loss`, exactly as OpenCLIP does.
 
     Args:
         argv: the command line without the program's name.
@@ -58,15 +58,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(flags: Iterable[object]) -> Trained:
-    """The command from Python: the same training, with errors as exceptions.
+    """Run the command from Python, with errors raised as exceptions.
 
-    In a process started by torchrun once, since a group of processes is formed once; else as often as wanted.
+    In a process started by torchrun it can be called once, since a process group forms once; otherwise repeatedly.
 
     Args:
         flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
 
     Raises:
-        InputError: bad input; the message is one line that says what to change, and nothing is written.
+        InputError: bad input; the message is one line that says what to change, and no file has been written.
         NonFiniteError: the training met a NaN or an infinity.
         Stopped: SIGTERM stopped it, and its state is saved.
     """
@@ -88,15 +88,15 @@ def _run(argv: list[str]) -> Trained:
     if args.dry_run:
         plan.show(args)
         return Trained([], None, [])
-    flags = recipes.resolved_flags(args)  # before anything is added to them
-    with _logging_as_before():  # the first line that is logged adds a handler, and each would be shown twice
+    flags = recipes.resolved_flags(args)  # before the session adds to them
+    with _logging_as_before():  # the first logged line adds a handler, which would show every later line twice
         rows = preflight.check(args)
     session = Session(args, rows, flags)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics
     del session
-    gc.collect()  # loader workers and the model's memory go with it
+    gc.collect()  # frees loader workers and the model's memory
     if not checkpoint.keeps_files(args):
         return Trained(by_epoch, None, [])
     folder = Path(args.logs, args.name)
@@ -107,7 +107,7 @@ def _run(argv: list[str]) -> Trained:
 
 @contextmanager
 def _logging_as_before() -> Iterator[None]:
-    """OpenCLIP adds log handlers and sets levels, and would write the next training's log into this one's file, too."""
+    """Undo OpenCLIP's log handlers and levels, which would write the next training's log into this one's file, too."""
     loggers = [logging.root, *map(logging.getLogger, logging.root.manager.loggerDict)]
     levels = [logger.level for logger in loggers]
     handlers = list(logging.root.handlers)
@@ -122,15 +122,18 @@ def _logging_as_before() -> Iterator[None]:
 
 
 def exit_code(command: Callable[[], object]) -> int:
-    """Run a command and return 0; or after one line on stderr 2, which says what to change, 1 if another process of the
-    run has ended, 130 if it was interrupted (process 0 says so), 143 if SIGTERM stopped it and its state is saved."""
+    """Run a command and return its exit code: 0, or another one after one line on stderr.
+
+    2: bad input or non-finite numbers, and what to change; 1: another process of the run has ended; 130: interrupted
+    (only process 0 prints the line); 143: stopped by SIGTERM, with the state saved.
+    """
     try:
         command()
         return 0
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None:
             error = InputError(error.text, flag_of(error.argument))
-        # An error of a loader's worker comes with the worker's traceback; its last line is the message.
+        # An error in a loader worker comes with that worker's traceback; its last line is the message.
         line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
         print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
         return 2
@@ -150,7 +153,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def run_module(name: str, argv: list[str] | None) -> int:
-    """Run a command of `training_ext`: its module's `run` on the command line; the exit code."""
+    """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
         from training_ext import hosts, versions
@@ -166,7 +169,7 @@ def run_module(name: str, argv: list[str] | None) -> int:
 
 
 def lost_another_process(error: RuntimeError) -> bool:
-    """Whether a collective failed because a process that took part is gone."""
+    """Whether a collective failed because another process has ended."""
     import torch.distributed as dist
 
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
@@ -177,8 +180,8 @@ def lost_another_process(error: RuntimeError) -> bool:
 def leave(code: int) -> NoReturn:
     """End this process with an exit code.
 
-    After an error the process group is left as it is: its threads may wait for processes that are gone, and taking them
-    down then aborts, which would hide the code.
+    After an error the process group is not destroyed: its threads may be waiting for processes that have ended, and
+    destroying it would then abort and hide the exit code.
     """
     import torch.distributed as dist
 

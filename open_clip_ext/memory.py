@@ -1,4 +1,4 @@
-"""Whether something fits where it is to be kept, asked before it is allocated."""
+"""Check that a tensor fits in memory before it is allocated."""
 
 import os
 
@@ -8,17 +8,17 @@ from open_clip_ext.errors import InputError
 
 
 def total_memory(device: torch.device | str) -> int:
-    """Bytes of the device, or of the host for anything but CUDA."""
+    """Memory of a CUDA device in bytes; for any other device that of the host."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_fits(argument: str, what: str, needed: int, device: torch.device | str, instead: str) -> None:
-    """Raise InputError if `needed` bytes are more than the device has.
+    """Raise InputError if `needed` bytes exceed the memory of the device.
 
     Args:
-        argument: its name, for the message; `what` is its value, and `instead` says what would be right.
+        argument, what, instead: for the message: the argument's name, its value, and what would be right.
     """
     there = total_memory(device)
     if needed > there:

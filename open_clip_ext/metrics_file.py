@@ -12,10 +12,10 @@ TRAIN, RECOVERY, EVAL = "train", "recovery", "eval"  # values of "stage"
 
 
 class MetricsFile:
-    """Appends lines to the file of a run; one that a kill left unfinished stays a line of its own.
+    """Appends lines to a run's metrics.jsonl; a line that a kill cut short is ended before the next one.
 
     Args:
-        folder: of the experiment; exists.
+        folder: of the experiment; must exist.
     """
 
     def __init__(self, folder: str | os.PathLike):
@@ -28,7 +28,7 @@ class MetricsFile:
                     self._file.write(b"\n")
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line at once, so that a kill cannot leave a part of it; JSON has no NaN, null stands for it.
+        """Write a line with one system call, so that a kill cannot split it; NaN and infinity become null.
 
         Raises:
             OSError: the disk is full.
@@ -43,11 +43,11 @@ class MetricsFile:
 
 
 def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a run, in order; of steps and evaluations that a resumed run has repeated, the later ones.
+    """Read the lines of a run in order; where a resumed run repeated steps or evaluations, the later ones.
 
     Args:
-        folder: of the experiment, with `metrics.jsonl`; a run without one has no lines.
-        stage: only "train", "recovery" or "eval".
+        folder: of the experiment; if it has no `metrics.jsonl`, the result is empty.
+        stage: only lines of this stage, "train", "recovery" or "eval"; None: all.
     """
     try:
         with open(os.path.join(folder, FILE), encoding="utf-8", errors="replace") as file:
@@ -60,7 +60,7 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
         if line is None:
             continue
         name, place = line["stage"], (line["epoch"], line["step"])
-        if place <= latest.get(name, (-1, -1)):  # the run went back
+        if place <= latest.get(name, (-1, -1)):  # a resumed run repeats it
             kept = [other for other in kept if other["stage"] != name or (other["epoch"], other["step"]) < place]
         latest[name] = place
         kept.append(line)
@@ -68,7 +68,7 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
-    """None for a line that is not whole."""
+    """The object of a line; None if the line is incomplete."""
     try:
         line = json.loads(text)
     except ValueError:

@@ -1,11 +1,11 @@
 """The network of AmorLIP's Section 3.2 that predicts log Z of an embedding.
 
-"Three-layer MLP" and "intermediate dimension f_d * d" leave its form open. Here, with h = f_d * d:
+The paper's "three-layer MLP" with "intermediate dimension f_d * d" leaves details open. Here, with h = f_d * d:
 
     x -> Linear(d, h), ReLU, LayerNorm -> Linear(h, d), ReLU, LayerNorm -> + x, ReLU -> Linear(d, 1)
 
-which is also the form that AmorLIP's authors released. The last bias starts at a level that the caller gives, such as
-the batch's mean log Z: it would take a thousand steps of Adam at 1e-3 to get there from 0.
+which is also what AmorLIP's authors released. The caller sets the start of the last bias, such as the batch's mean
+log Z: from 0, Adam at 1e-3 would need a thousand steps to get there.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ WIDTH = option(
 
 
 class PartitionMLP(nn.Module):
-    """log Z of embeddings (b, d) as (b,).
+    """Predicts log Z, (b,), of embeddings (b, d).
 
     Args:
         dimension: d.
@@ -46,12 +46,12 @@ class PartitionMLP(nn.Module):
 
 
 class PartitionNetwork:
-    """One MLP per side. Not an nn.Module, so that the loss's `parameters()` stay free of it.
+    """One MLP for images and one for texts. Not an nn.Module, so that the loss's `parameters()` do not contain it.
 
     Args:
         dimension, width: as in `PartitionMLP`.
-        levels: starts of the last biases, (2,), images first; their device and type are the network's.
-        seed: of its initialisation, which leaves the global generators alone: every process makes the same network.
+        levels: initial values of the last biases, (2,), images first; the network takes their device and dtype.
+        seed: of the initialization, the same on every process; the global generators are left alone.
     """
 
     def __init__(self, dimension: int, width: float, levels: Tensor, seed: int):
@@ -64,25 +64,25 @@ class PartitionNetwork:
 
     @staticmethod
     def hidden(dimension: int, width: float) -> int:
-        """h, the width of the inner layer."""
+        """h, the width of the hidden layer."""
         return max(1, round(width * dimension))
 
     @staticmethod
     def size(dimension: int, width: float) -> int:
-        """Parameters of both sides."""
-        with torch.device("meta"):  # which neither allocates nor draws
+        """Number of parameters of both MLPs."""
+        with torch.device("meta"):  # no memory, no random numbers
             mlp = PartitionMLP(dimension, width)
         return 2 * sum(parameter.numel() for parameter in mlp.parameters())
 
     def named(self) -> dict[str, Tensor]:
-        """The parameters by name, without graph."""
+        """The parameters by name; none requires a gradient."""
         return dict(self._sides.named_parameters())
 
     def __call__(self, image: Tensor, text: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """log Z of embeddings (b, d) and (b, d), as (2, b).
+        """log Z, (2, b), of image and text embeddings, (b, d) each.
 
         Args:
-            parameters: in place of its own, by the names of `named`.
+            parameters: used in place of its own, by the names of `named`.
         """
         sides = []
         for side, (mlp, embedding) in enumerate(zip(self._sides, (image, text), strict=True)):
@@ -91,17 +91,17 @@ class PartitionNetwork:
         return torch.stack(sides)
 
     def gradients(self, image: Tensor, text: Tensor, slopes: Tensor) -> Iterable[Tensor]:
-        """Gradients of the parameters, in the order of `named`, for the derivatives (2, b) of an objective in log Z."""
+        """Gradients in the parameters, in the order of `named`, given an objective's derivatives in log Z, (2, b)."""
         with torch.enable_grad():
             parameters = {name: value.detach().requires_grad_() for name, value in self.named().items()}
             return torch.autograd.grad(self(image, text, parameters), list(parameters.values()), slopes)
 
     def load(self, parameters: dict[str, Tensor]) -> None:
-        """Take over copies of `parameters`, by the names of `named`."""
+        """Copy the values of `parameters`, by the names of `named`."""
         for name, parameter in self.named().items():
             parameter.copy_(parameters[name])
 
 
 def below(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Those whose names start with `prefix`, without it."""
+    """The entries whose names start with `prefix`, under the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}

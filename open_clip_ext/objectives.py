@@ -1,4 +1,4 @@
-"""What is minimised once the log-normalizers alpha are known or predicted.
+"""Objectives of the encoders and of a normalizer network, given log-normalizers alpha.
 
 Per anchor i, with L_i = log(eps + g_i) over the batch, an objective is weight(tau_i) * value(L_i, alpha_i):
 
@@ -8,12 +8,13 @@ Per anchor i, with L_i = log(eps + g_i) over the batch, an objective is weight(t
 | `unified` | tau | exp(L - alpha) + alpha - 1 | NeuCLIP, Eq. 12 | NeuCLIP, Eq. 12 |
 | `l2-log` | 1 | (alpha - L)^2 / 2 | | NeuCLIP, Section 5.2 ("separate"); AmorLIP, Eq. 10 |
 
-The encoders' objective adds rho to the value. Its gradient at fixed alpha is the same for both, that of
-tau * exp(-alpha_i) * (eps + g_i); `unified` adds what comes through alpha. `unified` is an upper bound of
-tau * log(eps + g_i), met where alpha_i = log(eps + g_i), and linear in g_i: a batch's g_i gives an unbiased estimate
-for an alpha that does not depend on the batch. A network that minimises it predicts log E exp(L), with `l2-log` E L.
+The encoders' objective adds rho to the value. At fixed alpha both encoder objectives have the gradient of
+tau * exp(-alpha_i) * (eps + g_i); `unified` adds the gradient through alpha. `unified` is an upper bound of
+tau * log(eps + g_i) that is tight at alpha_i = log(eps + g_i). It is linear in g_i, so a batch's g_i estimates it
+without bias if alpha does not depend on the batch. A network that minimizes it predicts log E exp(L); with `l2-log`
+it predicts E L.
 
-As printed: `equations.sogclr`, `equations.neuclip`, `equations.neuclip_separate`.
+In plain PyTorch: `equations.sogclr`, `equations.neuclip`, `equations.neuclip_separate`.
 """
 
 from typing import ClassVar
@@ -21,17 +22,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-# No exact normalizer lets L_i - alpha_i exceed log(n / B), 12.4 for 10^9 samples and a batch of 4,096. A larger weight
-# means that alpha is wrong; it is bounded, so that one anchor cannot fill the optimizers' accumulators for good, nor
-# leave float16. A table never gets there, since u_i contains gamma times the batch's own estimate.
+# With exact normalizers L_i - alpha_i is at most log(n / B): 12.4 for 10^9 samples and a batch of 4,096. A larger
+# weight means that alpha is wrong. The bound keeps one such anchor from dominating the optimizers' accumulators for
+# good and from overflowing float16. A table never reaches it: u_i contains gamma times the batch's own estimate.
 MAX_LOG_WEIGHT = 12.5
 
 
 class Objective:
-    """Value and slope of an objective per anchor; every argument and result is (2, B) or a part of it."""
+    """Value and derivative of an objective per anchor; every argument and result is (2, B) or a slice of it."""
 
     name: ClassVar[str]
-    through_alpha: ClassVar[bool] = True  # whether it is also minimised through alpha
+    through_alpha: ClassVar[bool] = True  # whether gradients also flow through alpha
 
     @staticmethod
     def weight(tau: Tensor) -> Tensor:
@@ -39,9 +40,11 @@ class Objective:
 
     @staticmethod
     def value(log_batch: Tensor, alpha: Tensor) -> Tensor:
-        """Args:
-        log_batch: L.
-        alpha: log-normalizers.
+        """The objective per anchor, before its weight.
+
+        Args:
+            log_batch: L.
+            alpha: log-normalizers.
         """
         raise NotImplementedError
 
@@ -52,7 +55,7 @@ class Objective:
 
 
 class Compositional(Objective):
-    """alpha is a constant for the encoders."""
+    """The objective with alpha as a constant for the encoders."""
 
     name = "compositional"
     through_alpha = False
@@ -63,7 +66,7 @@ class Compositional(Objective):
 
 
 class Unified(Objective):
-    """exp(L - alpha) is bounded by exp(MAX_LOG_WEIGHT)."""
+    """NeuCLIP's upper bound of the objective, minimized through alpha too; exp(L - alpha) <= exp(MAX_LOG_WEIGHT)."""
 
     name = "unified"
 

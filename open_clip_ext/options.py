@@ -1,4 +1,4 @@
-"""An option of one replaceable part: declared beside the part, a keyword of its constructor and a command-line flag."""
+"""Options of the replaceable parts: each is declared once and is both a keyword argument and a command-line flag."""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
@@ -17,11 +17,11 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Derived:
-    """A default that follows from something else; the part gets None until that is known.
+    """A default that is computed from something else; the part gets None until that is known.
 
     Args:
-        words: what it is, for `--help`.
-        from_epochs: its value from the length of the training in epochs; None if the part works it out.
+        words: description for `--help`.
+        from_epochs: maps the length of the training in epochs to the value; None if the part computes it.
     """
 
     words: str
@@ -33,7 +33,7 @@ class Derived:
 
 
 def default_value(default: Any, epochs: int | None = None) -> Any:
-    """What an option has if it is not given, `Derived` or not; None if that is not known yet."""
+    """The value of an option that is not given; None for a `Derived` one that is not known yet."""
     return default.value(epochs) if isinstance(default, Derived) else default
 
 
@@ -80,23 +80,23 @@ def option(
 ) -> Any:
     """Declare a setting of a part: `gamma: float = option(0.2, "weight of the new estimate")` in the class's body.
 
-    The annotation is its type: int, float, str or bool, `| None` if the part may be left without; a bool is a switch.
+    The annotation is its type: int, float, str or bool (a switch), with `| None` if the value may be missing.
 
     Args:
-        default: value where neither the user nor the preset gives one, or `Derived`.
+        default: value if neither the user nor the preset gives one; may be `Derived`.
         help: one line for `--help`, without the default.
         choices: the valid values of a str.
         valid: predicate on a value; `expected` says in words what it accepts.
-        in_state: the form of the part's state depends on it, so that a checkpoint goes on with the same value only.
+        in_state: whether the shape of the part's state depends on it; a checkpoint then needs the same value to resume.
     """
     return Option(default, help, choices, valid, expected, in_state)
 
 
 def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:
-    """Raise InputError if one of the options `names` was given, though it has no effect.
+    """Raise InputError if one of the options `names`, which have no effect, is among those `given`.
 
     Args:
-        why: ends the message.
+        why: the condition under which they have no effect; ends the message.
     """
     for name in names:
         if name in given:

@@ -1,4 +1,4 @@
-"""What every replaceable part is: a name, and options that are declared once, as typed attributes of its class."""
+"""Base class of the replaceable parts: a name, and options declared once as typed class attributes."""
 
 import inspect
 from collections.abc import Collection
@@ -17,17 +17,17 @@ class Part:
             name = "shifted"
             shift: float = option(0.5, "what is added to every log-normalizer")
 
-    is made by `Shifted(shift=0.3)`, or with the flag `--shift 0.3`, and finds the value in `self.shift`. A subclass
-    states another default by `shift = 0.1`.
+    takes `Shifted(shift=0.3)`, or the flag `--shift 0.3`, and stores the value as `self.shift`. A subclass changes the
+    default with `shift = 0.1`.
 
     Class attributes:
-        name: as given to the flag that chooses the part.
-        options: every option of the class and of its bases, collected from their bodies.
-        optimizer_options: settings of the optimizer group of `logit_scale`, which is not the part's business.
-        needs_index: whether state is kept per sample; the constructor then takes `num_samples` and `device`.
+        name: value of the flag that chooses the part.
+        options: all options of the class and its bases, collected from their bodies.
+        optimizer_options: settings of `logit_scale`'s optimizer group; the training command uses them, not the part.
+        needs_index: whether the part keeps state per sample; its constructor then takes `num_samples` and `device`.
 
     Raises:
-        InputError: an option is of another type or out of range; the message names it.
+        InputError: an option has the wrong type or is out of range; the message names it.
         TypeError: there is no such option.
     """
 
@@ -64,13 +64,12 @@ class Part:
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        """Fill in settings that are None and follow from others; refuse what was given though it has no effect beside
-        the others.
+        """Fill in settings that are None and follow from others; refuse given settings that have no effect.
 
         Args:
-            settings: of the whole loss, by option name; may be changed.
+            settings: settings of the whole loss, by option name; changed in place.
             epochs: length of the training, if known.
-            given: names of those that the user gave.
+            given: names of the settings that the user gave.
 
         Raises:
             InputError: see `options.refuse_unused`.

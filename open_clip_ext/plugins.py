@@ -1,4 +1,4 @@
-"""Losses and parts that other packages register by entry points.
+"""Load the losses and parts that other packages register as entry points.
 
 | group | the entry point is |
 |---|---|
@@ -20,12 +20,12 @@ def load(group: str, table: dict[str, Any], is_valid: Callable[[Any], bool], exp
 
     Args:
         group: as in the table above.
-        table: what there is already, by name.
+        table: registered so far, by name.
         is_valid: predicate on a loaded object; `expected` says in words what it accepts.
 
     Raises:
-        InputError: one cannot be imported, is of another kind or name, or has a name that is taken; the message names
-            the package to mend or to uninstall.
+        InputError: an entry point cannot be imported, has the wrong type or name, or its name is taken; the message
+            names the package to fix or uninstall.
     """
     for point in entry_points(group=group):
         package = point.dist.name if point.dist is not None else point.value

@@ -1,4 +1,4 @@
-"""What each name of a loss stands for: a preset over the replaceable parts."""
+"""The presets: the parts and defaults that each loss name stands for."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,12 @@ class LossPreset:
     Args:
         name: as given to `--loss`.
         summary: one line for `--list-losses`.
-        paper: where the method is from.
-        loss: its class; None stands for OpenCLIP's own losses, which are left untouched.
+        paper: the source of the method.
+        loss: its class; None for OpenCLIP's own losses, which are left untouched.
         normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
-        defaults: options that this method sets otherwise than the parts do; a value, or `Derived`.
-        lr_tau_ratio: the default of `--lr-tau` over `--lr`.
-        training_defaults: flags of the training command, OpenCLIP's or ours, that this method sets otherwise where the
-            user gives none; by name with underscores.
+        defaults: this method's defaults where they differ from the parts', by option; a value, or `Derived`.
+        lr_tau_ratio: default of `--lr-tau` divided by `--lr`.
+        training_defaults: this method's defaults of the training command's flags, by name with underscores.
     """
 
     name: str
@@ -47,7 +46,7 @@ class LossPreset:
 
 
 def drrho_gamma(epochs: int) -> float:
-    """DRRho-CLIP's rule for a table's smallest gamma by the length of the training."""
+    """DRRho-CLIP's rule for the final gamma of a table, given the length of the training."""
     return min(1.0, 4.177 * epochs**-0.7265)
 
 
@@ -73,7 +72,7 @@ PRESETS = {
         ),
         LossPreset(
             "cyclip",
-            "OpenCLIP's softmax loss and two terms that make the similarities consistent; no normalizer",
+            "OpenCLIP's softmax loss plus in-modal and cross-modal consistency terms; no normalizer",
             "Goel et al. 2022, arXiv 2205.14459",
             loss=CyCLIPLoss,
             lr_tau_ratio=1.0,
@@ -88,7 +87,7 @@ PRESETS = {
         ),
         LossPreset(
             "isogclr",
-            "as sogclr, with a temperature of its own for each image and each text",
+            "as sogclr, with one temperature per image and per text",
             "Qiu et al. 2023, PMLR 202",
             normalizer="table",
             temperature="individual",
@@ -96,11 +95,11 @@ PRESETS = {
         ),
         LossPreset(
             "fastclip-v0",
-            "moving average, cosine gamma, learnable temperature; the loss without its factor tau",
+            "moving average, cosine gamma, learnable temperature; the loss without the factor tau",
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="unscaled",
-            lr_tau_ratio=1.0,  # the released command gives none, so that it is the model's
+            lr_tau_ratio=1.0,  # the released command sets none, so it is the model's learning rate
         ),
         LossPreset(
             "fastclip-v1",
@@ -111,7 +110,7 @@ PRESETS = {
         ),
         LossPreset(
             "fastclip-v2",
-            "moving average, cosine gamma, a temperature for each image and each text by Adam",
+            "moving average, cosine gamma, one temperature per image and per text, trained by Adam",
             "Wei et al. 2024, arXiv 2407.01445",
             normalizer="table",
             temperature="individual",
@@ -130,12 +129,12 @@ PRESETS = {
             "moving average whose gamma follows each sample's own estimate, by proximal mirror descent; learnable tau",
             "Wei et al. 2026, arXiv 2602.02877",
             normalizer="table",
-            # The authors' command for DFN-14M, which has the papers' rho for that data set, 11.
+            # From the authors' command for DFN-14M; its rho, 11, is the papers' for that data set.
             defaults={"gamma_schedule": "proximal", "loss_eps": 1e-6, "lr_tau_scheduler": "fastclip"},
         ),
         LossPreset(
             "tempnet",
-            "as isogclr, with temperatures that a small network predicts from the embeddings",
+            "as isogclr, with temperatures predicted from the embeddings by a small network",
             "Qiu et al. 2024, arXiv 2404.04575",
             normalizer="table",
             temperature="network",
@@ -143,11 +142,11 @@ PRESETS = {
         ),
         LossPreset(
             "drrho-clip",
-            "as fastclip-v1, less the similarity gaps of a frozen reference model, given by --distill-model",
+            "as fastclip-v1, minus the similarity gaps of a frozen reference model (--distill-model)",
             "Wei et al. 2025, arXiv 2505.06699",
             normalizer="table",
             temperature="fixed",
-            # The authors' command for DFN-192M, and their rule for gamma.
+            # From the authors' command for DFN-192M, with their rule for gamma.
             defaults={
                 "reference_gap": True, "tau_init": 0.01, "loss_eps": 1e-4,
                 "gamma": Derived("min(1, 4.177 E^-0.7265) of E epochs", drrho_gamma),
@@ -186,7 +185,7 @@ PRESETS = {
             "as amorlip, with the paper's own form of the loss and its settings for CC12M",
             "Sun et al. 2025, arXiv 2505.18983, Algorithm 1, Appendix C",
             loss=AmorLIPLoss,
-            # A full positive over the target network, which collapses where we could measure it.
+            # A positive of weight 1, divided by the target network: this collapsed in our runs.
             defaults={
                 **AMORLIP_CC12M, "amor_denominator": "target", "amor_positive_weight": 1.0,
                 "rho_annealed_from": Derived("the last third", lambda epochs: epochs - epochs // 3),
@@ -201,8 +200,8 @@ PRESETS = {
             temperature="fixed",
             surrogate="hinge",
             defaults={"gamma": 0.9, "gamma_decay_epochs": 4},
-            # TuneCLIP, Section 5 and Table 6, but for what is the machine's. They say nothing of a warm-up of the
-            # learning rate: the recovery takes its place.
+            # TuneCLIP, Section 5 and Table 6, except what depends on the hardware. They mention no warm-up of the
+            # learning rate; the recovery takes its place.
             training_defaults={
                 "lr": 1e-5, "beta1": 0.9, "beta2": 0.98, "wd": 0.02, "lr_scheduler": "cosine", "warmup": 0,
                 "epochs": 5, "osr_epochs": 5.0, "zeroshot_frequency": 1,

@@ -1,29 +1,28 @@
 """Recovery of the optimizer's statistics before fine-tuning: TuneCLIP, Section 4.1, Algorithm 1.
 
-A pretrained model comes without the state of its optimizer. Started from zero, Adam's moments and the moving averages
-of the normalizers are wrong at first, and the first epoch of fine-tuning makes the model worse. So E epochs go over the
-data with the weights standing still at omega_0 and move only
+A pretrained model comes without its optimizer's state. If Adam's moments and the moving averages of the normalizers
+start from zero, they are wrong at first, and the first epoch of fine-tuning makes the model worse. Therefore E epochs
+over the data keep the weights frozen at omega_0 and update only
 
-    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)    (n, 2): one per sample and side, kept by the loss as log u
-    m <- beta_1 m + (1 - beta_1) g                       as each parameter
-    v <- beta_2 v + (1 - beta_2) g^2                     as each parameter
+    u_i <- (1 - gamma) u_i + gamma Phi(omega_0, i, B)    (n, 2), one per image and per text; the loss keeps log u
+    m <- beta_1 m + (1 - beta_1) g                       in the shape of each parameter
+    v <- beta_2 v + (1 - beta_2) g^2                     in the shape of each parameter
 
 Phi(omega, i, B) = (1 / |B|) sum over j != i in B of exp(l(s_ij - s_ii) / tau) (before Eq. 2; l is a hinge in
-Algorithm 2) is the loss's own estimate of anchor i's normalizer from the batch, g the gradient that the loss gives with
-u (Eq. 4).
+Algorithm 2) is the batch's estimate of anchor i's normalizer, and g the gradient of the loss with u (Eq. 4).
 
-They are ordinary steps with every learning rate 0, at which AdamW moves nothing but the sign of a zero; that is checked
-after the first step and after each epoch, and zeros and BatchNorm's buffers are put back, so that model and buffers are
-what they were to the last bit. What is recovered is whatever the loss keeps (a table, a network, temperatures'
-momentum), and with a loss that keeps nothing the moments alone.
+These are ordinary steps with every learning rate 0, where AdamW changes at most the sign of a zero. This is checked
+after the first step and after each epoch; zeros and BatchNorm's buffers are then restored, so that the model stays the
+same to the last bit. Whatever state the loss has is recovered (a table, a network, temperatures' momentum); with a loss
+without state, only the moments.
 
 Readings fixed here:
 
-- Adam's step counter goes with the moments. m and v are sums over t steps, which bias correction divides by
+- Adam's step counter is kept with the moments. m and v are sums over t steps, which bias correction divides by
   1 - beta^t; a counter reset to 0 would multiply the recovered m by 1 / (1 - beta_1) = 10 in the first step.
-- The loss's schedules (gamma) run on one clock from the start of the recovery; a broken epoch counts as a whole one.
-- Phi divides by B - 1, the number of negatives, as everywhere here. The paper divides by B; the factor (B - 1) / B, the
-  same for all samples, cancels in the gradients but for eps.
+- The loss's schedules (gamma) count epochs from the start of the recovery; a partial epoch counts as a whole one.
+- Phi divides by B - 1, the number of negatives, as everywhere in this package. The paper divides by B. The factor
+  (B - 1) / B is the same for all samples and cancels in the gradients except for eps.
 """
 
 import hashlib
@@ -49,38 +48,38 @@ def recover_statistics(
     epochs: float = 5,
     step: Callable[[Any], Any] | None = None,
 ) -> int:
-    """Fill the optimizer's moments and the loss's state while the weights stand still, before the first step of a loop.
+    """Fill the optimizer's moments and the loss's state with frozen weights, before the first step of your loop.
 
     Every process calls it, in training mode, with model and optimizer as they are trained (DistributedDataParallel
-    included). Learning rates are 0 meanwhile and as before afterwards; a schedule of theirs does not go on.
+    included). Learning rates are set to 0 and restored afterwards; their schedule does not advance.
 
     Args:
-        model: holds every parameter of the optimizer; several modules go into an `nn.ModuleDict`.
-        optimizer: one that keeps moments and at learning rate 0 leaves the weights, such as AdamW.
-        loss: as `create_loss` gives it, its `epochs` those of recovery and training together; None for a loss that
-            keeps nothing, which then is in `step` alone.
-        batches: the train data, iterated anew for each epoch, in another order where possible. With a length if
-            `epochs` is no whole number.
-        epochs: of recovery, or parts of one; the paper takes 5.
-        step: the loop's own step on one item of `batches`, from zero_grad to optimizer.step, without a schedule of
-            learning rates. Without it an item is (images, texts, rows) and `model(images, texts)` gives, as OpenCLIP's
-            models do, image features, text features and 1 / tau, as a tuple or as a dict.
+        model: contains every parameter of the optimizer; put several modules into an `nn.ModuleDict`.
+        optimizer: keeps moments and does not change weights at learning rate 0, as AdamW.
+        loss: from `create_loss`, with `epochs` those of recovery and training together; None for a loss without state,
+            which only `step` uses.
+        batches: the train data, iterated anew for each epoch, in a new order if possible. Needs a length if `epochs` is
+            not a whole number.
+        epochs: length of the recovery, > 0, may be fractional; 5 in the paper.
+        step: your loop's step on one item of `batches`, from zero_grad to optimizer.step, without a schedule of
+            learning rates. Without it an item is (images, texts, rows), and `model(images, texts)` returns image
+            features, text features and 1 / tau as OpenCLIP's models do, as a tuple or a dict.
 
     Returns:
-        Epochs by the loss's clock: in epoch e of the training call `loss.set_epoch(that + e)`.
+        The number of epochs that the loss has counted: in epoch e of the training call `loss.set_epoch(number + e)`.
 
     Raises:
-        InputError: an argument does not fit, the optimizer moves the weights, or its moments stay 0.
-        NonFiniteError: the data or the weights have a NaN or an infinity.
+        InputError: an argument does not fit, the optimizer changes the weights, or its moments stay 0.
+        NonFiniteError: the data or the weights contain NaN or infinity.
     """
     if not (isfinite(epochs) and epochs > 0):
         raise InputError(f"epochs: {epochs} is out of range; it must be a number > 0")
     if epochs != int(epochs) and not hasattr(batches, "__len__"):
-        raise InputError(f"epochs: {epochs:g} of batches without a length; give a whole number")
+        raise InputError(f"epochs: {epochs:g} with batches that have no length; give a whole number")
     if step is None and loss is None:
         raise InputError("step: needed without a loss, to compute one")
     if loss is not None and not loss.training:
-        raise InputError("loss: in evaluation mode its state does not move; call loss.train()")
+        raise InputError("loss: its state is not updated in evaluation mode; call loss.train()")
     weights = StandingWeights(model)
     known = {*weights.names, *(loss.parameters() if loss is not None else ())}
     if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
@@ -125,7 +124,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, 
 
 
 def epoch_lengths(epochs: float, steps: int) -> list[int]:
-    """Steps of each epoch: `steps` in whole ones, and in what is left of `epochs` a part of them, at least 1."""
+    """Steps of each epoch: `steps` in a whole one, a fraction of them, at least 1, in a partial last one."""
     lengths = [steps] * floor(epochs)
     if len(lengths) < ceil(epochs):
         lengths.append(max(1, round((epochs - floor(epochs)) * steps)))
@@ -133,10 +132,10 @@ def epoch_lengths(epochs: float, steps: int) -> list[int]:
 
 
 class StandingWeights:
-    """A copy, on the host, of what must be the same after the recovery.
+    """A copy, in host memory, of the model's parameters and buffers, which the recovery must not change.
 
     Attributes:
-        names: of the model's parameters.
+        names: names of the model's parameters.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -146,14 +145,14 @@ class StandingWeights:
 
     @torch.no_grad()
     def restore(self) -> str | None:
-        """Put everything back to the last bit; the first parameter whose value had moved, or None."""
+        """Restore everything to the last bit; return the name of the first parameter that had changed, or None."""
         parameters = set(self.names.values())
         first_moved = None
         for name, tensor in self._now.items():
             now, then = tensor.cpu(), self._then[name]
             if torch.equal(_bits(now), _bits(then)):
                 continue
-            # p - 0 * update turns -0.0 into 0.0
+            # A change of bits alone is allowed: p - 0 * update turns -0.0 into 0.0.
             if name in parameters and not torch.equal(now, then):
                 first_moved = first_moved or name
             tensor.copy_(then)
@@ -173,7 +172,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def standing_still(optimizer: torch.optim.Optimizer, loss: Loss | None) -> Iterator[None]:
-    """Every learning rate 0; what the groups hold besides a step counter is put back after."""
+    """Set every learning rate to 0; afterwards restore the groups' settings, except step counters."""
     groups = optimizer.param_groups
     kept = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
     for group in groups:
@@ -196,14 +195,14 @@ def check_still(
     name: str,
     instead: str = "use AdamW",
 ) -> None:
-    """Put the weights back, and raise unless the last steps moved the moments and nothing else.
+    """Restore the weights, and raise unless the last steps changed the moments and no weight.
 
     Args:
-        name, instead: of the optimizer, and what would do, for the message.
+        name, instead: the optimizer's name and what to use instead, for the message.
 
     Raises:
-        InputError: a weight has moved, or the moments stay 0 though there are gradients.
-        NonFiniteError: a moment is not finite, or what the loss has met.
+        InputError: a weight has changed, or the moments are 0 though there are gradients.
+        NonFiniteError: a moment, or a value that the loss has seen, is not finite.
     """
     if loss is not None:
         loss.raise_if_not_finite()
@@ -215,11 +214,11 @@ def check_still(
                     f"recovery of statistics: {moment_name} of {whose} is not finite; the data or the pretrained "
                     "weights have a NaN or an infinity"
                 )
-    why = f"so that statistics of standing weights cannot be recovered; {instead}"
+    why = f"so its statistics cannot be recovered; {instead}"
     if moved := weights.restore():
         raise InputError(f"{name} moves the weights ({moved}) at learning rate 0, {why}")
     first_moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
-    # Without a gradient, as where a hinge leaves nothing to do, 0 is right.
+    # Without any gradient, for example where the hinge is inactive everywhere, moments of 0 are right.
     has_gradient = any(parameter.grad is not None and parameter.grad.any() for parameter in weights.names)
     if first_moments and has_gradient and not any(moment.any() for moment in first_moments):
         raise InputError(f"{name} leaves its moments 0 at learning rate 0, {why}")

@@ -1,4 +1,4 @@
-"""The pairwise surrogate l: what a negative's similarity gap x = s_ij - s_ii counts as.
+"""Pairwise surrogates l, applied to a negative's similarity gap x = s_ij - s_ii.
 
 g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 """
@@ -15,11 +15,11 @@ class Surrogate(Part):
     """Base of the surrogates."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), of the shape of `gap`; the caller may overwrite both."""
+        """l(x), in the shape of `gap`; the caller may overwrite both tensors."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:
-        """dl/dx, of the shape of `gap` or a number; asked for before `value`, and not `gap` itself."""
+        """dl/dx, a number or a new tensor in the shape of `gap`; called before `value`, which may overwrite `gap`."""
         raise NotImplementedError
 
 
@@ -36,18 +36,20 @@ class Identity(Surrogate):
 
 
 class PowerHinge(Surrogate):
-    """l(x) = max(x + margin, 0)^power: a negative that is `margin` below the positive has no gradient any more
-    (TuneCLIP, Section 4.2, Eq. 8-9, the hinged global contrastive loss). As printed: `equations.tuneclip_phi`,
-    `equations.tuneclip`.
+    """l(x) = max(x + margin, 0)^margin_power: a negative at least `margin` below the positive gets no gradient.
+
+    This is TuneCLIP's hinged global contrastive loss (Section 4.2, Eq. 8-9). In plain PyTorch:
+    `equations.tuneclip_phi`, `equations.tuneclip`.
 
     Args:
         margin: m, in units of similarity.
-        power: 2 in the equations; "margin smoothing" in Table 6.
+        margin_power: 2 in the equations; "margin smoothing" in Table 6.
     """
 
     name = "hinge"
     margin: float = option(
-        0.1, "how far below the positive a negative stops counting", valid=not_negative, expected="at least 0"
+        0.1, "similarity below the positive from which a negative gets no gradient",
+        valid=not_negative, expected="at least 0",
     )
     margin_power: float = option(
         2.0, "power of the hinge", valid=lambda value: 1 <= value <= 100, expected="from 1 to 100"

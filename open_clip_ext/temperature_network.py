@@ -1,17 +1,17 @@
 """A small network that predicts each sample's temperature from its embedding (TempNet, arXiv 2404.04575).
 
-The form is that of the authors' released code for image-text pairs. For an embedding e of one modality,
+It follows the authors' released code for image-text pairs. For an embedding e of one modality,
 
     v = dropout(sigmoid(A e + a)),    z_j = <v, w_j / |w_j|>,    p = softmax(z / phi)
     tau = tau_min + (tau_max - tau_min) * sigmoid( sum_j c_j (p_j - 1/m) sigmoid(z_j) + b )
 
-with the prototypes w_1, ..., w_m, and each modality has a network of its own. It minimises iSogCLR's objective in
-tau_i; nothing of it reaches the embeddings. As printed: `equations.tempnet_tau`, `equations.tempnet`.
+with prototypes w_1, ..., w_m and one network per modality. The network minimizes iSogCLR's objective in tau_i; no
+gradient flows to the embeddings. In plain PyTorch: `equations.tempnet_tau`, `equations.tempnet`.
 
-Readings fixed here: every process updates the same network on all B anchors, whose embeddings are at hand, so that no
-gradient travels, and process 0 sends its network once an epoch, so that none drifts away by rounding. Dropout is drawn
-from the number of the step, the same on every process and when a training resumes. The first batch's embeddings of the
-other modality are the first prototypes, as in the authors' script; where they are fewer than m, the others stay random.
+Readings fixed here: every process updates the same network on all B gathered anchors, so no gradient is communicated;
+process 0 broadcasts its network once per epoch, against drift by rounding. The step number seeds dropout, so that it is
+the same on every process and after a resume. The prototypes start as the first batch's embeddings of the other
+modality, as in the authors' script; if these are fewer than m, the other prototypes stay random.
 """
 
 from collections.abc import Collection
@@ -33,10 +33,10 @@ FIRST_PHI = 0.01
 
 
 class NetworkTemperature(Temperature):
-    """tau_i from the anchor's own embedding, by a network for images and one for texts.
+    """Predicts tau_i from the anchor's own embedding, with one network for images and one for texts.
 
-    Args: see the class's body. The parameters and the two moments of their Adam are one vector each, so that they move
-        with the loss and into a checkpoint like any other buffer.
+    Args: see the class's body. The parameters and Adam's two moments are one vector each, so that they move with the
+        loss and into a checkpoint as any other buffer does.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -49,15 +49,16 @@ class NetworkTemperature(Temperature):
     tau_min: float = TAU_MIN.with_default(0.005)
     tau_max: float = TAU_MAX.with_default(0.05)
     tau_net_prototypes: int = option(
-        256, "prototypes of the network that predicts temperatures, on each side",
+        256, "prototypes of the network that predicts temperatures, per modality",
         valid=lambda value: value >= 2, expected="at least 2", in_state=True,
     )
     tau_net_lr: float = option(
-        3e-5, "its learning rate in the first epoch, 0.9 times as much in each one after it",
+        3e-5, "learning rate of the temperature network in the first epoch; times 0.9 in each later one",
         valid=positive, expected="a number > 0",
     )
     tau_net_dropout: float = option(
-        0.5, "dropout of its inner layer in training", valid=lambda value: 0 <= value < 1, expected="in [0, 1)"
+        0.5, "dropout of the temperature network's hidden layer",
+        valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
     )
     BETAS, ADAM_EPS, LR_DECAY = (0.9, 0.999), 1e-8, 0.9
     weights: Tensor
@@ -88,7 +89,7 @@ class NetworkTemperature(Temperature):
         self.shapes = {"inner": (2, d, d), "inner_bias": (2, d), "prototypes": (2, m, d), "log_phi": (2,),
                        "out": (2, m), "out_bias": (2,)}
         draw = torch.Generator().manual_seed(0)
-        bound = d**-0.5  # of torch.nn.Linear
+        bound = d**-0.5  # as torch.nn.Linear initializes
         start = {
             "inner": torch.rand(2, d, d, generator=draw).mul(2).sub(1).mul(bound),
             "inner_bias": torch.rand(2, d, generator=draw).mul(2).sub(1).mul(bound),
@@ -101,13 +102,13 @@ class NetworkTemperature(Temperature):
         self.moments = self.weights.new_zeros(2, len(self.weights))
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
-        """Views of a vector of parameters, by name; the first axis is the side."""
+        """Views of the parameter vector, by name; their first axis is the modality, images first."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
         parts = weights.split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def predict(self, image: Tensor, text: Tensor, weights: Tensor) -> Tensor:
-        """Temperatures of embeddings (b, d) each, (2, b)."""
+        """Temperatures, (2, b), of image and text embeddings, (b, d) each."""
         p = self.named(weights)
         inner = (torch.stack([image, text]) @ p["inner"].mT + p["inner_bias"][:, None]).sigmoid()
         if self.training and self.tau_net_dropout > 0:
@@ -115,8 +116,8 @@ class NetworkTemperature(Temperature):
             kept = torch.empty(inner.shape, dtype=torch.bool).bernoulli_(1 - self.tau_net_dropout, generator=draw)
             inner = inner * kept.to(inner.device) / (1 - self.tau_net_dropout)
         products = inner @ normalize(p["prototypes"], dim=2).mT
-        shares = (products / p["log_phi"].exp()[:, None, None]).softmax(dim=2)
-        terms = (shares - 1 / self.tau_net_prototypes) * products.sigmoid() * p["out"][:, None]
+        probs = (products / p["log_phi"].exp()[:, None, None]).softmax(dim=2)
+        terms = (probs - 1 / self.tau_net_prototypes) * products.sigmoid() * p["out"][:, None]
         between = (terms.sum(dim=2) + p["out_bias"][:, None]).sigmoid()
         return self.tau_min + (self.tau_max - self.tau_min) * between
 
@@ -177,7 +178,7 @@ class NetworkTemperature(Temperature):
         if not len(self.weights):
             return
         if "weights" not in state:
-            raise ValueError("temperature: 'network' where the state has none")
+            raise ValueError("temperature: 'network', but the state has no such network")
         if len(state["weights"]) != len(self.weights):
             raise ValueError(f"tau_net_prototypes: {self.tau_net_prototypes} where the state has another number")
         self.weights.copy_(state["weights"])

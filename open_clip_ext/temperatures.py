@@ -1,13 +1,13 @@
-"""How the temperature moves.
+"""Temperature schemes: fixed, learned, or one temperature per image and per text.
 
 OpenCLIP's parameter is `logit_scale` = log(1 / tau); its models pass the exponential, 1 / tau, to the loss. A scheme
-turns that into the temperatures of the step's anchors and gives the objective's value and its derivative in tau. Per
+maps it to the temperatures of the step's anchors and computes the objective's value and its derivative in tau. Per
 anchor the objective is
 
     scale(tau_i) * (value_i + rho),    scale(tau) = tau in all methods but FastCLIP-v0,
 
-where value_i (`objectives`) estimates log(eps + g_i). Both directions are summed, so that they add 2 * tau * rho.
-Temperatures have the shape (2, B), images as anchors first, also where all are one tau.
+where value_i (`objectives`) estimates log(eps + g_i). Both directions are summed, so rho contributes 2 * tau * rho.
+Temperatures have the shape (2, B), images as anchors first, even if all are the same tau.
 """
 
 import math
@@ -24,7 +24,7 @@ from open_clip_ext.options import Derived, not_negative, option, positive, refus
 from open_clip_ext.parts import Part
 
 RHO = option(
-    8.5, "pull on the temperature; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
+    8.5, "pulls the temperature down; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
     valid=not_negative, expected="a number >= 0",
 )
 TAU_MIN = option(
@@ -33,7 +33,7 @@ TAU_MIN = option(
 TAU_MAX = option(1.0, "upper bound of a sample's temperature", valid=positive, expected="a number > 0")
 FASTCLIP_CODE = option(
     False,
-    "do as FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
+    "follow FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
     "temperature's gradient; individual: the encoders' gradient lacks the factor tau_i",
 )
 
@@ -48,33 +48,34 @@ def refuse_fastclip_code(settings: dict) -> None:
 
 
 class FixedLogitScale(Part):
-    """Settings of the optimizer group of a logit_scale that stays as it is; not a constructor's, but the command's."""
+    """Options of the training command for a fixed logit_scale; no constructor takes them."""
 
     tau_init: float = option(
-        Derived("the model's own"), "temperature at the start; where it is fixed, throughout",
+        Derived("the model's own"), "initial temperature; if it is fixed, the temperature",
         valid=lambda value: 0 < value <= 10, expected="in (0, 10]",
     )
 
 
 class LearnedLogitScale(FixedLogitScale):
-    """The same of one that learns; its lower bound is OpenCLIP's."""
+    """Options of the training command for a learned logit_scale; the lower bound of tau is OpenCLIP's."""
 
     tau_min: float = TAU_MIN
     lr_tau: float = option(
-        Derived("a share of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
+        Derived("a fraction of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
     )
     lr_tau_scheduler: str = option(
-        "model", "model: the shape of the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
+        "model", "model: the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
         choices=("model", "fastclip"),
     )
 
 
 class Temperature(Part, nn.Module):
-    """Base of the schemes.
+    """Base class of the temperature schemes.
 
-    `trains_logit_scale`: whether the parameter gets a gradient; if not, the training side keeps it as it is.
-    `allows_reference`: as `Normalizer`'s.
-    `hold`: freeze the temperatures kept per sample; their momentum still updates, as an optimizer's at learning rate 0.
+    Attributes:
+        trains_logit_scale: whether the parameter gets a gradient; if not, the training command freezes it.
+        allows_reference: as for `Normalizer`.
+        hold: freeze the per-sample temperatures; their momentum still updates, as an optimizer's at learning rate 0.
     """
 
     optimizer_options = FixedLogitScale.options
@@ -88,22 +89,22 @@ class Temperature(Part, nn.Module):
         """As `Normalizer.materialize`."""
 
     def observe(self, batch: Batch) -> None:
-        """See the embeddings of a training step, before its temperatures are looked up."""
+        """Called with each training step's embeddings, before its temperatures are looked up."""
 
     def lookup(self, batch: Batch) -> Tensor | None:
-        """What is kept of a global batch's samples, or predicted for them, (B, c); None where nothing is.
+        """The values stored or predicted for a global batch's samples, (B, c); None if there are none.
 
         Args:
-            batch: its temperatures are not known yet.
+            batch: the global batch; its temperatures are not known yet.
         """
         return None
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
-        """Temperatures of all anchors, (2, B), or 0-d where they are one, without graph.
+        """Temperatures of all anchors, (2, B), or 0-d if all are equal, detached.
 
         Args:
             tau: 1 / logit_scale, 0-d.
-            rows: what `lookup` gave.
+            rows: the result of `lookup`.
         """
         return tau.detach()
 
@@ -112,11 +113,11 @@ class Temperature(Part, nn.Module):
         return taus
 
     def value(self, taus: Tensor, values: Tensor) -> Tensor:
-        """The global objective's estimate, 0-d, from the anchors' values (2, B)."""
+        """The estimate of the global objective, 0-d, from the anchors' values, (2, B)."""
         return (self.scale(taus) * (values + self.rho)).mean(dim=1).sum()
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor | None:
-        """This process's part of the derivative of `value` in the one tau, 0-d; None if it does not learn.
+        """This process's part of the derivative of `value` in the learned tau, 0-d; None if tau is not learned.
 
         Args:
             taus, values: of this process's anchors, (2, b).
@@ -126,11 +127,11 @@ class Temperature(Part, nn.Module):
         return None
 
     def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
-        """Move what `lookup` gave, once per step; nothing moves where `batch.finite` is False.
+        """Update the stored values, once per step; they stay as they are if `batch.finite` is False.
 
         Args:
-            rows: what `lookup` gave, at which the gradients were taken.
-            gradients: derivative of tau_i * (value_i + rho) of all anchors, (2, B).
+            rows: the result of `lookup`, at which the gradients were computed.
+            gradients: derivative of tau_i * (value_i + rho) in tau_i of all anchors, (2, B).
         """
 
     def set_epoch(self, epoch: int) -> None:
@@ -144,13 +145,13 @@ class Temperature(Part, nn.Module):
         return {}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `full_state` gave."""
+        """Load the result of `full_state`."""
 
 
 class FixedTemperature(Temperature):
-    """One tau that stays what it is (SogCLR, FastCLIP-v1, TuneCLIP): no rho, since nothing pulls against it.
+    """One tau that is not trained, and therefore no rho (SogCLR, FastCLIP-v1, TuneCLIP).
 
-    As printed: `equations.sogclr`, `equations.fastclip_v1`, `equations.tuneclip`.
+    In plain PyTorch: `equations.sogclr`, `equations.fastclip_v1`, `equations.tuneclip`.
     """
 
     name = "fixed"
@@ -159,10 +160,10 @@ class FixedTemperature(Temperature):
 class LearnableTemperature(Temperature):
     """One tau for both directions, learned with the encoders (NeuCLIP, Eq. 1 and 13; FastCLIP-v3's RGCL-g).
 
-    As printed: `equations.fastclip_v3`; `equations.scent`, which is the same.
+    In plain PyTorch: `equations.fastclip_v3`; `equations.scent`, which is the same.
 
-    A larger rho pulls tau down; larger data, larger rho (NeuCLIP, Table 3). With dg/dtau counted twice, as
-    FastCLIP's released code does, tau settles elsewhere, and the rho published with that code were tuned so.
+    A larger rho pulls tau down; larger data sets take a larger rho (NeuCLIP, Table 3). FastCLIP's released code counts
+    dg/dtau twice, which changes the tau that is reached; the values of rho published with that code were tuned for it.
     """
 
     name = "learnable"
@@ -185,9 +186,9 @@ class LearnableTemperature(Temperature):
 
 
 class UnscaledTemperature(Temperature):
-    """FastCLIP-v0's: the objective without the factor tau and without rho, log(eps + g_i) alone, tau learned.
+    """One learned tau with FastCLIP-v0's objective: log(eps + g_i) without the factor tau and without rho.
 
-    As a plain equation: `equations.fastclip_v0`.
+    In plain PyTorch: `equations.fastclip_v0`.
     """
 
     name = "unscaled"
@@ -202,35 +203,36 @@ class UnscaledTemperature(Temperature):
 
 
 class IndividualTemperature(Temperature):
-    """One tau per sample and side, moved by the loss itself (iSogCLR, Eq. 19-20 and Algorithm 2).
+    """One tau per image and one per text, updated by the loss itself (iSogCLR, Eq. 19-20 and Algorithm 2).
 
         G_i = tau_i / s_i * dg_i/dtau_i + log(s_i) + rho,    u_i <- (1 - beta_1) u_i + beta_1 G_i,
         tau_i <- clip(tau_i - eta * u_i, tau_0, tau_max)
 
     Readings fixed here: the factor 1/n of Eq. 19 goes into eta; s_i is updated first and tau_i last, so that both
-    gradients see the new s_i and the old tau_i; G_i is clipped to [-5, 5]; the first visit sets u_i as if u_i had been
-    0. A row that occurs several times in a global batch moves once, by the mean of its G_i.
+    gradients use the new s_i and the old tau_i; G_i is clipped to [-5, 5]; u_i is 0 before the first visit. A row that
+    occurs several times in a global batch is updated once, by the mean of its G_i.
 
-    `tau_optimizer` adam is FastCLIP-v2's: Adam per row, whose bias is corrected by the epoch and whose betas are 0 in
-    epoch 0, so that a row's first step is one of size eta.
+    `tau_optimizer` adam is FastCLIP-v2's: Adam per row, with a bias correction that counts epochs and betas of 0 in
+    epoch 0, so that a row's first step has size eta.
 
-    As printed: `equations.isogclr`, `equations.isogclr_tau`; `equations.fastclip_v2`, `equations.fastclip_v2_tau`.
+    In plain PyTorch: `equations.isogclr`, `equations.isogclr_tau`, `equations.fastclip_v2`,
+    `equations.fastclip_v2_tau`.
 
     Args:
         num_samples: n.
         device: where the rows are kept, unless `rows_on` says otherwise.
-        rho: pulls every tau_i up against its own loss (iSogCLR: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
+        rho: a larger one pulls every tau_i down (iSogCLR: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
         tau_start: tau_i before its first visit (FastCLIP-v2: 0.03).
         tau_min, tau_max: tau_0 (iSogCLR, Section 6.2; FastCLIP-v2: 0.01) and the upper bound.
-        tau_lr: eta; the authors' scripts have 0.03 (iSogCLR does not say), FastCLIP-v2's 0.0133.
-        tau_lr_schedule: eta by epoch e of E, as the authors' code offers it: constant; cosine, a quarter of a period,
+        tau_lr: eta; 0.03 in iSogCLR's scripts (the paper does not say), 0.0133 in FastCLIP-v2's.
+        tau_lr_schedule: eta in epoch e of E, as in the authors' code: constant; cosine (a quarter of a period),
             1e-4 + (eta - 1e-4) cos(pi e / 2 E); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
         tau_lr_epochs: E of the cosine.
         tau_optimizer: momentum or adam.
-        tau_beta: beta_1 as the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs,
-            0.5 in that for images.
-        fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. iSogCLR,
-            Eq. 21 and its authors' code have it: an anchor with a lower tau_i weighs no more for it.
+        tau_beta: beta_1, the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs, 0.5
+            in their script for images.
+        fastclip_code: leave tau_i out of the encoders' gradient, as FastCLIP-v2's released loss does. iSogCLR, Eq. 21
+            and its authors' code have it, so that an anchor with a lower tau_i gets no larger gradient.
     """
 
     name = "individual"
@@ -244,15 +246,18 @@ class IndividualTemperature(Temperature):
     tau_max: float = TAU_MAX
     tau_lr: float = option(0.03, "step size of a sample's temperature", valid=positive, expected="a number > 0")
     tau_lr_schedule: str = option(
-        "constant", "that step size by epoch, towards 1e-4", choices=("constant", "cosine", "exponential")
+        "constant", "schedule of --tau-lr by epoch, towards 1e-4", choices=("constant", "cosine", "exponential")
     )
     tau_lr_epochs: int | None = option(
-        Derived("all epochs", lambda epochs: epochs), "epochs of its cosine",
+        Derived("all epochs", lambda epochs: epochs), "length of --tau-lr-schedule cosine, in epochs",
         valid=lambda value: value >= 1, expected="at least 1",
     )
-    tau_optimizer: str = option("momentum", "how it moves", choices=("momentum", "adam"), in_state=True)
+    tau_optimizer: str = option(
+        "momentum", "optimizer of the samples' temperatures", choices=("momentum", "adam"), in_state=True
+    )
     tau_beta: float = option(
-        0.9, "weight of the new gradient in its momentum", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
+        0.9, "weight of the new gradient in the momentum of a sample's temperature",
+        valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
     )
     fastclip_code: bool = FASTCLIP_CODE
     rows_on: str = ROWS_ON
@@ -268,14 +273,14 @@ class IndividualTemperature(Temperature):
         self.lr = self.tau_lr
         self.lr_schedule = self.tau_lr_schedule
         if self.tau_lr_schedule == "cosine" and self.tau_lr_epochs is None:
-            raise InputError("a cosine needs its length, or the number of epochs", "tau_lr_epochs")
+            raise InputError("the cosine of tau_lr needs its length, or the number of epochs", "tau_lr_epochs")
         self.lr_epochs = self.tau_lr_epochs or 0  # of the cosine alone
         self.optimizer = self.tau_optimizer
         self.beta = self.tau_beta
         self.scales_encoders = not self.fastclip_code
         self.epoch = 0
         self.columns = ("tau", "first_moment", *(("second_moment",) if self.tau_optimizer == "adam" else ()))
-        fill = [self.tau_start, self.tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # both sides of each
+        fill = [self.tau_start, self.tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # each for images and texts
         self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=self.rows_on == "host")
 
     @classmethod
@@ -293,12 +298,12 @@ class IndividualTemperature(Temperature):
     @property
     def current_lr(self) -> float:
         """eta of this epoch."""
-        share = 1.0
+        factor = 1.0
         if self.lr_schedule == "cosine":
-            share = math.cos(math.pi / 2 * min(1.0, self.epoch / self.lr_epochs))
+            factor = math.cos(math.pi / 2 * min(1.0, self.epoch / self.lr_epochs))
         elif self.lr_schedule == "exponential":
-            share = self.LR_DECAY**self.epoch
-        return self.LAST_LR + (self.lr - self.LAST_LR) * share
+            factor = self.LR_DECAY**self.epoch
+        return self.LAST_LR + (self.lr - self.LAST_LR) * factor
 
     def scale(self, taus: Tensor) -> Tensor:
         return taus if self.scales_encoders else torch.ones_like(taus)

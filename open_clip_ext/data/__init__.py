@@ -1,4 +1,4 @@
-"""Image-caption data that need no download: generated scenes and scanned digits.
+"""Image-caption data without a download: generated scenes and scanned digits.
 
 `python -m open_clip_ext.data.make_shards` writes either kind as webdataset shards.
 """

@@ -25,7 +25,7 @@ _LEAN_EXCESS = 0.05
 
 
 def _weights(scans: np.ndarray, labels: np.ndarray) -> list[str]:
-    """Ink compared with the other scans of the same digit: its lower, middle or upper third."""
+    """Weight of each scan's strokes: its ink is in the lower, middle or upper third of the scans of that digit."""
     ink = scans.sum(axis=(1, 2))
     steps = np.ones(len(scans), dtype=int)
     for digit in range(10):
@@ -37,12 +37,12 @@ def _weights(scans: np.ndarray, labels: np.ndarray) -> list[str]:
 
 
 def _leans(scans: np.ndarray, labels: np.ndarray) -> list[str]:
-    """Slant compared with the median of the same digit, whose own form (7, 6) has a slant too."""
+    """Lean of each scan: its slant relative to the median of that digit, since a 7 or a 6 is slanted by itself."""
     y, x = np.mgrid[: scans.shape[1], : scans.shape[2]]
     ink, ink_x, ink_y, ink_xy, ink_yy = (
         (scans * weight).sum(axis=(1, 2)) for weight in (np.ones_like(x), x, y, x * y, y * y)
     )
-    # Whole numbers up to the division: the same slant, hence the same words, on every platform.
+    # Integers up to the division, so that slants and captions are the same on every platform.
     slant = (ink_x * ink_y - ink * ink_xy) / (ink * ink_yy - ink_y * ink_y)
     steps = np.ones(len(scans), dtype=int)
     for digit in range(10):
@@ -65,13 +65,13 @@ def digit_pairs(
 ) -> Iterator[tuple[Image.Image, str, int]]:
     """Scans as `(image, caption, label)`, dark ink on white, in scikit-learn's order.
 
-    The image is RGB, `image_size` x `image_size` pixels (16 to 512), enlarged from 8 x 8 and a rim of
-    paper; the label is the digit, 0 to 9. The caption names the digit as a word or numeral, how bold it is
-    (its ink in the lower, middle or upper third of the scans of that digit) and which way it leans (its
-    slant against the median of that digit). Always the same pairs, whatever the global random state.
+    The image is RGB, `image_size` x `image_size` pixels (16 to 512), enlarged from 8 x 8 pixels and a margin; the label
+    is the digit, 0 to 9. The caption names the digit as a word or numeral, its weight (ink in the lower, middle or
+    upper third of the scans of that digit) and its lean (slant relative to the median of that digit). The pairs are
+    always the same, whatever the global random state.
 
     Args:
-        rows: the scans wanted, each 0 to 1796, in the order wanted; all if None.
+        rows: which scans, each 0 to 1796, in this order; None: all.
 
     Raises:
         ValueError: an argument is out of range.
@@ -87,7 +87,7 @@ def digit_pairs(
     scans, labels = digits.images.astype(np.int64), digits.target
     weights, leans = _weights(scans, labels), _leans(scans, labels)
     papers = (255 - scans * 255 // 16).astype(np.uint8)
-    # The strokes touch the scans' borders; a rim of paper keeps them whole to the eye and to crops.
+    # The strokes touch the scans' borders; a margin keeps them whole, also in crops.
     papers = np.pad(papers, ((0, 0), (1, 1), (1, 1)), constant_values=255)
 
     def pairs() -> Iterator[tuple[Image.Image, str, int]]:

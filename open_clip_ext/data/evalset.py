@@ -1,7 +1,7 @@
-"""A small folder to evaluate on, of generated scenes, in the forms that DataComp's and clip_benchmark's data have.
+"""A small evaluation set of generated scenes in the formats of DataComp's and clip_benchmark's data.
 
-Its tasks go through every metric of the DataComp tasks: classification with one class of 5 and of 8, with groups, with
-several labels; retrieval with two captions for each picture; WinoGAViL's association of pictures with a cue.
+Its tasks use every metric of the DataComp tasks: classification with 5 and with 8 classes, with groups, and with
+several labels; retrieval with two captions per image; WinoGAViL's association of images with a cue.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..files import whole_file
 from .scenes import BACKGROUNDS, COLOURS, RELATIONS, TEMPLATES, Scene, describe_scene
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 400, 200
-TASKS_FILE = "tasks.json"  # the last file: where it is, all are
-FIRST_ROW = 1 << 50  # no training gets there
-POOL = 60  # pictures that the associations choose from
+TASKS_FILE = "tasks.json"  # written last: if it exists, all files do
+FIRST_ROW = 1 << 50  # beyond the rows of any training data
+POOL = 60  # images that the associations choose from
 CANDIDATES = (5, 6, 10, 12)
 
 _BY = {"folders": ["evalset-colour"], "fields": ["background", "relation"]}
@@ -57,7 +57,7 @@ Members = dict[str, bytes]
 
 
 def write_evalset(folder: Path, num_samples: int, samples_per_shard: int, seed: int, image_size: int) -> None:
-    """Write the folder; the same arguments give the same bytes with the same Pillow."""
+    """Write the evaluation set to `folder`; the same arguments and the same Pillow give the same bytes."""
 
     def scenes(part: int) -> Iterator[Scene]:
         return (describe_scene(seed, FIRST_ROW + part * num_samples + i) for i in range(num_samples))
@@ -127,7 +127,7 @@ def _captions(scene: Scene) -> list[str]:
 
 
 def _write_associations(folder: Path, pool: list[Scene], instances: int, seed: int, image_size: int) -> None:
-    """A colour is the cue of the pictures that have it, at least one of the candidates and not all."""
+    """Write the association task: the cue is a colour; at least one candidate image has it, and not all do."""
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     for number, scene in enumerate(pool):

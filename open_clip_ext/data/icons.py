@@ -1,13 +1,13 @@
 """Captioned icons from the npm package `@iconify/json`: 380,000 drawings of 240 sets, rendered by resvg.
 
-Every icon becomes a small picture on white, captioned from its name, variant, set and category. Monochrome icons are
-black, so that their pictures differ in shape alone; coloured sets and emoji keep their colours. Left out are sets whose
-licence forbids commercial use or changes or is not known, hidden and animated icons, anything in an SVG that could read
-another file, and pictures that are blank or that another icon has already.
+Every icon becomes a small image on white with a caption from its name, variant, set and category. Monochrome icons are
+black, so that their images differ in shape only; coloured sets and emoji keep their colours. Left out are sets whose
+licence is unknown or forbids commercial use or changes, hidden and animated icons, SVGs that could read another file,
+and images that are blank or duplicates.
 
-Hashes of the names decide the parts, so these do not depend on the package's order, the size of the images or the
-number of processes. Icons of held-out sets make the zero-shot parts; of the others, about 1 % can become validation
-samples and 2.5 % test samples, and the rest is for training.
+Hashes of the names decide the splits, which therefore do not depend on the package's order, the image size or the
+number of processes. Icons of held-out sets make the zero-shot sets; of the others, about 1 % are candidates for
+validation and 2.5 % for the test split, and the rest is for training.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LICENCES = frozenset(
     " GPL-3.0 GPL-3.0-or-later ISC MIT MPL-2.0 OFL-1.1 Unlicense".split()
 )
 
-# Things that a picture shows: the class's name, then other names that icon sets give it.
+# What an icon shows: the class's name, then the other names that icon sets use for it.
 CONCEPTS = tuple(
     tuple(" ".join(names.split()).split("/"))
     for names in """
@@ -63,12 +63,12 @@ CONCEPT_TEMPLATES = ("{c} icon", "a {c} icon", "an outlined {c} icon", "a filled
 MIN_CONCEPT_IMAGES = 10
 MAX_CLASS_IMAGES = 50
 
-# Google's emoji stay out of training. A class is an emoji of theirs that most of the other vendors draw as well.
+# Google's emoji are held out. A class is one of them that at least MIN_EMOJI_VENDORS other vendors draw as well.
 HELD_OUT_EMOJI = ("noto", "noto-v1")
 EMOJI_TEMPLATES = ("{c} emoji", "a {c} emoji")
 MIN_EMOJI_VENDORS = 5
 
-# Sets come in families by one author, so authors are held out. Large ones are too much to lose.
+# One author's sets resemble each other, so whole authors are held out, except large ones, which training needs.
 _HELD_OUT_SHARE = 1 / 8
 _HELD_OUT_MOST = 5_000
 _VAL_SHARE = 0.01
@@ -81,7 +81,7 @@ _SVG = (
     '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="{size}" height="{size}"'
     ' viewBox="{left} {top} {width} {height}">{body}</svg>'
 )
-# No images, text, styles or scripts, which can name other files, and no animations, which often begin blank.
+# No images, text, styles or scripts, which can refer to other files, and no animations, which often start blank.
 _ELEMENTS = frozenset(
     "g path circle ellipse line polygon polyline rect defs symbol use clipPath mask marker pattern linearGradient"
     " radialGradient stop filter feBlend feColorMatrix feComposite feDropShadow feFlood feGaussianBlur feMerge"
@@ -110,14 +110,14 @@ _ADJECTIVES = {
     "thin": "thin",
     "twotone": "two-tone",
 }
-# At the end of any name these tell the variant; "light" or "line" may belong to the thing.
+# At the end of any name these mean the variant; "light" or "line" may belong to the object's name.
 _UNDECLARED = frozenset("duotone fill filled outline outlined rounded sharp solid twotone".split())
 _POINTERS = frozenset("angle arrow caret chevron triangle".split())
 _DIRECTIONS = frozenset("up down left right".split())
 
 
 class Icon(NamedTuple):
-    """One icon; its PNG file is `length` bytes from `start` on in the file that `collect_icons` gives."""
+    """One icon; its PNG is `length` bytes from `start` on in the spool file of `collect_icons`."""
 
     key: str
     set: str
@@ -147,7 +147,7 @@ class IconSet:
 
 @dataclass
 class Icons:
-    """All icons that can be used, in any order, with what was left out and why."""
+    """All usable icons, in any order, and the number of icons left out by reason."""
 
     sets: dict[str, IconSet] = field(default_factory=dict)
     icons: list[Icon] = field(default_factory=list)
@@ -155,16 +155,16 @@ class Icons:
 
 
 def _number(seed: int, name: str) -> float:
-    """A number from 0 up to 1 that is fixed for `name`."""
+    """A number in [0, 1) that depends only on `seed` and `name`."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the JSON files of the package, an .tgz file or the folder that it unpacks to.
+    """Names and contents of the package's JSON files, from its .tgz file or the folder that it unpacks to.
 
     Raises:
-        ValueError: it is neither, or a file is larger than 512 MiB.
+        ValueError: `source` is neither, or a file is larger than 512 MiB.
     """
     path, found = Path(source), 0
     if path.is_dir():
@@ -203,7 +203,7 @@ def _icon_set(data: dict[str, Any]) -> IconSet:
     info = data["info"]
     author, licence, category = info["author"], info["license"], _text(info.get("category"))
     kind = "colour" if info.get("palette") else "mono"
-    # By the name as well, because sets that are no longer listed have no category.
+    # The name is needed, too: sets that are no longer listed have no category.
     if category == "Emoji" or "emoji" in info["name"].lower():
         kind = "emoji"
     return IconSet(
@@ -225,10 +225,10 @@ def _variant(title: str) -> list[str]:
 
 
 def split_name(name: str, prefixes: dict[str, str], suffixes: dict[str, str]) -> tuple[str, list[str]]:
-    """The thing that an icon shows, in words, and the adjectives of its variant.
+    """What an icon shows, in words, and the adjectives of its variant.
 
-    `prefixes` and `suffixes` are those that the set declares, with their titles. "star-24-filled" of a set with the
-    suffix "24-filled", titled "24 Filled", is ("star", ["filled"]).
+    `prefixes` and `suffixes` map those that the set declares to their titles. "star-24-filled" in a set with the suffix
+    "24-filled", titled "24 Filled", gives ("star", ["filled"]).
     """
     for affixes, begins in ((prefixes, True), (suffixes, False)):
         for affix in sorted(filter(None, affixes), key=len, reverse=True):
@@ -252,7 +252,7 @@ def _thing(words: list[str]) -> str:
 
 
 def describe_icon(icon_set: IconSet, name: str, prefixes: dict, suffixes: dict, category: str, draw: float) -> str:
-    """The caption of an icon; `draw`, from 0 up to 1, chooses its form, `category` may be empty."""
+    """The caption of an icon; `draw`, in [0, 1), selects its form; `category` may be empty."""
     thing, variant = split_name(name, prefixes, suffixes)
     noun = "emoji" if icon_set.kind == "emoji" else "logo" if icon_set.category == "Logos" else "icon"
     noun = "flag" if "flag" in icon_set.name.lower() else noun
@@ -268,7 +268,7 @@ def describe_icon(icon_set: IconSet, name: str, prefixes: dict, suffixes: dict, 
 
 
 def _svg(icon: dict[str, Any], data: dict[str, Any], image_size: int) -> str | None:
-    """The icon as an SVG document that reads no other file; None if it would or is animated."""
+    """The icon as an SVG document; None if it is animated or could read another file."""
     body = icon["body"]
     if not set(re.findall(r"<(?!/)([^\s/>]*)", body)) <= _ELEMENTS or _ELSEWHERE.search(body):
         return None
@@ -280,7 +280,7 @@ _BOX = {"left": 0, "top": 0, "width": 16, "height": 16}
 
 
 def render_icon(svg: str) -> bytes | None:
-    """An SVG document on white as an RGB PNG file; None if it is blank or no SVG."""
+    """Render an SVG document on white as an RGB PNG file; None if the image is blank or the SVG invalid."""
     import resvg_py
 
     try:
@@ -298,7 +298,7 @@ def render_icon(svg: str) -> bytes | None:
 def collect_icons(
     source: str, spool: BinaryIO, image_size: int, seed: int, kinds: Iterable[str], jobs: int
 ) -> Icons:
-    """Render the icons of the package at `source` into `spool`, an empty file to read and write, on `jobs` processes.
+    """Render the icons of the package at `source` into `spool`, an empty file opened for both, on `jobs` processes.
 
     Raises:
         ValueError: `source` is not the package @iconify/json.
@@ -326,7 +326,7 @@ def _collect(
                 if icon_set.licence not in LICENCES:
                     found.left_out["licence"] += icon_set.size
                     continue
-                # Sets of every kind, so that the same ones are held out whatever `kinds` are.
+                # Sets of every kind, so that the held-out sets do not depend on `kinds`.
                 found.sets[icon_set.prefix] = icon_set
                 if icon_set.kind not in kinds:
                     continue
@@ -381,7 +381,7 @@ def _hold_out(sets: Iterable[IconSet], seed: int) -> None:
 
 @dataclass
 class Parts:
-    """The icons of each part. `concepts` and `emoji` map a class's name to its pictures, of held-out sets."""
+    """The icons of each split; `concepts` and `emoji` map a class name to its icons from held-out sets."""
 
     train: list[Icon] = field(default_factory=list)
     val: list[Icon] = field(default_factory=list)
@@ -391,10 +391,10 @@ class Parts:
 
 
 def split_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_TEST) -> Parts:
-    """Divide icons into parts that have no picture in common; of each picture the first icon in order of rank is kept.
+    """Split icons so that no image occurs twice; of icons with the same image the first by rank is kept.
 
-    No caption comes twice in `val`, nor in `test`; they have at most `num_val` and `num_test` icons. All lists are in
-    order of rank, which is a random one.
+    Captions are unique within `val` and within `test`, which have at most `num_val` and `num_test` icons. All lists are
+    sorted by rank, which is random.
     """
     parts, pictures = Parts(), set()
     captions: dict[str, set[str]] = {"val": set(), "test": set()}
@@ -429,7 +429,7 @@ def split_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_TEST) 
 
 
 def licence_table(found: Icons, used: Iterable[Icon]) -> str:
-    """Tab-separated lines, one for each set with used icons: where they come from and under which licence."""
+    """Tab-separated lines, one per set with used icons: its author, source and licence."""
     counts = Counter(icon.set for icon in used)
     lines = ["set\tname\tauthor\tauthor_url\tlicence\tlicence_url\ticons\n"]
     for prefix in sorted(counts):

@@ -5,16 +5,16 @@
     python -m open_clip_ext.data.make_shards icons --iconify FILE --out DIR
     python -m open_clip_ext.data.make_shards evalset --out DIR
 
-DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which OpenCLIP reads to learn
-how many samples each shard holds. The same arguments give the same bytes with the same Pillow (and resvg). A file is
-complete or absent, and `sizes.json` comes last, so where it is present all shards are.
+DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which tells OpenCLIP the number of samples in
+each shard. The same arguments and the same Pillow (and resvg) give the same bytes. A file is complete or absent, and
+`sizes.json` is written last, so if it exists all shards do.
 
 `shapes --shifted` writes data to fine-tune on: the training scenes are shifted (other colours, short and partly wrong
-captions), the validation scenes are those that the same command writes without it.
+captions), the validation scenes are the same as without `--shifted`.
 
-`icons` reads the npm package @iconify/json (docs/icons.md). Beside the training and validation shards DIR gets
-`test-000000.tar`, the folders `zeroshot-concepts` and `zeroshot-emoji` in the form that CLIP_benchmark reads, and
-`licenses.tsv`, which names each set's author and licence.
+`icons` reads the npm package @iconify/json (docs/icons.md). DIR also gets `test-000000.tar`, the folders
+`zeroshot-concepts` and `zeroshot-emoji` in CLIP_benchmark's format, and `licenses.tsv` with each set's author and
+licence.
 
 `evalset` writes a folder that `open_clip_ext.evaluate` reads: small tasks of every kind, and `tasks.json`, their table.
 """
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("source", choices=("shapes", "digits", "icons", "evalset"), help="what the pairs are made from")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, made if need be")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, created if missing")
     parser.add_argument(
         "--num-samples",
         type=_whole(1, _MAX_SAMPLES),
@@ -115,13 +115,13 @@ def _parser() -> argparse.ArgumentParser:
         "--samples-per-shard",
         type=_whole(1, _MAX_SAMPLES),
         metavar="K",
-        help="samples in every shard but a split's last (default: 1000, or 10000 icons)",
+        help="samples in every shard except a split's last (default: 1000, or 10000 icons)",
     )
     parser.add_argument(
         "--seed",
         type=_whole(0, _MAX_SEED),
         default=0,
-        help="which scenes, or which split of the digits or icons (default: 0)",
+        help="seed of the scenes, or of the split of digits or icons (default: 0)",
     )
     parser.add_argument(
         "--image-size",
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"icons: only the sets of these kinds (default: {' '.join(KINDS)})",
     )
     parser.add_argument(
-        "--jobs", type=_whole(1, 1024), metavar="J", help="icons: processes that render (default: one per CPU core)"
+        "--jobs", type=_whole(1, 1024), metavar="J", help="icons: rendering processes (default: one per CPU core)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the shards that DIR already holds")
     return parser
@@ -199,7 +199,7 @@ def _shuffled(count: int, seed: int) -> list[int]:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Fill the defaults that depend on the source; ValueError where an option is not for it."""
+    """Set the defaults that depend on the source; ValueError if an option is not for that source."""
     for name, source in (("shifted", "shapes"), ("iconify", "icons"), ("kinds", "icons"), ("jobs", "icons")):
         if getattr(args, name) and args.source != source:
             raise ValueError(f"argument --{name}: must come with {source}, got {args.source}")
@@ -218,7 +218,7 @@ def _check_options(args: argparse.Namespace) -> None:
 def _icon_splits(
     args: argparse.Namespace, spool: BinaryIO
 ) -> tuple[dict[str, Samples], dict[str, str | Samples]]:
-    """The splits, and the files beside them: text or samples by their path below DIR."""
+    """The splits, and the other files, text or samples, by their path below DIR."""
     jobs = args.jobs or os.cpu_count() or 1
     found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
     parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
@@ -226,7 +226,7 @@ def _icon_splits(
     for name, wanted, icons in (("num", train, parts.train), ("val", args.val_samples or 0, parts.val)):
         if wanted > len(icons):
             raise ValueError(
-                f"argument --{name}-samples: must be at most {len(icons)}, the icons there are, got {wanted}"
+                f"argument --{name}-samples: must be at most {len(icons)}, the number of icons, got {wanted}"
             )
     splits = {"train": parts.train[:train], "val": parts.val, "test": parts.test}
     used = [icon for icons in splits.values() for icon in icons]
@@ -252,7 +252,7 @@ def _icon_splits(
 
 
 def _splits(args: argparse.Namespace) -> dict[str, Samples]:
-    """Each split's number of samples and the samples; ValueError or ImportError if it cannot be."""
+    """Each split's number of samples and its samples; ValueError or ImportError if that is impossible."""
     if args.source == "shapes":
         train = SHAPES_NUM_SAMPLES if args.num_samples is None else args.num_samples
         val = SHAPES_VAL_SAMPLES if args.val_samples is None else args.val_samples
@@ -268,7 +268,7 @@ def _splits(args: argparse.Namespace) -> dict[str, Samples]:
     train = NUM_DIGITS - val if args.num_samples is None else args.num_samples
     if train + val > NUM_DIGITS:
         raise ValueError(
-            f"argument --num-samples: must be at most {NUM_DIGITS - val} ({NUM_DIGITS} digits less {val} for"
+            f"argument --num-samples: must be at most {NUM_DIGITS - val} ({NUM_DIGITS} digits minus {val} for"
             f" validation), got {train}"
         )
     order = _shuffled(NUM_DIGITS, args.seed)
@@ -290,7 +290,7 @@ def _check_out(out: str, overwrite: bool) -> Path:
         raise ValueError(
             f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
         )
-    # Known before minutes of rendering, and without making anything.
+    # Checked before minutes of rendering, and without creating anything.
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
@@ -313,7 +313,7 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
     with whole_file(path) as stream:
-        # A fixed time and no owner, so that the bytes depend on the samples alone.
+        # A fixed time and no owner, so that the bytes depend only on the samples.
         tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
         for _ in range(count):
             key, image, caption, label = next(samples)
@@ -333,7 +333,7 @@ def _write_all(
     image_format: str,
 ) -> dict[str, int]:
     own = _own_files(folder)
-    # sizes.json goes first: without it nothing left half-way is mistaken for a complete set.
+    # sizes.json is removed first, so that an interrupted run never looks complete.
     for path in sorted(own, key=lambda path: path.name != SIZES_FILE):
         path.unlink()
     sizes: dict[str, int] = {}
@@ -364,31 +364,30 @@ def _write_text(path: Path, text: str) -> None:
 
 def _pattern(folder: Path, split: str, shards: int) -> str:
     numbers = "000000" if shards == 1 else f"{{000000..{shards - 1:06d}}}"
-    # Forward slashes everywhere: brace expansion takes a backslash for an escape.
+    # Forward slashes on every platform: brace expansion reads a backslash as an escape.
     return shlex.quote((folder / f"{split}-{numbers}.tar").as_posix())
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the shards that the command line `argv` (by default the process's own) asks for.
+    """Write the shards that the command line `argv` (default: the process's own) specifies.
 
-    Members are `<key>.png` or `<key>.jpg`, `<key>.txt` with the caption and, for digits, `<key>.cls` with
-    the digit. A key is the scene's row or the scan's number, in nine digits, so it is in one split only; that of
-    an icon is its set's prefix and its name. Validation is the rows after the training rows, or the last scans of a
-    permutation named by the seed. With `--shifted` the training scenes are shifted, in image and caption, and those of
-    validation are not.
+    Members are `<key>.png` or `<key>.jpg`, `<key>.txt` with the caption and, for digits, `<key>.cls` with the digit. A
+    key is the scene's row or the scan's number, in nine digits, and thus occurs in one split only; an icon's key is its
+    set's prefix and its name. Validation takes the rows after the training rows, or the last scans of a permutation
+    seeded by `--seed`. `--shifted` shifts the training scenes, in image and caption, but not the validation scenes.
 
     Returns:
         0 when all is written, 1 when writing failed (one line on stderr).
 
     Raises:
-        SystemExit: code 2, one line on stderr and nothing written: an argument is wrong (such as `--shifted` with
-            digits), DIR already holds shards, or what reads digits or icons is not installed.
+        SystemExit: code 2, with one line on stderr and nothing written: an argument is wrong (such as `--shifted` with
+            digits), DIR already has shards, or the package that reads digits or icons is not installed.
     """
     parser = _parser()
     args = parser.parse_args(argv)
     if args.source == "evalset":
         return _make_evalset(parser, args)
-    # Rendered icons wait here until the order in which they are written is known.
+    # Holds the rendered icons until their order in the shards is known.
     with tempfile.TemporaryFile() as spool:
         return _make_shards(parser, args, spool)
 
@@ -401,7 +400,7 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
         shards = {split: -(-total // args.samples_per_shard) for split, (total, _) in splits.items()}
         if max(shards.values()) > 1_000_000:
             raise ValueError(
-                "argument --samples-per-shard: must give at most 1000000 shards a split,"
+                "argument --samples-per-shard: must give at most 1000000 shards per split,"
                 f" got {args.samples_per_shard}"
             )
     except (ValueError, ImportError) as error:

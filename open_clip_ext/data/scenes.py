@@ -1,12 +1,11 @@
 """Generated scenes: two coloured shapes in a stated relation on a coloured background, with a caption.
 
-A scene is a function of `(seed, row)` alone, so a data set of any length needs no files, and held-out
-data are simply later rows. Lengths inside a scene are fractions of the image's side, with the origin at
-the top left, so the same scene can be drawn at any size.
+A scene is a function of `(seed, row)` only, so a data set of any length needs no files, and held-out data are later
+rows. Coordinates and lengths in a scene are fractions of the image's side, with the origin at the top left, so the same
+scene can be drawn at any size.
 
-The same scenes also come "shifted", as data to fine-tune on that are worse than those of the pretraining: drawn in
-the duller, warmer colours of evening light, and with captions of which most leave out nearly everything, so that
-they fit many images, and some are wrong.
+"Shifted" scenes are data to fine-tune on, of lower quality than the pretraining data: they are drawn in duller, warmer
+colours, most of their captions leave out almost everything and fit many images, and some are wrong.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ OBJECT_TEMPLATES = (
     "picture of {object}",
     "this is {object}",
 )
-# Whole percents rather than fractions, whose sums may differ in the last bit between Python versions.
+# Integer percents: sums of fractions may differ in the last bit between Python versions.
 SHIFTED_CAPTION_PERCENT = {
     "object": 40,  # one of the two objects without its size, in one of OBJECT_TEMPLATES
     "pair": 30,  # both objects without sizes, relation and background
     "full": 20,  # the caption of the normal scene
-    "wrong": 10,  # one of the above, in their proportions, of a scene that shares no object with this one
+    "wrong": 10,  # one of the above, in their proportions, for another scene, which has neither object
 }
 
 MIN_IMAGE_SIZE = 16
@@ -135,18 +134,18 @@ _TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int within `low..high` (no upper end if None).
+    """Return `value` as an int in `low..high`, without an upper bound if `high` is None.
 
     Raises:
-        ValueError: it is not a whole number or lies outside; the line names the argument and the value.
+        ValueError: it is not a whole number or out of range; the message names the argument and the value.
     """
-    wanted = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+    expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         whole = None
     if whole is None or whole < low or (high is not None and whole > high):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {expected}, got {value!r}")
     return whole
 
 
@@ -154,9 +153,9 @@ def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int
 class SceneObject:
     """One object of a scene.
 
-    `shape`, `colour` and `size` are keys of `SHAPES`, `COLOURS` and `SIZES`. `x`, `y` are the centre and
-    `radius` half the side of the box that the shape fits in, as fractions of the image's side.
-    A ring shows the background at its centre; every other shape has its colour there.
+    `shape`, `colour` and `size` are in `SHAPES`, `COLOURS` and `SIZES`. `x`, `y` are the centre and `radius` is half
+    the side of the box around the shape, as fractions of the image's side. A ring shows the background at its centre;
+    every other shape has its colour there.
     """
 
     shape: str
@@ -168,7 +167,7 @@ class SceneObject:
 
     @property
     def name(self) -> str:
-        """Colour and shape, such as "red circle"; the two objects of a scene have different ones."""
+        """Colour and shape, such as "red circle"; the two objects of a scene have different names."""
         return f"{self.colour} {self.shape}"
 
     @property
@@ -179,7 +178,7 @@ class SceneObject:
 
 @dataclass(frozen=True)
 class Scene:
-    """What a scene shows: `first` stands in `relation` (a key of `RELATIONS`) to `second`.
+    """The content of a scene: `first` stands in `relation` (a key of `RELATIONS`) to `second`.
 
     The objects differ in shape or colour and do not overlap. `background` is a key of `BACKGROUNDS` and
     `template` an index into `TEMPLATES`.
@@ -204,13 +203,13 @@ class Scene:
     def render(self, image_size: int = 64, shifted: bool = False) -> Image.Image:
         """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512).
 
-        `shifted` takes the colours from `SHIFTED_COLOURS` and `SHIFTED_BACKGROUNDS`.
+        `shifted` uses `SHIFTED_COLOURS` and `SHIFTED_BACKGROUNDS`.
 
         Raises:
             ValueError: `image_size` is not a whole number in that range.
         """
         image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
-        # Drawn larger and averaged down for smooth edges; large images need less of it.
+        # Drawn larger and averaged down for smooth edges; large images need a smaller factor.
         factor = 4 if image_size <= 64 else 2
         side = image_size * factor
         colours, backgrounds = (SHIFTED_COLOURS, SHIFTED_BACKGROUNDS) if shifted else (COLOURS, BACKGROUNDS)
@@ -225,7 +224,7 @@ class Scene:
 def _draw_object(
     draw: ImageDraw.ImageDraw, thing: SceneObject, side: int, fill: tuple, background: tuple
 ) -> None:
-    # Pixel i covers i..i+1, and Pillow's coordinates name pixel centres.
+    # Pixel i covers i..i+1; Pillow's coordinates are those of pixel centres.
     x, y, radius = thing.x * side - 0.5, thing.y * side - 0.5, thing.radius * side
     corners = _CORNERS[thing.shape]
     if corners is not None:
@@ -241,10 +240,10 @@ def _box(x: float, y: float, radius: float) -> tuple[int, int, int, int]:
 
 
 def _draws(seed: int, row: int, purpose: int = 0) -> Callable[[], float]:
-    """Draws from 0 up to 1 for row `row` of `seed`; those of different purposes are independent."""
+    """A generator of numbers in [0, 1) for row `row` of `seed`; different purposes get independent numbers."""
     seed = check_whole("seed", seed, 0, _MAX_KEY)
     row = check_whole("row", row, 0, _MAX_KEY)
-    # random() is the one method whose sequence Python promises to keep for a given seed.
+    # random() is the only method whose sequence Python guarantees for a given seed.
     return random.Random((purpose << _KEY_BITS | seed) << _KEY_BITS | row).random
 
 
@@ -253,9 +252,9 @@ def _pick(options: Any, draw: Callable[[], float]) -> Any:
 
 
 def describe_scene(seed: int, row: int) -> Scene:
-    """Describe scene `row` of the endless sequence named by `seed`, both whole numbers in 0 .. 2**63 - 1.
+    """Describe scene `row` of the endless sequence of `seed`, both whole numbers in 0 .. 2**63 - 1.
 
-    The same on every platform and Python version, and independent of all global random state.
+    The result is the same on every platform and Python version, whatever the global random state.
 
     Raises:
         ValueError: `seed` or `row` is not a whole number in that range.
@@ -301,10 +300,10 @@ def scene_caption(seed: int, row: int) -> str:
 
 
 def shifted_caption(seed: int, row: int) -> str:
-    """The caption that scene `row` of `seed` has in shifted data; arguments and errors as for `describe_scene`.
+    """The caption of scene `row` of `seed` in shifted data; arguments and errors as for `describe_scene`.
 
-    Of the kinds and in the proportions of `SHIFTED_CAPTION_PERCENT`. Which kind a row has does not depend on its
-    scene. A wrong caption names objects of which the scene shows none.
+    `SHIFTED_CAPTION_PERCENT` has the kinds of captions and their proportions. A row's kind does not depend on its
+    scene. A wrong caption names no object of the scene.
     """
     scene = describe_scene(seed, row)
     draw = _draws(seed, row, _CAPTION_DRAWS)
@@ -338,17 +337,16 @@ def render_scene(seed: int, row: int, image_size: int = 64, shifted: bool = Fals
 
 
 class Scenes(Dataset):
-    """Scenes `first_row` .. `first_row + num_samples - 1` of `seed`, drawn when they are asked for.
+    """Scenes `first_row` .. `first_row + num_samples - 1` of `seed`, drawn on access.
 
-    Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) passed
-    through `transform`, and `tokenizer([caption])[0]`. Without them it is the PIL image and the string.
-    Held-out data are later rows: give them a `first_row` past the end of the training data.
-    With `shifted` the scenes are the same, but drawn in the shifted colours and captioned by `shifted_caption`.
+    Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) after `transform`, and
+    `tokenizer([caption])[0]`; without these the PIL image and the string. For held-out data, set `first_row` past the
+    end of the training data. With `shifted` the scenes are the same, but drawn in the shifted colours and captioned by
+    `shifted_caption`.
 
     Raises:
-        ValueError: an argument is out of range (`num_samples` from 1; `seed` and all rows from 0 and below
-            2**63).
-        IndexError: an item outside `-num_samples .. num_samples - 1` is asked for.
+        ValueError: an argument is out of range (`num_samples` at least 1; `seed` and all rows from 0 to 2**63 - 1).
+        IndexError: the index is outside `-num_samples .. num_samples - 1`.
     """
 
     def __init__(
@@ -379,10 +377,10 @@ class Scenes(Dataset):
         return self.first_row + i % self.num_samples
 
     def scene(self, i: int) -> Scene:
-        """The description of item i, -num_samples to num_samples - 1; the same whether `shifted` or not.
+        """The description of item i, -num_samples to num_samples - 1; independent of `shifted`.
 
         Raises:
-            IndexError: `i` lies outside.
+            IndexError: `i` is out of range.
         """
         return describe_scene(self.seed, self._row(i))
 

@@ -1,1 +1,1 @@
-"""How far the estimated log-normalizers are from the true ones, while training and afterwards."""
+"""Error of the estimated log-normalizers, during training and afterwards."""

@@ -1,15 +1,16 @@
-"""What the estimators estimate, computed over the whole data set: log-normalizers (NeuCLIP, Eq. 1 and 9) and the
-gradient of the global objective (Eq. 2).
+"""Exact log-normalizers and the gradient of the global objective, over the whole data set.
+
+Log-normalizers (NeuCLIP, Eq. 1 and 9):
 
     alpha_1i = log(eps + g_1i),    g_1i = mean over all j != i of exp(l(s_ij - s_ii) / tau_i)    image i as anchor
     alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
 
-for a sample of anchors, as in NeuCLIP, Appendix B.6; `embedding_gradients` has the gradient. Similarities are
+for a sample of anchors, as in NeuCLIP, Appendix B.6. `embedding_gradients` is the gradient (Eq. 2). Similarities are
 float32; sums are float64 and relative to each anchor's largest exponent, so that no temperature overflows.
 
-Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. What exists per side is stacked in front,
-(2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of blocks of rows
-(n_1, d), (n_2, d), ... that may be mapped from disk; image and text come in the same blocks.
+Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. Values of both directions are stacked along the
+first axis, (2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of
+blocks of rows (n_1, d), (n_2, d), ... that may be memory-mapped; image and text have the same blocks.
 """
 
 import math
@@ -29,8 +30,8 @@ Embeddings = Tensor | Sequence[Tensor]
 
 CHUNK_MIB = 64
 LEAST_GROUP = 16  # anchors that share a random batch
-_GATHERED_ROWS = 1 << 14  # of random batches, at once
-_LOWEST = -1e30  # below every exponent, and finite: differences of it are numbers
+_GATHERED_ROWS = 1 << 14  # rows of random batches that are read at a time
+_LOWEST = -1e30  # below every exponent, and finite, so that no difference of two is NaN
 
 
 class Rows:
@@ -38,10 +39,10 @@ class Rows:
 
     Args:
         blocks: the embeddings.
-        device: where they are wanted; None: where they are.
+        device: where to return them; None: where they are.
 
     Raises:
-        ValueError: there are none, or the blocks do not fit together.
+        ValueError: there are no blocks, or they differ in dimension.
     """
 
     def __init__(self, blocks: Embeddings, device: torch.device | str | None = None):
@@ -59,13 +60,13 @@ class Rows:
         return int(self._ends[-1])
 
     def chunks(self, size: int) -> Iterator[Tensor]:
-        """All rows in order, (c, d) float32 with c <= size."""
+        """Iterate over all rows in order, in chunks (c, d) float32 with c <= size."""
         for block in self.blocks:
             for chunk in block.split(size):
                 yield chunk.to(self.device, torch.float32)
 
     def take(self, index: Tensor) -> Tensor:
-        """The rows `index` (m,) int64, (m, d) float32."""
+        """The rows `index`, (m,) int64, as (m, d) float32."""
         index = index.cpu()
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise ValueError(f"rows must lie in [0, {len(self)})")
@@ -82,14 +83,14 @@ class Rows:
 
 
 class Anchors:
-    """k anchors of the data set with their temperatures and positives.
+    """k anchors of the data set, with their temperatures and positives' similarities.
 
     Args:
         image, text: the embeddings.
         index: rows of the anchors, (k,) int64.
         tau: temperatures > 0, 0-d or (2, k).
         surrogate: l; None: the identity.
-        intra_modal: whether samples of the anchor's own side are negatives, too (iSogCLR, Eq. 11).
+        intra_modal: whether samples of the anchor's own modality are negatives, too (iSogCLR, Eq. 11).
 
     Raises:
         ValueError: shapes, rows or temperatures do not fit; the message names the argument.
@@ -121,21 +122,21 @@ class Anchors:
         return len(self.index)
 
     def exponents(self, side: int, part: slice, columns: Tensor, out: Tensor) -> Tensor:
-        """l(s_ij - s_ii) / tau_i of some anchors of a side against `columns` (c, d), in `out` or a tensor like it."""
+        """l(s_ij - s_ii) / tau_i of the anchors `part` of a side against `columns` (c, d); overwrites `out`."""
         torch.mm(self.embeddings[side][part], columns.T, out=out)
         gap = out.sub_(self.positives[part, None])
         return self.surrogate.value(gap).div_(self.tau[side, part, None])
 
 
 class LogSums:
-    """log of sums of exponentials that arrive in parts, for (2, k) anchors."""
+    """Streaming log-sum-exp for (2, k) anchors."""
 
     def __init__(self, anchors: int, device: torch.device):
         self.peak = torch.full((2, anchors), _LOWEST, device=device)
         self.total = torch.zeros(2, anchors, dtype=torch.float64, device=device)
 
     def add(self, side: int, part: slice, exponents: Tensor) -> None:
-        """Count `exponents` (a, c) of the anchors `part` in; they are overwritten."""
+        """Add `exponents` (a, c) of the anchors `part`; overwrites them."""
         before = self.peak[side, part]
         peak = torch.maximum(before, exponents.amax(dim=1))
         self.total[side, part] *= (before - peak).double().exp()
@@ -143,13 +144,13 @@ class LogSums:
         self.peak[side, part] = peak
 
     def value(self) -> Tensor:
-        """(2, k) float64; -inf where nothing was counted."""
+        """The log-sum-exps, (2, k) float64; -inf where nothing was added."""
         return self.total.log() + self.peak.double()
 
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """No TF32, which OpenCLIP allows: its 10 bits of a similarity are 0.1 in an exponent at tau = 0.01."""
+    """Disable TF32, which OpenCLIP enables: its 10 bits of a similarity are 0.1 in an exponent at tau = 0.01."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:
@@ -160,7 +161,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """For many small products: on shared cores threads wait for each other many times longer than they compute."""
+    """Use one thread: on shared cores, threads wait for each other much longer than many small products take."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -182,7 +183,7 @@ def exact_log_normalizers(
     chunk_mib: float = CHUNK_MIB,
     progress: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """log(eps + g_i) of each anchor over all other pairs, (2, k) float64: NeuCLIP, Eq. 9, without bias or variance.
+    """Exact log(eps + g_i) of each anchor over all other pairs, (2, k) float64 (NeuCLIP, Eq. 9).
 
     Args:
         image, text: the embeddings of the n >= 2 pairs.
@@ -190,11 +191,11 @@ def exact_log_normalizers(
         tau: temperatures > 0, 0-d or (2, k).
         surrogate: l of `open_clip_ext.surrogates`; None: the identity.
         eps: eps of Eq. 1, > 0.
-        intra_modal: whether samples of the anchor's own side are negatives, too.
+        intra_modal: whether samples of the anchor's own modality are negatives, too.
         device: where to compute; None: where the embeddings are.
-        chunk_mib: size of a block of similarities in MiB, > 0. One is there at a time; beside it there are the
-            anchors' own embeddings, and what a surrogate of one's own needs.
-        progress: called with the number of pairs that were newly counted, n in all.
+        chunk_mib: size of a block of similarities in MiB, > 0. Memory holds one block at a time, the anchors'
+            embeddings, and what a custom surrogate allocates.
+        progress: called with the number of pairs processed since the last call, n in all.
 
     Raises:
         ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
@@ -236,9 +237,9 @@ def embedding_gradients(
     device: torch.device | str | None = None,
     chunk_mib: float = CHUNK_MIB,
 ) -> Tensor:
-    """n times the gradient of the global objective in the embeddings of some pairs, (2, k, d) float64, images first.
+    """n times the gradient of the global objective in the embeddings of k pairs, (2, k, d) float64, images first.
 
-    NeuCLIP's Eq. 2 with respect to the embeddings in place of the encoders' weights. With
+    This is NeuCLIP, Eq. 2 with respect to the embeddings instead of the encoders' weights. With
 
         w_1ij = exp(l(s_ij - s_ii) / tau_1i - alpha_1i) l'(s_ij - s_ii)    image i as anchor, text j as negative
         w_2ij = exp(l(s_ji - s_ii) / tau_2i - alpha_2i) l'(s_ji - s_ii)    text i as anchor, image j as negative
@@ -247,20 +248,20 @@ def embedding_gradients(
 
         n dF/de_1a = 1/(n - 1) sum_(j != a) [ w_1aj (e_2j - e_2a) - w_2aj e_2a + w_2ja e_2j ]
 
-    image a as anchor, as text a's positive, and as a negative of all other texts; with the sides swapped for texts.
+    with image a as anchor, as text a's positive, and as a negative of all other texts; for texts, swap the modalities.
 
-    The n pairs may also be a batch: the same sum over B random pairs is B times the gradient of the batch's Eq. 4,
-    alpha the estimates of its B anchors. Given that row a is in the batch, each other row is so with probability
-    (B - 1)/(n - 1), which is what the factor 1/(B - 1) in place of 1/(n - 1) makes up for. So with alpha_i that do not
-    depend on the batch the conditional expectation of a batch's gradient is this function's over all n pairs with the
-    same alpha_i, and with the true ones it is the exact gradient.
+    The n pairs may also be a batch: over B random pairs the sum is B times the gradient of the batch's Eq. 4, where
+    alpha has the estimates of its B anchors. If row a is in the batch, each other row is in it with probability
+    (B - 1)/(n - 1), for which the factor 1/(B - 1) in place of 1/(n - 1) compensates. So if alpha_i does not depend on
+    the batch, the conditional expectation of a batch's gradient is this function's result over all n pairs with the
+    same alpha_i; with the exact alpha_i it is the exact gradient.
 
     Args:
         image, text: the embeddings of the n >= 2 pairs.
-        rows: the pairs in whose embeddings the gradient is wanted, (k,) int64.
+        rows: the k pairs, as rows of the data set, (k,) int64.
         alpha: log-normalizers of all pairs as anchors, (2, n).
         tau: temperatures > 0 of all pairs, 0-d or (2, n).
-        scale: the factor of each log(eps + g_i) in the objective, 0-d or (2, n); None: tau, as in Eq. 1.
+        scale: factor of each log(eps + g_i) in the objective, 0-d or (2, n); None: tau, as in Eq. 1.
         surrogate, intra_modal, device, chunk_mib: as in `exact_log_normalizers`.
 
     Raises:
@@ -272,7 +273,7 @@ def embedding_gradients(
         raise ValueError(f"alpha must be (2, {len(sides[0])}); got {tuple(alpha.shape)}")
     tau = torch.as_tensor(tau, dtype=torch.float32).to(place).expand(2, len(sides[0]))
     picked = Anchors(*sides, rows, tau[:, rows.to(place)], surrogate, intra_modal)
-    # All that multiplies a weight goes into its exponent.
+    # The factors of a weight go into its exponent.
     shift = alpha.to(place, torch.float32) + math.log(picked.negatives)
     if scale is not None:
         shift = shift - (torch.as_tensor(scale, dtype=torch.float32).to(place) / tau).log()
@@ -316,7 +317,7 @@ def _chunk_shape(chunk_mib: float, anchors: int) -> tuple[int, int]:
 
 
 def _own_places(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Where in a block of the columns `first` .. `first + count - 1` the anchors `index` meet their own pair."""
+    """Positions of the anchors' own pairs in a block of the columns `first` .. `first + count - 1`."""
     column = index - first
     place = ((column >= 0) & (column < count)).nonzero()[:, 0]
     return place, column[place]
@@ -336,18 +337,18 @@ def minibatch_log_normalizers(
     device: torch.device | str | None = None,
     progress: Callable[[int], object] | None = None,
 ) -> Tensor:
-    """The minibatch estimate log(eps + g_i) of each anchor, (2, k) float64: Eq. 9 over a random batch of B pairs, the
+    """Minibatch estimate of log(eps + g_i) for each anchor, (2, k) float64: Eq. 9 over a random batch of B pairs, the
     anchor and B - 1 others ("Mini-batch Approximation", NeuCLIP, Section 3).
 
-    `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do: their estimates are not
-    independent, but each anchor's others are B - 1 of the n - 1, all choices equally likely. The batch depends on
-    `seed`, B and the group's first anchor alone. With B = n the estimate is exact.
+    `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do. Their estimates are
+    therefore not independent, but every choice of an anchor's B - 1 others is equally likely. A batch depends only on
+    `seed`, B and its group's first anchor. With B = n the estimate is exact.
 
     Args:
         batch_size: B, from 2 to n.
-        seed: of the batches.
-        progress: called with the number of anchors that were newly done.
-        others: as in `exact_log_normalizers`.
+        seed: of the random batches.
+        progress: called with the number of anchors processed since the last call.
+        image, text, anchors, tau, surrogate, eps, intra_modal, device: as in `exact_log_normalizers`.
 
     Raises:
         InputError: B is out of range.
@@ -379,19 +380,22 @@ def minibatch_log_normalizers(
 
 
 def group_size(batch_size: int) -> int:
-    """Anchors that share a random batch of B. A batch for each anchor alone would take longer than all else; few
-    batches would make the mean error uncertain: of 10,000 anchors there are 625 up to B = 1024, 157 at 4096."""
+    """Number of anchors that share a random batch of B pairs.
+
+    A batch per anchor would take longer than everything else; few batches would make the mean error uncertain. 10,000
+    anchors have 625 batches up to B = 1024 and 157 at 4096.
+    """
     return max(LEAST_GROUP, batch_size // 64)
 
 
 def _draw(num_rows: int, batch_size: int, seed: int, group: Tensor) -> Tensor:
-    """B of the rows in random order, (B,), for a group of anchors."""
+    """Draw B rows in random order, (B,), for a group of anchors."""
     draw = random.Random(f"{seed} {batch_size} {int(group[0])}")
     return torch.tensor(draw.sample(range(num_rows), batch_size))
 
 
 def _left_out(anchors: Tensor, batch: Tensor) -> Tensor:
-    """(g, B) bool: of B random pairs each anchor's own, or the last if that is not among them, so that B - 1 remain."""
+    """Mask, (g, B), of each anchor's own pair in the batch, or of the last one if it is absent: B - 1 remain."""
     left_out = anchors[:, None] == batch[None, :]
     left_out[~left_out.any(dim=1), -1] = True
     return left_out
@@ -406,11 +410,11 @@ def nearest_rows(
     device: torch.device | str | None = None,
     chunk_mib: float = CHUNK_MIB,
 ) -> Tensor:
-    """The rows of the data set that are most similar to other pairs, by the sum of both sides' cosines: (m,) int64.
+    """Row of the most similar pair of the data set, by the sum of image and text cosines, (m,) int64.
 
     Args:
         image, text: the embeddings of the n pairs.
-        other_image, other_text: (m, d) unit vectors, such as embeddings of the same pairs under slightly older weights.
+        other_image, other_text: the pairs to look up, (m, d) unit vectors, such as their embeddings by older weights.
         device, chunk_mib: as in `exact_log_normalizers`.
     """
     rows = (Rows(image, device), Rows(text, device))

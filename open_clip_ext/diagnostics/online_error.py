@@ -1,9 +1,9 @@
-"""How far the normalizers in use are from exact ones, seen while training.
+"""Error of the normalizers in use, estimated while training.
 
-Some anchors of a batch are kept with what the estimator said of them, log u_i or a network's alpha_i, and meet the
-samples of the following steps. After k steps the mean over what they met is log g_i over about k times as many
-negatives as the batch has: next to exact, but for the way the encoders went in those k steps. NeuCLIP, Appendix B.6
-measures the same against the whole data set, which `normalizers_report` does.
+A few anchors of a batch are stored with their estimates, log u_i or a network's alpha_i, and compared with the samples
+of the following steps. After k steps log g_i is averaged over about k times a batch's negatives: almost exact, except
+that the encoders have changed during those k steps. NeuCLIP, Appendix B.6 measures the error against the whole data
+set, as `normalizers_report` does.
 """
 
 import math
@@ -19,17 +19,18 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class Anchors:
-    """Anchors that are being watched; k of them, sides as everywhere.
+    """k stored anchors; images as anchors first.
 
     Args:
-        embeddings: (2, k, d), images first.
+        embeddings: (2, k, d).
         positives: s_ii, (k,).
         taus: temperatures, (2, k).
-        alpha: what the estimator in use said, (2, k).
-        log_batch: what their own batch alone says, (2, k).
-        log_sum: log of the sum of exp(l / tau) over the negatives met so far, (2, k).
+        alpha: log-normalizers from the estimator in use, (2, k).
+        log_batch: log-normalizers from their own batch alone, (2, k).
+        log_sum: log of the sum of exp(l / tau) over the negatives seen so far, (2, k).
         effective: effective number of negatives in their own batch, 0-d.
-        negatives: number met so far.
+        negatives: number of negatives seen so far.
+        steps: number of steps seen so far.
     """
 
     embeddings: Tensor
@@ -44,17 +45,17 @@ class Anchors:
 
 
 class OnlineError:
-    """Compares the normalizers of a few anchors with those over the samples of many steps.
+    """Compares the normalizers of a few anchors with their normalizers over the samples of many steps.
 
-    A sample that comes again within these steps would be its own negative, so each epoch starts over. The anchors of
+    A sample that occurs again within these steps would be its own negative, so every epoch starts over. The anchors of
     its first step are replaced after `skip` steps and not compared: a queue may begin an epoch empty, and would then be
     judged by the one step in which it is the minibatch's own estimate.
 
     Args:
-        surrogate, eps, intra_modal, one_per_pair: as the loss has them.
-        anchors: watched at a time, the first of a global batch.
-        window: steps that they meet before others take their place.
-        least: steps from which on they are compared.
+        surrogate, eps, intra_modal, one_per_pair: as in the loss.
+        anchors: number stored at a time, the first of a global batch.
+        window: steps after which new anchors replace them.
+        least: steps before which no error is reported.
         skip: steps of an epoch before the first anchors that are compared.
     """
 
@@ -88,11 +89,11 @@ class OnlineError:
 
     @torch.no_grad()
     def observe(self, batch: Batch, alpha: Tensor) -> None:
-        """See one step.
+        """Take in one step.
 
         Args:
             batch: the global batch.
-            alpha: log-normalizers in use of all its anchors, (2, B).
+            alpha: log-normalizers in use, of all its anchors, (2, B).
         """
         if self._watched is not None and self._watched.steps == (self.window if self._warm else self.skip):
             if self._warm:
@@ -133,7 +134,7 @@ class OnlineError:
         return anchors
 
     def _exponents(self, anchors: Anchors, batch: Batch) -> Tensor:
-        """l(s_ij - s_ii) / tau of the anchors and all of the batch, (2, k, B), or (2, k, 2 B) with both sides."""
+        """l(s_ij - s_ii) / tau of the anchors against the batch, (2, k, B), or (2, k, 2 B) with intra-modal pairs."""
         others, own = (batch.all_text, batch.all_image), (batch.all_image, batch.all_text)
         similarities = [
             torch.cat([anchor @ side.T for side in sides], dim=1)
@@ -153,9 +154,12 @@ class OnlineError:
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Mean squared error and bias of the log-normalizers in use, and the error of the minibatch's own, 0-d each; of
-        the anchors before while too little is known of the present ones. Besides, the effective number of negatives
-        of the present anchors in their batch, (sum w)^2 / sum w^2 of w = exp(l / tau), from 1 to B - 1."""
+        """Errors of the log-normalizers and the effective number of negatives, 0-d each.
+
+        `normalizer_mse` and `normalizer_bias` are of the estimator in use, `minibatch_mse` is of the batch's own
+        estimate; until `least` steps they are those of the previous anchors. `effective_negatives` of the present
+        anchors in their batch is (sum w)^2 / sum w^2 with w = exp(l / tau), from 1 to B - 1.
+        """
         if self._watched is None:
             return {}
         comparable = self._warm and self._watched.steps >= self.least
@@ -163,13 +167,13 @@ class OnlineError:
         return {**compared, "effective_negatives": self._watched.effective}
 
     def state(self) -> dict[str, Tensor | int]:
-        """What is watched, as CPU tensors and numbers."""
+        """The stored anchors and the latest errors, as CPU tensors and numbers."""
         watched = {} if self._watched is None else {f"watched.{name}": v for name, v in vars(self._watched).items()}
         state = {"warm": int(self._warm)} | watched | {f"shown.{name}": value for name, value in self._shown.items()}
         return {name: v.cpu().clone() if isinstance(v, Tensor) else v for name, v in state.items()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave."""
+        """Load the result of `state`."""
         self._warm = bool(state.get("warm", True))
         watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
         self._watched = Anchors(**watched) if watched else None

@@ -1,12 +1,12 @@
 """Every method as its paper prints it: plain PyTorch with autograd, on one process. Read this first.
 
-The functions of this package are slow and overflow in float32; the losses of `create_loss` do neither, and the tests
-hold them to these functions in float64. `python -m open_clip_ext.equations` computes every method on eight pairs.
+These functions are slow and overflow in float32. The losses of `create_loss` are fast and do not overflow; the tests
+compare them with these functions in float64. `python -m open_clip_ext.equations` computes every method on eight pairs.
 
 A step of a method is three lines:
 
     g = batch_g(gaps(e1, e2), tau)         the batch's estimate of each anchor's normalizer
-    u = sogclr_u(u, g, gamma, eps)         the estimate over the whole data set moves: state in, state out
+    u = sogclr_u(u, g, gamma, eps)         updates the estimate over the whole data set: old state in, new state out
     loss = fastclip_v3(g, tau, u, rho)     a scalar whose gradient by autograd is the paper's
 
 method      | functions here, in the order of a step  | fast classes                              | test_*.py
@@ -28,14 +28,14 @@ scent       | scent_gamma, scent_u, scent             | MovingAverageTable, Lear
 drrho-clip  | drrho_gaps, sogclr_u, drrho_clip        | GlobalContrastiveLoss, MovingAverageTable | neighbours
 tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, MovingAverageTable    | neighbours
 
-The last column names the file of tests/open_clip_ext that holds the two together. `test_equations.py` holds the
-functions here to double loops over the pairs. "Fast" in a docstring is what computes the same in training.
+The last column names the file of tests/open_clip_ext that compares the two. `test_equations.py` compares the functions
+here with double loops over the pairs. "Fast" in a docstring names the class that computes the same in training.
 
 in the papers                                              | here
 ---------------------------------------------------------- | ---------------------------------------------------
 e_1i, e_2i; psi_I, psi_T: embeddings of image i and text i | e1, e2: (B, d), unit vectors
 s_ij = <e_1i, e_2j>                                        | e1 @ e2.T
-h_i: similarity of a negative less that of the positive    | h: (2, B, B - 1); [0] images as anchors, [1] texts
+h_i: similarity of a negative minus that of the positive   | h: (2, B, B - 1); [0] images as anchors, [1] texts
 g_1i, g_2i; Phi_1, Phi_2                                   | g, phi: (2, B)
 u_1i, u_2i; s_v,i, s_t,i: moving averages                  | u, s: (2, B), the batch's rows of the table
 alpha_1i, alpha_2i; lambda_I, lambda_T                     | alpha, lam: (2, B)

@@ -1,4 +1,4 @@
-"""Every method's value on eight pairs."""
+"""Print every method's value on eight pairs."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the methods share: similarity gaps and the batch's normalizers; CLIP and CyCLIP."""
+"""Similarity gaps and the batch's normalizers, which all methods use; CLIP and CyCLIP."""
 
 import torch
 from torch import Tensor
@@ -25,9 +25,9 @@ def two_view_gaps(e1: Tensor, e2: Tensor) -> Tensor:
 
 
 def batch_g(h: Tensor, tau: Tensor) -> Tensor:
-    """g_1 and g_2 of every anchor over the batch, (2, B): NeuCLIP, Eq. 1's underbraces, without epsilon as in Eq. 2-5.
+    """g_1 and g_2 of every anchor over the batch, (2, B), without epsilon: NeuCLIP, Eq. 1's underbraces.
 
-    With a temperature for each sample, iSogCLR, Eq. 15-16. Fast: `SimilarityBlocks.log_batch_normalizers`.
+    With one temperature per sample: iSogCLR, Eq. 15-16. Fast: `SimilarityBlocks.log_batch_normalizers`.
     """
     return (h / tau[..., None]).exp().mean(dim=2)
 
@@ -35,13 +35,13 @@ def batch_g(h: Tensor, tau: Tensor) -> Tensor:
 def global_contrastive(g: Tensor, tau: Tensor, rho: float, eps: float) -> Tensor:
     """NeuCLIP, Eq. 1, 0-d: the objective of SogCLR and FastCLIP-v1 (with rho 0), FastCLIP-v3 and NeuCLIP.
 
-    There g is over the whole data set. With the batch's g it is the minibatch objective. Fast: `BatchNormalizer`.
+    The paper's g is over the whole data set; the batch's g gives the minibatch objective. Fast: `BatchNormalizer`.
     """
     return tau * (eps + g).log().mean(dim=1).sum() + 2 * tau * rho
 
 
 def gradient_of(x: Tensor) -> Tensor:
-    """0 with the gradient of `x`, for gradients that are not those of the value to report."""
+    """A zero that has the gradient of `x`: added to a reported value, it leaves the value and adds the gradient."""
     return x - x.detach()
 
 
@@ -49,14 +49,14 @@ def gradient_of(x: Tensor) -> Tensor:
 
 
 def clip(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
-    """CLIP, Figure 3, 0-d: both cross entropies, halved. TuneCLIP, Eq. 1 and AmorLIP, Eq. 3 are their sum."""
+    """CLIP, Figure 3, 0-d: the mean of both cross-entropies. TuneCLIP, Eq. 1 and AmorLIP, Eq. 3 are their sum."""
     logits = e1 @ e2.T / tau
     pairs = torch.arange(len(e1), device=e1.device)
     return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
 
 
 def cyclip(e1: Tensor, e2: Tensor, tau: Tensor, lambda1: float = 0.25, lambda2: float = 0.25) -> Tensor:
-    """CyCLIP, Section 3, 0-d: CLIP's loss, the in-modal and the cross-modal consistency. Fast: `CyCLIPLoss`."""
+    """CyCLIP, Section 3, 0-d: CLIP's loss plus in-modal and cross-modal consistency. Fast: `CyCLIPLoss`."""
     cross = e1 @ e2.T
     inmodal = (e1 @ e1.T - e2 @ e2.T).square().sum() / len(e1)
     crossmodal = (cross - cross.T).square().sum() / len(e1)

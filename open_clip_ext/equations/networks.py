@@ -1,4 +1,4 @@
-"""Networks that predict the normalizers, NeuCLIP's and AmorLIP's, and a queue of embeddings."""
+"""NeuCLIP's and AmorLIP's networks, which predict the normalizers, and a queue of embeddings."""
 
 import math
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from open_clip_ext.equations.tables import fastclip_v3
 
 
 def neuclip_alpha(w1: Tensor, w2: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 10-11: the log-normalizers that the prototypes (m, d) predict, (2, B). Fast: `Prototypes`."""
+    """NeuCLIP, Eq. 10-11: the log-normalizers, (2, B), that the prototypes, (m, d), predict. Fast: `Prototypes`."""
     e, w = normalize(torch.stack([e1, e2]), dim=2), normalize(torch.stack([w1, w2]), dim=2)
     cosines_above_positive = e @ w.mT - (e1 * e2).sum(dim=1)[:, None]
     return (eps + batch_g(cosines_above_positive, tau)).log()
 
 
 def neuclip(g: Tensor, tau: Tensor, alpha: Tensor, rho: float, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 12 on the batch, 0-d, with its gradient through alpha as well. Fast: `Unified`."""
+    """NeuCLIP, Eq. 12 on the batch, 0-d; its gradient also goes through alpha. Fast: `Unified`."""
     bound = (-alpha).exp() * (eps + g) + alpha
     return tau * bound.mean(dim=1).sum() + 2 * tau * (rho - 1)
 
 
 def neuclip_separate(g: Tensor, alpha: Tensor, eps: float) -> Tensor:
-    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate", AmorLIP's. Fast: `L2Log`."""
+    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate" (AmorLIP's). Fast: `L2Log`."""
     return (alpha - (eps + g).log()).square().mean(dim=1).sum() / 2
 
 
@@ -35,11 +35,11 @@ def neuclip_w(
     w1: Tensor, w2: Tensor, optimizer: torch.optim.Optimizer, e1: Tensor, e2: Tensor, tau: Tensor, t: int, T_r: int,
     T_u: int, eps: float,
 ) -> None:
-    """NeuCLIP, Algorithm 1, lines 3-9: step `t` of the prototypes (m, d), which change in place.
+    """NeuCLIP, Algorithm 1, lines 3-9: update the prototypes, (m, d), in place at step `t`.
 
-    Lines 10-12 are `neuclip_alpha`, and `neuclip` with its gradient in e1, e2 and tau. A reset takes the last m <= B
-    pairs of the batch; where m > B the paper does not say which, and the fast class takes the latest m of several
-    batches. Fast: `NetworkNormalizer`, `Prototypes`.
+    Lines 10-12 are `neuclip_alpha`, then `neuclip` with its gradient in e1, e2 and tau. A reset takes the last m <= B
+    pairs of the batch. The paper does not say what to take where m > B; the fast class takes the latest m pairs of
+    several batches. Fast: `NetworkNormalizer`, `Prototypes`.
 
     Args:
         optimizer: of w1 and w2, such as torch.optim.Adagrad([w1, w2], lr=1.0).
@@ -62,7 +62,7 @@ def amorlip_kernel(e1: Tensor, e2: Tensor, s: Tensor, positive: float = 1.0) -> 
     """exp(s <e_1i, e_2j>), (B, B).
 
     Args:
-        positive: what the anchor's own pair counts: 1 in the paper, 1e-3 in the authors' released code.
+        positive: weight of the anchor's own pair: 1 in the paper, 1e-3 in the authors' released code.
     """
     weights = torch.ones(len(e1), len(e1), dtype=e1.dtype, device=e1.device).fill_diagonal_(positive)
     return weights * (s * e1 @ e2.T).exp()
@@ -83,7 +83,7 @@ def amorlip_z_comb(z: Tensor, previous: Tensor, beta_t: float) -> Tensor:
     """AmorLIP, Eq. 12, (2, B).
 
     Args:
-        previous: lambda of the target networks that the last epoch ended with, (2, B).
+        previous: lambda of the target networks at the end of the last epoch, (2, B).
     """
     return beta_t * previous + (1 - beta_t) * z
 
@@ -101,10 +101,10 @@ def js(t: Tensor) -> Tensor:
 def amorlip_objective(
     lam: Tensor, z: Tensor, z_comb: Tensor, f: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """AmorLIP, what the online networks minimise, 0-d: Eq. 10, or Eq. 8 with `f` and Appendix C's 0.1 times Eq. 10.
+    """AmorLIP's objective of the online networks, 0-d: Eq. 10, or with `f` Eq. 8 plus 0.1 times Eq. 10 (Appendix C).
 
-    Z_comb replaces Z, as Section 3.3 says. The mean over the batch of Eq. 8's exponential, exp(s <.,.>) / Z_comb, is
-    Z / Z_comb. Fast: `DIVERGENCES`.
+    Z_comb replaces Z (Section 3.3). Averaged over the batch, Eq. 8's exp(s <.,.>) / Z_comb is Z / Z_comb.
+    Fast: `DIVERGENCES`.
     """
     eq10 = (lam.log() - z_comb.log()).square().mean(dim=1).sum() / 2
     if f is None:
@@ -123,14 +123,14 @@ def amorlip_lambda(
     z_comb: Tensor, k: int, T_online: int, T_target: int, T_lambda: int, alpha: float,
     f: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """AmorLIP, Algorithm 1, lines 7-8: step `k` of the networks, which change in place. Fast: `Amortization`.
+    """AmorLIP, Algorithm 1, lines 7-8: update the networks in place at step `k` of an epoch. Fast: `Amortization`.
 
-    Line 4 makes new networks at the start of an epoch; line 6 is `amorlip_z_comb`, and line 9 `amorlip` with lambda of
-    the target networks. The paper counts k from 1; here from 0, so that new networks are trained before they are used.
+    Line 4 makes new networks at the start of an epoch; line 6 is `amorlip_z_comb`; line 9 is `amorlip` with lambda of
+    the target networks. The paper counts k from 1. Here k starts at 0, so that new networks are trained before use.
 
     Args:
         optimizer: of the online networks.
-        alpha: what the target keeps of itself, Eq. 11.
+        alpha: EMA decay of the target networks, Eq. 11.
     """
     e1, e2, z, z_comb = e1.detach(), e2.detach(), z.detach(), z_comb.detach()
     if k % T_online == 0:
@@ -144,12 +144,12 @@ def amorlip_lambda(
 
 
 def amorlip_mle(e1: Tensor, e2: Tensor, s: Tensor, z: Tensor) -> Tensor:
-    """AmorLIP, Eq. 5's first line, 0-d: the objective, for Z over the whole data set."""
+    """AmorLIP, Eq. 5's first line, 0-d: the objective if Z is over the whole data set."""
     return -2 * s * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()
 
 
 def amorlip(e1: Tensor, e2: Tensor, s: Tensor, lam: Tensor, rho: float, positive: float = 1.0) -> Tensor:
-    """AmorLIP, Eq. 6 over the constant s, plus rho / s (Appendix C), as a gradient in e1, e2 and s, 0-d.
+    """AmorLIP, 0-d, with the gradient in e1, e2 and s of Eq. 6 divided by the constant s, plus rho / s (Appendix C).
 
     The value has Eq. 5 in place of Eq. 6. Fast: `AmorLIPLoss`.
 
@@ -171,7 +171,7 @@ def queue_u(
     """The queue's normalizers mixed with the batch's, (2, B), constants. Fast: `Queue`, `GlobalContrastiveLoss.mixing`.
 
     Args:
-        texts, images: queued embeddings that are not of the batch, (k, d) each, k >= 1.
+        texts, images: queued embeddings without the batch's own, (k, d) each, k >= 1.
         mixing: weight of the batch, in [0, 1).
     """
     alpha = neuclip_alpha(texts, images, e1, e2, tau, eps)

@@ -12,7 +12,7 @@ from open_clip_ext.equations.basics import gradient_of
 def sogclr_u(u: Tensor, g: Tensor, gamma: float | Tensor, eps: float) -> Tensor:
     """NeuCLIP, Eq. 3: u of the batch's rows after the step, (2, B), a constant for autograd.
 
-    The papers do not say what u is before a row's first visit: here gamma is 1 then. Fast: `MovingAverageTable`.
+    The papers do not give u before a row's first visit; at that visit take gamma = 1. Fast: `MovingAverageTable`.
 
     Args:
         u: before the step, (2, B).
@@ -22,9 +22,9 @@ def sogclr_u(u: Tensor, g: Tensor, gamma: float | Tensor, eps: float) -> Tensor:
 
 
 def sogclr(g: Tensor, tau: Tensor, u: Tensor) -> Tensor:
-    """NeuCLIP, Eq. 4 as a gradient in the embeddings, at u after the step; the value estimates Eq. 1, 0-d.
+    """SogCLR's loss, 0-d: its value estimates NeuCLIP, Eq. 1, its gradient in the embeddings is Eq. 4.
 
-    Fast: `Compositional` with `FixedTemperature`.
+    `u` is that after the step. Fast: `Compositional` with `FixedTemperature`.
     """
     eq4 = tau * (g / u).mean(dim=1).sum()
     return tau * u.log().mean(dim=1).sum() + gradient_of(eq4)
@@ -36,18 +36,18 @@ def sogclr(g: Tensor, tau: Tensor, u: Tensor) -> Tensor:
 def isogclr_s(s: Tensor, g: Tensor, beta0: float | Tensor) -> Tensor:
     """iSogCLR, Eq. 17-18 (Eq. 12 for two views): s of the batch's rows after the step, (2, B).
 
-    There is no epsilon in it; the fast `MovingAverageTable` adds one to g, 1e-14.
+    It has no epsilon; the fast `MovingAverageTable` adds 1e-14 to g.
     """
     return (1 - beta0) * s + beta0 * g.detach()
 
 
 def isogclr_objective(g: Tensor, tau: Tensor, rho: float) -> Tensor:
-    """iSogCLR, Appendix B, 0-d, for g over the whole data set and temperatures (2, B); also FastCLIP-v2's."""
+    """iSogCLR's objective (Appendix B) and FastCLIP-v2's, 0-d, if g is over the whole data set; tau is (2, B)."""
     return (tau * rho + tau * g.log()).mean(dim=1).sum()
 
 
 def isogclr(g: Tensor, tau: Tensor, s: Tensor, rho: float) -> Tensor:
-    """iSogCLR, Eq. 21 as a gradient in the embeddings and Eq. 19-20 in tau, with 1/B in place of 1/n, 0-d.
+    """iSogCLR's loss, 0-d: its gradient is Eq. 21 in the embeddings and Eq. 19-20 in tau, with 1/B in place of 1/n.
 
     The value estimates `isogclr_objective`. Fast: `IndividualTemperature`.
 
@@ -64,8 +64,8 @@ def isogclr_tau(
 ) -> tuple[Tensor, Tensor]:
     """iSogCLR, Algorithm 2, lines 8-9: the rows' temperatures and their momentum u after the step, (2, B) each.
 
-    The authors' code clips the gradient at 5, which the paper does not mention. Before a row's first visit u is 0 here;
-    the paper does not say.
+    The authors' code clips the gradient at 5, which the paper does not mention. Nor does it give u before a row's first
+    visit: here 0.
 
     Args:
         gradient: G(tau) of Eq. 19-20 without 1/n, (2, B).
@@ -74,18 +74,21 @@ def isogclr_tau(
     return (tau - eta * u).clamp(tau_0, tau_max), u
 
 
-# FastCLIP: u as in SogCLR, with a gamma that comes down from 1
+# FastCLIP: u as in SogCLR, with a gamma that decreases from 1
 
 
 def fastclip_gamma(epoch: int, gamma_min: float, decay_epochs: int) -> float:
-    """FastCLIP's cosine: 1 in epoch 0, `gamma_min` from `decay_epochs` on. Fast: `MovingAverageTable.set_epoch`."""
+    """FastCLIP's cosine schedule of gamma: 1 in epoch 0, `gamma_min` from epoch `decay_epochs` on.
+
+    Fast: `MovingAverageTable.set_epoch`.
+    """
     if epoch >= decay_epochs:
         return gamma_min
     return 0.5 * (1 + math.cos(math.pi * epoch / decay_epochs)) * (1 - gamma_min) + gamma_min
 
 
 def fastclip_v0(g: Tensor, u: Tensor) -> Tensor:
-    """FastCLIP-v0, 0-d: as for Eq. 1 without its factor tau and rho, tau learned. Fast: `UnscaledTemperature`."""
+    """FastCLIP-v0, 0-d: Eq. 1 without the factor tau and without rho; tau is learned. Fast: `UnscaledTemperature`."""
     return u.log().mean(dim=1).sum() + gradient_of((g / u).mean(dim=1).sum())
 
 
@@ -96,9 +99,9 @@ fastclip_v2 = isogclr
 def fastclip_v2_tau(
     tau: Tensor, m: Tensor, v: Tensor, gradient: Tensor, epoch: int, eta: float, tau_0: float, tau_max: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """FastCLIP-v2's step of the temperatures, as its released code has it: tau, m and v after it, (2, B) each.
+    """FastCLIP-v2's temperatures after a step, as in its released code: tau and Adam's m and v, (2, B) each.
 
-    Adam for each row, with betas of 0 in epoch 0, and the bias corrected by the epoch in place of the step.
+    Adam per row, with betas of 0 in epoch 0 and a bias correction that counts epochs instead of steps.
 
     Args:
         gradient: as in `isogclr_tau`.
@@ -112,12 +115,12 @@ def fastclip_v2_tau(
 
 
 def fastclip_v3(g: Tensor, tau: Tensor, u: Tensor, rho: float) -> Tensor:
-    """NeuCLIP, Algorithm 2: Eq. 4 as a gradient in the embeddings, Eq. 13 in tau; the value estimates Eq. 1, 0-d.
+    """NeuCLIP, Algorithm 2, 0-d: its value estimates Eq. 1, its gradient is Eq. 4 in the embeddings, Eq. 13 in tau.
 
     Fast: `Compositional` with `LearnableTemperature`.
     """
     eq13_first_line = u.log().mean(dim=1).sum() + 2 * rho
-    eq4 = tau.detach() * (g / u).mean(dim=1).sum()  # in tau: the other lines of Eq. 13
+    eq4 = tau.detach() * (g / u).mean(dim=1).sum()  # its gradient in tau is the other lines of Eq. 13
     return tau * eq13_first_line + gradient_of(eq4)
 
 
@@ -125,26 +128,26 @@ def fastclip_v3(g: Tensor, tau: Tensor, u: Tensor, rho: float) -> Tensor:
 
 
 def tuneclip_phi(h: Tensor, tau: Tensor, m: float) -> Tensor:
-    """TuneCLIP, Eq. 8 over the batch, (2, B): the mean has |B| in its denominator. Fast: `PowerHinge`."""
+    """TuneCLIP, Eq. 8 over the batch, (2, B): the sum over B - 1 negatives is divided by B. Fast: `PowerHinge`."""
     hinged = (h + m).clamp(min=0).square()
     return (hinged / tau).exp().sum(dim=2) / h.shape[1]
 
 
 def tuneclip_objective(phi: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """TuneCLIP, Eq. 9, 0-d, for phi over the whole data set."""
+    """TuneCLIP, Eq. 9, 0-d: the objective if phi is over the whole data set."""
     return tau * (eps + phi).log().mean(dim=1).sum()
 
 
 def tuneclip_u(u: Tensor, phi: Tensor, gamma: float | Tensor) -> Tensor:
-    """TuneCLIP, Algorithm 2: u of the batch's rows after the step, (2, B). Its epsilon comes when u is used."""
+    """TuneCLIP, Algorithm 2: u of the batch's rows after the step, (2, B), without epsilon, which `tuneclip` adds."""
     return (1 - gamma) * u + gamma * phi.detach()
 
 
 def tuneclip(phi: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
-    """TuneCLIP, Algorithm 2's gradient in the embeddings; the value estimates Eq. 9, 0-d.
+    """TuneCLIP's loss, 0-d: its value estimates Eq. 9, its gradient in the embeddings is Algorithm 2's.
 
-    The fast `MovingAverageTable` has means over B - 1, and epsilon in u. With B / (B - 1) times this epsilon its
-    gradient is the same, and its value larger by 2 tau log(B / (B - 1)).
+    The fast `MovingAverageTable` divides by B - 1 and adds epsilon to u. With an epsilon B / (B - 1) times this one it
+    has the same gradient and a value larger by 2 tau log(B / (B - 1)).
     """
     g_t = tau * (phi / (eps + u)).mean(dim=1).sum()
     return tuneclip_objective(u, tau, eps) + gradient_of(g_t)

@@ -1,1 +1,1 @@
-"""What the losses compute with: passes over similarities that are never held whole."""
+"""Kernels of the losses: they compute similarities block by block and never store the whole matrix."""

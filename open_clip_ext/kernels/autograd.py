@@ -1,4 +1,4 @@
-"""Values whose gradients were computed beside them."""
+"""Attach gradients that were computed together with a value."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ class AttachGradient(torch.autograd.Function):
 
 
 def attach_gradients(value: Tensor, gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """`value` (0-d) whose backward gives each input of `gradients` its gradient.
+    """Return `value`, 0-d, with a backward pass that gives each input its gradient.
 
     Args:
         gradients: pairs (input, gradient of the same shape).
@@ -29,7 +29,7 @@ def attach_gradients(value: Tensor, gradients: list[tuple[Tensor, Tensor]]) -> T
 
 
 def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
-    """`tensor` unchanged, its gradient times `factor`."""
+    """Return `tensor` unchanged, with its gradient multiplied by `factor`."""
     if factor == 1 or not tensor.requires_grad:
         return tensor
     scaled = tensor.clone()

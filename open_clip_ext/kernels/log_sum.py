@@ -1,19 +1,18 @@
-"""log sum_j exp(l(cos(e_i, q_j) - s_ii) / tau) over vectors q_j that are not of the batch, and its gradient.
+"""log sum_j exp(l(cos(e_i, q_j) - s_ii) / tau) over vectors q_j from outside the batch, and its gradient.
 
-What prototypes and queues predict with (NeuCLIP, Eq. 10-11). With x_ij = l(cos(e_i, q_j) - s_ii) / tau and the
-shares p_ij = exp(x_ij) / sum_j exp(x_ij), the derivatives of the value of anchor i are
+Prototypes and queues predict with it (NeuCLIP, Eq. 10-11). With x_ij = l(cos(e_i, q_j) - s_ii) / tau and the softmax
+p_ij = exp(x_ij) / sum_j exp(x_ij), the derivatives of anchor i's value are
 
     in e_i:     sum_j p_ij l'_ij / tau * q_j / |q_j|      (d,)
     in s_ii:  - sum_j p_ij l'_ij / tau
     in tau:   - sum_j p_ij x_ij / tau
 
-They are sums over the same exponents, so that they cost no second pass: value and derivatives are computed together,
-for some anchors and some vectors at a time (`streaming`), and only the derivatives are kept, b x d numbers in place of
-b x k.
+All are sums over the same exponents, so one pass computes the value and its derivatives, tile by tile (`streaming`).
+Only the derivatives are kept: b x d numbers instead of b x k.
 
-Where anchors and vectors have keys, the vectors with the anchor's own do not count.
+If anchors and vectors have keys, vectors with the anchor's own key are left out.
 
-Shapes: b anchors a side, k vectors a side, d = embedding dimension.
+Shapes: b anchors and k vectors per direction, d = embedding dimension.
 """
 
 import math
@@ -27,19 +26,24 @@ from open_clip_ext.kernels.streaming import exp_, highest, tiles
 from open_clip_ext.kernels.surrogates import is_linear, value_
 from open_clip_ext.surrogates import Surrogate
 
-LEFT_OUT = -1e4  # an exponent far below any other, -4 / 0.01 the lowest, whose product with its share is still a number
+# An exponent far below the lowest real one, -4 / 0.01. It is finite, since -inf times its probability 0 would be NaN.
+LEFT_OUT = -1e4
 Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int64
 
 
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
 ) -> tuple[Tensor, Tensor, Tensor | float]:
-    """l(cos(e_i, q_j) - s_ii) / tau, (..., r, k), less a number for each anchor; these numbers, (..., r); and the slope
-    of l, (..., r, k) or a number.
+    """Exponents l(cos(e_i, q_j) - s_ii) / tau up to a constant per anchor.
 
     Args:
-        similarities: (..., r, k), overwritten: the cosines, over tau where l is linear.
-        positives: (r,); tau: (..., r).
+        similarities: the cosines, (..., r, k), divided by tau if l is linear; overwritten.
+        positives: (r,).
+        tau: (..., r).
+
+    Returns:
+        The exponents minus the constants, (..., r, k); the constants, (..., r); the derivative of l, (..., r, k) or a
+        number.
     """
     if is_linear(surrogate):
         return similarities, -positives / tau, 1.0
@@ -51,29 +55,30 @@ def exponents_of(
 
 def log_sums(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, slopes: bool = True, keys: Keys | None = None,
+    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, needs_grad: bool = True,
+    keys: Keys | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
-    """The values, (2, b), and their derivatives in the anchors, (2, b, d), in s_ii and in tau, (2, b) each.
+    """Compute the values, (2, b), and their derivatives in the anchors, (2, b, d), in s_ii and in tau, (2, b) each.
 
     Args:
         image, text: anchors, (b, d) each.
         positives: s_ii, (b,).
         tau: (2, b).
-        others: (2, k, d), those that images meet first.
-        lengths: of `others`, (2, k); None if they are unit vectors.
-        seen: which of the k count, slices with a start and a stop that do not overlap; None for all.
-        slopes: whether the derivatives are wanted.
+        others: q_j, (2, k, d): [0] against image anchors, [1] against text anchors.
+        lengths: norms of `others`, (2, k); None if they are unit vectors.
+        seen: which of the k vectors to sum over, as slices with start and stop that do not overlap; None: all.
+        needs_grad: whether to compute the derivatives; if not, None stands in their place.
         keys: of anchors and vectors, if they have any.
     """
     seen = [slice(0, others.shape[1])] if seen is None else seen
     linear = is_linear(surrogate)
     values = positives.new_full((2, len(positives)), -math.inf)
     grad_anchor = grad_positive = grad_tau = None
-    if slopes:
+    if needs_grad:
         grad_anchor = image.new_empty(2, *image.shape)
         if all(some.stop == some.start for some in seen):
-            grad_anchor.zero_()  # as nothing is written below
-    if slopes and not linear:
+            grad_anchor.zero_()  # with no vectors nothing is written below
+    if needs_grad and not linear:
         grad_positive, grad_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
         _write(
@@ -83,9 +88,9 @@ def log_sums(
     if grad_anchor is None:
         return values, None
     if grad_positive is None or grad_tau is None:  # l is linear
-        # The shares' sum is 1; sum_j share_j (cos_j - s_ii) / tau is the anchor times its own derivative.
+        # sum_j p_ij = 1, and sum_j p_ij cos_ij / tau is the inner product of the anchor and its derivative.
         grad_positive = -1 / tau
-        means = [(anchors * slope).sum(1) for anchors, slope in zip((image, text), grad_anchor, strict=True)]
+        means = [(anchors * gradient).sum(1) for anchors, gradient in zip((image, text), grad_anchor, strict=True)]
         grad_tau = (positives / tau - torch.stack(means)) / tau
     return values, (grad_anchor, grad_positive, grad_tau)
 
@@ -99,12 +104,11 @@ def _write(
     lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
     seen: Sequence[slice], keys: Keys | None,
 ) -> None:
-    """Write what `log_sums` gives of one side, and what is not None of its derivatives: of a linear l that in the
-    anchors alone."""
+    """Write one direction's values and those derivatives that are not None; for a linear l only `grad_anchor`."""
     linear = is_linear(surrogate)
     rows, columns = tiles(len(positives), seen, anchors.device)
     height, width = (max((some.stop - some.start for some in slices), default=0) for slices in (rows, columns))
-    # Once for all: on a CPU fresh memory takes as long as a pass over it.
+    # Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it.
     products_memory = anchors.new_empty(height * width)
     anchors_memory, others_memory = (anchors.new_empty(size, anchors.shape[1]) for size in (height, width))
     for column in columns:
@@ -122,18 +126,18 @@ def _write(
             if keys is not None:
                 exponents.masked_fill_(keys[0][row, None] == keys[1][column], LEFT_OUT)
             peak = highest(exponents, 1)
-            # Where l is not the identity the exponents themselves are wanted again.
-            shares = exp_(exponents.sub_(peak) if linear else exponents - peak)
+            # If l is not the identity, the derivative in tau needs the exponents again.
+            probs = exp_(exponents.sub_(peak) if linear else exponents - peak)
             peak = peak[:, 0] + shift
-            log_sum = shares.sum(1).log_().add_(peak)
+            log_sum = probs.sum(1).log_().add_(peak)
             before = values[row]
             after = log_sum if first else torch.logaddexp(before, log_sum)
             if grad_anchor is not None:
                 if not first:
-                    # What was summed before keeps exp(before - after) of its share in the whole.
+                    # The new total scales down the probabilities of the earlier tiles.
                     kept = (before - after).exp_()
                     grad_anchor[row].mul_(kept[:, None])
-                weights = shares.mul_(((peak - after).exp_() / row_tau)[:, None])
+                weights = probs.mul_(((peak - after).exp_() / row_tau)[:, None])
                 if grad_tau is not None and grad_positive is not None:
                     if not first:
                         grad_tau[row].mul_(kept)
@@ -159,7 +163,7 @@ class LogSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         grad_anchor, grad_positive, grad_tau = ctx.saved_tensors
-        # In place: autograd itself refuses to come here twice, and the losses come here at once.
+        # In place: autograd refuses a second backward pass, and the losses run the first one at once.
         image, text = grad_anchor.mul_(grad_output[:, :, None])
         positives = (grad_output * grad_positive).sum(0)
         return image, text, positives, grad_output * grad_tau, None, None, None, None, None
@@ -169,6 +173,6 @@ def log_sum(
     image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
     lengths: Tensor | None = None, seen: Sequence[slice] | None = None, keys: Keys | None = None,
 ) -> Tensor:
-    """The values of `log_sums`, with their gradient in `image`, `text`, `positives` and `tau` where one is wanted."""
+    """The values of `log_sums`, (2, b); autograd differentiates them in `image`, `text`, `positives` and `tau`."""
     inputs = (image, text, positives, tau, others, surrogate, lengths, seen)
-    return LogSum.apply(*inputs, keys) if torch.is_grad_enabled() else log_sums(*inputs, slopes=False, keys=keys)[0]
+    return LogSum.apply(*inputs, keys) if torch.is_grad_enabled() else log_sums(*inputs, needs_grad=False, keys=keys)[0]

@@ -1,14 +1,15 @@
 """The gradient of the network's objective in its prototypes.
 
-Of the sum over both directions of the anchors' mean objective (`objectives`; NeuCLIP, Eq. 12). With
-x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's weight c_i and its value's slope f'_i in alpha_i,
+The objective is the mean over anchors, summed over both directions (`objectives`; NeuCLIP, Eq. 12). With
+x_ij = l(cos(e_i, W_j) - s_ii) / tau, the objective's weight c_i, and f'_i its value's derivative in alpha_i,
 
-    G_j = (1/B) sum_i c_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i      in W_j at length 1, (d,)
+    G_j = (1/B) sum_i c_i f'_i exp(x_ij - log m - alpha_i) l'_ij / tau * e_i      in W_j / |W_j|, (d,)
     gradient_j = G_j / |W_j| - <G_j, W_j> W_j / |W_j|^3                           in W_j, (d,)
 
-An anchor needs all prototypes and no other anchor, so that some anchors at a time are seen once, both ways.
+An anchor needs all prototypes but no other anchor, so one pass over blocks of anchors computes alpha and gradient.
 
-Shapes: k prototypes a side, those here of m in use; d = embedding dimension; B = global batch, r of it at a time.
+Shapes: m prototypes in use per direction, k of them on this process; d = embedding dimension; B = global batch, r
+anchors in a block.
 """
 
 import math
@@ -24,19 +25,21 @@ from open_clip_ext.kernels.surrogates import is_linear
 from open_clip_ext.objectives import Objective
 from open_clip_ext.surrogates import Surrogate
 
-CPU_PROTOTYPES = 256  # on each side, whose gradients stay in the cache while they are turned into those of unit vectors
+CPU_PROTOTYPES = 256  # per direction, so that G_j stays in the cache until gradient_j is computed from it
 
 
 class PrototypeGradient:
-    """For the updates of one step, which share anchors and memory: fresh memory takes a CPU as long as a pass over it.
+    """The gradient at each update of one step.
+
+    The updates share anchors and buffers: on a CPU new memory costs as much time as a pass over it.
 
     Args:
-        batch: the global batch, with numbers in it.
-        objective: what the network minimises.
+        batch: the global batch; every value finite (`Batch.or_zeros`).
+        objective: what the network minimizes.
         surrogate: l.
         eps: eps of Eq. 1.
         active: m, prototypes in use.
-        own_active: k, those of them that are here.
+        own_active: k, those on this process.
         split: whether the others are on other processes.
     """
 
@@ -47,11 +50,11 @@ class PrototypeGradient:
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.all_positives.new_full((), math.log(eps))
         self.log_active = math.log(active)
-        self.share = objective.weight(batch.all_tau) * batch.finite / batch.size  # of each anchor in the mean, (2, B)
+        self.anchor_weight = objective.weight(batch.all_tau) * batch.finite / batch.size  # in the mean, (2, B)
         self.anchors = torch.stack([batch.all_image, batch.all_text])
         if is_linear(surrogate):
             self.anchors.div_(batch.all_tau[:, :, None])
-        # The same parts on every process, whose numbers of prototypes may differ by one.
+        # Every process needs the same parts, though their numbers of prototypes may differ by one.
         columns = -(-active // world_size()) if split else active
         self.parts = parts(batch.size, 2 * columns, batch.all_image.device, least=2)
         size = self.parts[0].stop - self.parts[0].start
@@ -61,11 +64,14 @@ class PrototypeGradient:
         self.products = self.anchors.new_empty(2, min(self.at_once, own_active), self.anchors.shape[2])
 
     def write(self, gradient: Tensor, prototypes: Tensor, lengths: Tensor) -> Tensor:
-        """Write the gradient, 0 if the batch is not finite, over `gradient`, (2, k, d); alpha, (2, B).
+        """Write the gradient into `gradient`, (2, k, d); 0 if the batch is not finite.
 
         Args:
             prototypes: (2, k, d).
-            lengths: theirs, (2, k), 1 for those of length 0.
+            lengths: their norms, (2, k), with 1 in place of 0.
+
+        Returns:
+            alpha of all anchors, (2, B).
         """
         inverse_lengths = lengths.reciprocal()[:, :, None]
         minus_cubes = inverse_lengths.pow(3).neg_()
@@ -82,10 +88,10 @@ class PrototypeGradient:
         return alpha
 
     def _add(self, gradient: Tensor, similarities: Tensor, part: slice) -> Tensor:
-        """Add G of some anchors to that of the anchors before them.
+        """Add the part of G that comes from the anchors of one block.
 
         Args:
-            similarities: (2, r, k), over tau where l is linear; overwritten.
+            similarities: (2, r, k), divided by tau if l is linear; overwritten.
 
         Returns:
             alpha of these anchors, (2, r).
@@ -93,18 +99,18 @@ class PrototypeGradient:
         tau, log_batch = self.batch.all_tau[:, part], self.batch.all_log_batch[:, part]
         exponents, shift, slope = exponents_of(similarities, self.batch.all_positives[part], tau, self.surrogate)
         peak = highest(exponents, 2)
-        shares = exp_(exponents.sub_(peak))
+        probs = exp_(exponents.sub_(peak))
         peak = peak[:, :, 0] + (shift - self.log_active)
-        log_mean = shares.sum(2).log_().add_(peak)
+        log_mean = probs.sum(2).log_().add_(peak)
         if self.split:
             log_mean = log_sum_over_processes(log_mean)
         alpha = torch.logaddexp(log_mean, self.log_eps)
-        # From exp(x - peak) to exp(x - log m - alpha), the prototype's share in d alpha / dx.
+        # From exp(x - peak) to d alpha / dx = exp(x - log m - alpha).
         factor = (peak - alpha).exp_()
-        factor *= self.objective.slope(log_batch, alpha).mul_(self.share[:, part])
+        factor *= self.objective.slope(log_batch, alpha).mul_(self.anchor_weight[:, part])
         if not is_linear(self.surrogate):
-            shares.mul_(slope)
+            probs.mul_(slope)
             factor /= tau
         weighted = torch.mul(self.anchors[:, part], factor[:, :, None], out=self.weighted[:, : factor.shape[1]])
-        gradient.baddbmm_(shares.mT, weighted, beta=0 if part.start == 0 else 1)
+        gradient.baddbmm_(probs.mT, weighted, beta=0 if part.start == 0 else 1)
         return alpha

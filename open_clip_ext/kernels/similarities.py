@@ -1,10 +1,10 @@
-"""The similarities of a global batch, the normalizers it estimates, and the gradient once they are known.
+"""The similarities of a global batch, the normalizers it estimates, and the gradient for given log-normalizers.
+
+Anchor i has the gaps x_ij = s_ij - s_ii to the B - 1 other pairs j, and the surrogate l(x_ij). Samples with the
+anchor's own key, if there are keys, are not among its negatives. Everything is float32 in the log domain: at a
+temperature of 0.01 the exponents reach 200, and exp overflows float32 beyond 88.
 
 Shapes as in `batch`. Side 0 has images as anchors, side 1 texts.
-
-For anchor i of a side, x_ij = s_ij - s_ii over the B - 1 other pairs j, and l(x_ij) its surrogate. Where samples have
-keys, those with the anchor's own are no negatives. Everything is float32 in the log domain: at a temperature of 0.01
-the exponents reach 200, far beyond exp in float32.
 """
 
 import math
@@ -22,12 +22,12 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class Block:
-    """Similarities of this process's samples of one side with all samples of a side; never held whole.
+    """Similarities of this process's samples of one modality with all samples of a modality; never stored whole.
 
     Args:
         rows, columns: their embeddings, (b, d) and (B, d).
-        row_side, column_side: the side of which each are anchors.
-        whole: there is but one process, and the columns' samples are anchors here as well.
+        row_side, column_side: 0 for images, 1 for texts.
+        whole: whether there is one process only, so that the columns' samples are anchors here, too.
     """
 
     rows: Tensor
@@ -39,16 +39,15 @@ class Block:
 
 class SimilarityBlocks:
     """The similarities that a process needs: its images against all texts and its texts against all images, as
-    OpenCLIP's `local_loss` computes them, or one block for both where there is one process.
+    OpenCLIP's `local_loss` computes them; with one process one block serves both.
 
-    They are computed in parts of some rows (`streaming`), once for the batch's own normalizers and once for the
-    gradient; nothing of b x B numbers is kept. One part's similarities are there at a time, and the gradient overwrites
-    them.
+    They are computed in parts of a few rows (`streaming`), once for the batch's own normalizers and once for the
+    gradient, which overwrites them. One part is in memory at a time, never b x B numbers.
 
     Args:
         batch: the embeddings and their temperatures.
         surrogate: l.
-        intra_modal: whether samples of the anchor's own modality are negatives too; that takes two more blocks.
+        intra_modal: whether samples of the anchor's own modality are negatives, too; this takes two more blocks.
     """
 
     def __init__(self, batch: Batch, surrogate: Surrogate, intra_modal: bool = False):
@@ -71,12 +70,12 @@ class SimilarityBlocks:
         self._memory = self._part_memory()
 
     def _part_memory(self) -> Tensor:
-        """For the numbers of any part: on a CPU fresh memory takes as long as a pass over it."""
+        """A buffer for any part's similarities: on a CPU new memory costs as much time as a pass over it."""
         rows = max(part.stop - part.start for part in self.parts)
         return self.batch.positives.new_empty(rows * self.batch.size)
 
     def _similarities(self, block: Block, part: slice) -> Tensor:
-        """(rows of the part, B). The one computed last is still there for whoever asks again."""
+        """Similarities (rows of the part, B); those of the latest part are cached."""
         if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
             return self._latest[2]
         rows = block.rows[part]
@@ -85,8 +84,8 @@ class SimilarityBlocks:
         return memory
 
     def log_batch_normalizers(self) -> Tensor:
-        """log g_i over the batch's negatives, (2, b): the minibatch form of NeuCLIP's Eq. 1; iSogCLR's Eq. 11 with
-        intra-modal negatives. As printed: `equations.batch_g`."""
+        """log g_i over the batch's negatives, (2, b): NeuCLIP, Eq. 1's g over the batch; with intra-modal negatives
+        iSogCLR, Eq. 11. In plain PyTorch: `equations.batch_g`."""
         batch = self.batch
         log_sums = torch.full_like(batch.tau, -math.inf)
         memory = self._part_memory()
@@ -103,7 +102,7 @@ class SimilarityBlocks:
         return log_sums - self.log_negatives[batch.local]
 
     def _leave_out(self, values: Tensor, part: slice, instead: float) -> None:
-        """Write `instead` where a pair of samples is no negative: (rows of the part, B), in place."""
+        """Overwrite with `instead` the pairs that are not negatives, in values (rows of the part, B)."""
         own = self.batch.offset + part.start
         if self.batch.keys is None:
             values.diagonal(own).fill_(instead)
@@ -114,26 +113,26 @@ class SimilarityBlocks:
     def _log_sum(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, part: slice, memory: Tensor
     ) -> Tensor:
-        """Over the negatives, which are along `dim`; the anchors are along the other dimension."""
+        """log-sum-exp over the negatives, which lie along `dim`; the anchors lie along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
         self._leave_out(exponents, part, -math.inf)
         return log_sum_exp_(exponents, dim)
 
     def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
-        """Gradient of the global batch's sum over both directions of mean_i tau_i * exp(-alpha_i) (eps + g_i), alpha
-        constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
+        """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
+        batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
+
+        A similarity has two weights, one with its row's sample as the anchor and one with its column's. Both come
+        from the same part, so no gradient is sent between processes.
 
         Args:
-            features: the gradients in `image` and in `text` of this process, (b, d) each, are added to these.
+            features: where the gradients in this process's `image` and `text` are added, (b, d) each.
             alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT.
-            all_alpha: of all anchors, (2, B).
+            all_alpha: those of all anchors, (2, B).
 
         Returns:
             Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
-
-        A pair's similarity appears with its row's sample as the anchor and with its column's; both weights come
-        from the same part, so no gradient travels between processes.
         """
         batch = self.batch
         alpha, all_alpha = alpha + self.log_negatives[batch.local], all_alpha + self.log_negatives
@@ -141,7 +140,7 @@ class SimilarityBlocks:
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
-            for part in reversed(self.parts):  # the similarities of the first pass's last part are still there
+            for part in reversed(self.parts):  # the last part of the first pass is still cached
                 similarities = self._similarities(block, part)
                 weights, positive, grad_tau = self._weights(
                     similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, part,
@@ -168,12 +167,15 @@ class SimilarityBlocks:
         self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, part: slice,
         gaps: Tensor, out: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(l / tau - alpha) dl/ds of each pair of a part; for each anchor their sum over its negatives, and that of
-        exp(l / tau - alpha) l / tau. The negatives are along `dim`, the anchors along the other dimension. `out` is
-        memory for the first of these, `gaps` for what is needed on the way, perhaps that of `similarities`.
+        """Weights of a part's pairs in the gradient. The negatives lie along `dim`, the anchors along the other one.
 
         Args:
-            alpha: of the anchors, plus the logarithm of the number of their negatives.
+            alpha: log-normalizers of the anchors plus the log of their number of negatives.
+            gaps: buffer for intermediate values; may be the memory of `similarities`.
+            out: buffer for the weights.
+
+        Returns:
+            exp(l / tau - alpha) dl/ds of each pair; per anchor the sum of these, and of exp(l / tau - alpha) l / tau.
         """
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
@@ -187,5 +189,5 @@ class SimilarityBlocks:
 
 
 def like(memory: Tensor, tensor: Tensor) -> Tensor:
-    """Some of the memory in the shape of `tensor`."""
+    """A view of `memory` in the shape of `tensor`."""
     return memory[: tensor.numel()].view_as(tensor)

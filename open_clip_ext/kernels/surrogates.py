@@ -1,4 +1,4 @@
-"""The surrogates' values in the memory of their argument."""
+"""The surrogates' values, computed in place."""
 
 from torch import Tensor
 
@@ -6,12 +6,12 @@ from open_clip_ext.surrogates import Identity, PowerHinge, Surrogate
 
 
 def is_linear(surrogate: Surrogate) -> bool:
-    """Whether l(x) = x, so that 1 / tau can be put into one of the factors of a product of matrices."""
+    """Whether l(x) = x, so that 1 / tau can be multiplied into one factor of a matrix product."""
     return type(surrogate) is Identity
 
 
 def value_(surrogate: Surrogate, gap: Tensor) -> Tensor:
-    """l(x), written over `gap` where its form is known here."""
+    """l(x), written over `gap` for the surrogates of this package."""
     if is_linear(surrogate):
         return gap
     if type(surrogate) is PowerHinge:

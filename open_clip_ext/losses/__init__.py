@@ -1,4 +1,4 @@
-"""Losses in place of OpenCLIP's."""
+"""The losses, which replace OpenCLIP's."""
 
 from open_clip_ext.losses.amorlip import AmorLIPLoss
 from open_clip_ext.losses.base import Loss, NonFiniteError

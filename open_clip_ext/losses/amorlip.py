@@ -1,37 +1,39 @@
-"""AmorLIP: networks learn log Z of every embedding, and the encoders divide by a slow copy of them.
+"""AmorLIP: networks learn log Z of every embedding, and the encoders divide by their moving average.
 
-AmorLIP, Eq. 1-12 and Algorithm 1; there and here tau is OpenCLIP's logit_scale, an *inverse* temperature, written s
-below, and B pairs include the anchor's own:
+AmorLIP, Eq. 1-12 and Algorithm 1. The paper's tau is OpenCLIP's logit_scale, an *inverse* temperature, written s below;
+the mean over B pairs includes the anchor's own:
 
-    Z_1i = mean_j exp(s <image_i, text_j>),    Z_2i with the sides swapped                                    Eq. 2
+    Z_1i = mean_j exp(s <image_i, text_j>),    Z_2i with image and text swapped                               Eq. 2
     Stage I    networks lambda_1 and lambda_2 learn log Z                                   Eq. 8-12, see `amortization`
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
-with lambda of stage II the target network, a constant. As printed: `equations.amorlip_z`, `equations.amorlip`. Stage I
-sees the global batch; stage II only this process's pairs, so that nothing is gathered on steps without stage I.
+where lambda in stage II is the target network, a constant. Stage I sees the global batch, stage II only this process's
+pairs, so that steps without stage I gather nothing. In plain PyTorch: `equations.amorlip_z`, `equations.amorlip`.
 
-Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; what exists per side is (2, b), images first.
+Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; values per anchor are (2, b), images first.
 
 Readings fixed here, where the paper is silent or its released code differs:
 
-- rho becomes `rho_annealed` from epoch `rho_annealed_from` on, by default in the last quarter of the training: Appendix
-  C's setting for CC3M. For CC12M it has -8.5 in the last third (`amorlip-paper`); the released command has 8.5 in the
-  first third and -8.5 in the other two (`amorlip-released`).
-- The paper mentions no gradient clipping; the released command clips at 1.0, the encoders and the networks each.
-  `amorlip-released` sets OpenCLIP's `--grad-clip-norm`, which clips the encoders alone.
-- The released code ends the network's updates of a step once five in a row changed its objective by less than 0.005.
-  With the three updates of every published setting that cannot happen, so it is left out.
-- Stage II estimates Z / lambda from b local pairs. The anchor's own pair counts there what it counts in Z, 1 / B, and
-  the b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times, and push it away.
-- exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10). At the exact lambda it is at most
-  n / b, exp(8.3) at the paper's largest scale; a network that is far off for an anchor must not decide the step.
+- rho becomes `rho_annealed` in epoch `rho_annealed_from`, by default for the last quarter of the training, which is
+  Appendix C's setting for CC3M. For CC12M the paper sets -8.5 in the last third (`amorlip-paper`); the released command
+  sets 8.5 in the first third and -8.5 in the other two (`amorlip-released`).
+- The paper mentions no gradient clipping. The released command clips the encoders and the networks separately at 1.0.
+  `amorlip-released` sets OpenCLIP's `--grad-clip-norm`, which clips the encoders only.
+- The released code stops the network's updates of a step once five in a row have changed its objective by less than
+  0.005. Every published setting makes three updates, so this never happens, and it is left out.
+- Stage II estimates Z / lambda from b local pairs. The anchor's own pair has the same weight as in Z, 1 / B, and the
+  b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times and push it away.
+- exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10), so that an anchor with a very wrong
+  network output does not dominate the step. With the exact lambda it is at most n / b, exp(8.3) at the paper's largest
+  scale.
 - The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
-  every step), counts the positive in Z by 1e-3 (`amor_positive_weight`) and lets beta's cosine end after half of the
-  epochs (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form. On 20,000
-  generated pairs with batches of 64 the recipe reaches R@1 82 / 80, the paper's form 60 / 59 and, with its setting for
-  CC12M, 24 / 25, because the network's output becomes a constant; each of the two changes alone 67 and 49.
-- `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' share of Z and the positive's is added.
+  every step), weighs the positive in Z by 1e-3 (`amor_positive_weight`) and ends beta's cosine after half of the epochs
+  (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form. On 20,000 generated
+  pairs with batches of 64 the released settings reach R@1 82 / 80. The paper's form reaches 60 / 59 and, with its
+  setting for CC12M, 24 / 25, because the network's output becomes a constant. Each of the two changes alone reaches 67
+  and 49.
+- `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' part of Z, and the positive's is added.
 """
 
 import math
@@ -61,9 +63,11 @@ NOT_NEGATIVE: dict[str, Any] = dict(valid=not_negative, expected="a number >= 0"
 
 
 class AmorLIPLoss(Loss):
-    """Memory is allocated at the first batch: three networks of 2 * (2 f_d d^2 + ...) numbers and Adam's moments.
+    """AmorLIP's two stages as one loss.
 
-    Args: as in `Loss`; the options stand in the class's body.
+    The first batch allocates three networks of 2 * (2 f_d d^2 + ...) parameters, gradients and Adam's moments.
+
+    Args: as in `Loss`; for the options see the class's body.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -77,20 +81,20 @@ class AmorLIPLoss(Loss):
     )
     rho_annealed_from: int = option(
         Derived("the last quarter", lambda epochs: epochs - max(epochs // 4, min(1, epochs - 1))),
-        "first epoch of rho_annealed, from 0", valid=not_negative, expected="at least 0",
+        "first epoch of rho_annealed, counted from 0", valid=not_negative, expected="at least 0",
     )
     mlp_width: float = WIDTH
-    amor_objective: str = option("l2-log", "what the network minimises", choices=tuple(DIVERGENCES))
-    amor_l2_weight: float = option(0.1, "weight of l2-log beside another objective", **NOT_NEGATIVE)
-    amor_updates: int = option(3, "T_lambda, updates of the network each time", **AT_LEAST_1)
+    amor_objective: str = option("l2-log", "what the network minimizes", choices=tuple(DIVERGENCES))
+    amor_l2_weight: float = option(0.1, "weight of l2-log when added to another objective", **NOT_NEGATIVE)
+    amor_updates: int = option(3, "T_lambda, consecutive updates of the network", **AT_LEAST_1)
     amor_online_every: int = option(8, "T_online, steps between updates of the network", **AT_LEAST_1)
     amor_target_every: int = option(2, "T_target, steps between updates of the target network", **AT_LEAST_1)
     amor_ema: float = option(
-        0.999, "alpha, what the target network keeps of itself at each update",
+        0.999, "alpha, EMA decay of the target network",
         valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
     )
     amor_beta: float = option(
-        0.8, "beta_T, final share of the last epoch's network in the target",
+        0.8, "beta_T, final weight of the last epoch's network in Z_comb",
         valid=lambda value: 0 <= value <= 1, expected="in [0, 1]",
     )
     amor_beta_epochs: int = option(
@@ -101,12 +105,12 @@ class AmorLIPLoss(Loss):
     )
     amor_lr: float = option(1e-3, "Adam's learning rate of the network", valid=positive, expected="a number > 0")
     amor_target: str = option(
-        "all", "whether the network fits all of Z or the negatives' share", choices=("all", "negatives"), in_state=True
+        "all", "whether the network fits all of Z or the negatives' part", choices=("all", "negatives"), in_state=True
     )
     amor_denominator: str = option(
         "combined", "whether the encoders divide by the target network or by Z_comb", choices=("target", "combined")
     )
-    amor_positive_weight: float = option(1e-3, "what the positive counts in Z", **NOT_NEGATIVE)
+    amor_positive_weight: float = option(1e-3, "weight of the positive in Z", **NOT_NEGATIVE)
     least_pairs = 2
     CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
@@ -147,7 +151,7 @@ class AmorLIPLoss(Loss):
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
-        """The value, an estimate of Eq. 5 with Appendix C's scale, is that of this process's pairs."""
+        """The value estimates Eq. 5 with Appendix C's scale from this process's pairs."""
         with torch.no_grad():
             scale = logit_scale.detach()
             batch = Batch.of_process(image, text, scale.reciprocal())
@@ -170,15 +174,15 @@ class AmorLIPLoss(Loss):
         return attach_gradients(value, list(zip(inputs, gradients, strict=True)))
 
     def _log_partitions(self, batch: Batch, scale: Tensor, log_negatives: Tensor) -> Tensor:
-        """log Z of this process's anchors over all pairs, (2, b): Eq. 2, or its part that the networks fit.
+        """log Z of this process's anchors over all pairs, (2, b): Eq. 2, or the part of it that the networks fit.
 
         Args:
-            batch: of all processes.
+            batch: the pairs of all processes.
             log_negatives: log g over this process's pairs, (2, b).
         """
         if batch.size > len(batch.image):
             log_negatives = SimilarityBlocks(batch, Identity()).log_batch_normalizers()
-        # Relative to the positive, whose own term is 1.
+        # Relative to the positive's exponential, so that the positive's own term is 1.
         log_sums = log_negatives + math.log(batch.size - 1)
         if not self.fits_negatives:
             log_sums = torch.logaddexp(log_sums, torch.full_like(log_sums, self.log_positive_weight))
@@ -188,22 +192,22 @@ class AmorLIPLoss(Loss):
         """log lambda of this process's anchors, (2, b).
 
         Args:
-            log_z: (2, b), or None where the target network suffices.
+            log_z: (2, b), or None if the target network suffices.
         """
         image, text = batch.all_image, batch.all_text
-        # No network before any training.
+        # Before the first training step there is no network.
         if log_z is not None and (self.divides_by_combined or self.networks.online is None):
             log_lambda = self.networks.log_combined(image, text, log_z)
         else:
             assert self.networks.target is not None
             log_lambda = self.networks.target(image, text)
         if self.fits_negatives:
-            positives = scale * batch.positives + self._log_positive_share(batch.size)
+            positives = scale * batch.positives + self._log_positive_weight_in_mean(batch.size)
             log_lambda = torch.logaddexp(log_lambda, positives.expand(2, -1))
         return log_lambda
 
-    def _log_positive_share(self, size: int) -> float:
-        """What the positive counts in a mean over the global batch, its logarithm.
+    def _log_positive_weight_in_mean(self, size: int) -> float:
+        """log of the positive's weight in a mean over the global batch.
 
         Args:
             size: b.
@@ -213,26 +217,30 @@ class AmorLIPLoss(Loss):
     def _stage_2(
         self, blocks: SimilarityBlocks, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor]:
-        """The value; the derivatives of Eq. 6 with Appendix C's scale in image and text, (b, d), and in s; and log
-        lambda as it was used, (2, b).
+        """Compute stage II, Eq. 6 with Appendix C's scale, and its gradients.
 
         `add_gradients` differentiates exp(s (s_ij - s_ii) - alpha_i). With alpha_i = log lambda_i - s s_ii these are
-        the terms of Eq. 6, whose lambda is a constant: what it takes off in s_ii is added back. That, the positive's
-        own term and the alignment's -2 make r_1i + r_2i - 2, with r_ki the weighted mean of exp(s s_ij) / lambda_ki.
+        the terms of Eq. 6, except for their derivative in s_ii, which Eq. 6 does not have, since lambda is a constant.
+        Adding it back, together with the positive's own term and the alignment term's -2, gives the factor
+        r_1i + r_2i - 2, where r_ki is the weighted mean of exp(s s_ij) / lambda_ki.
 
         Args:
             log_negatives: log g over this process's pairs, (2, b).
             log_lambda: (2, b).
+
+        Returns:
+            The value, 0-d; the gradients in image and text, (b, d) each, and in s, 0-d; and log lambda after the bound
+            on the ratio, (2, b).
         """
         image, text, positives = blocks.batch.all_image, blocks.batch.all_text, blocks.batch.positives
         size = len(positives)
-        # The b - 1 negatives of this process stand for B - 1.
-        log_share = math.log1p(-1 / (size * world_size()))
-        log_means = log_negatives + log_share
-        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_share(size)))
+        # The b - 1 negatives of this process stand for B - 1, which have the weight (B - 1) / B in the mean.
+        log_negative_weight = math.log1p(-1 / (size * world_size()))
+        log_means = log_negatives + log_negative_weight
+        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_weight_in_mean(size)))
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
-        alpha = relative - log_share
+        alpha = relative - log_negative_weight
         grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
         tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2

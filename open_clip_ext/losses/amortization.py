@@ -1,27 +1,27 @@
 """Stage I of AmorLIP: networks that learn log Z of every embedding.
 
-AmorLIP, Algorithm 1, with an online network, the target network that follows it, and the target network that the
-epoch before ended with:
+AmorLIP, Algorithm 1, with an online network, a target network (its moving average), and the target network from the
+end of the previous epoch:
 
     log Z_comb = log(beta_t * lambda_previous + (1 - beta_t) * Z)                                   Eq. 12
     the online network lambda fits log Z_comb by an f-divergence or the squared logarithm           Eq. 8, 10
     target network <- ema * target + (1 - ema) * online                                            Eq. 11
 
-As printed: `equations.amorlip_z_comb`, `equations.amorlip_objective`, `equations.amorlip_lambda`.
+In plain PyTorch: `equations.amorlip_z_comb`, `equations.amorlip_objective`, `equations.amorlip_lambda`.
 
 Readings fixed here, where the paper is silent:
 
-- Steps of an epoch count from 0, so that there is an update on an epoch's first step: a network that was just drawn
-  anew is never divided by. The last bias of a new network starts at the batch's mean log Z (`networks`), in the target
-  too: within an epoch the moving average hardly leaves where it started (0.999 every 2 steps).
-- beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training; in the first
-  epoch there is no network of an earlier one, and Z stands alone.
-- KL is Eq. 9 as it stands. Its lambda is not normalised, so that its optimum with 0.1 times Eq. 10 lies 0.82 above
-  log Z; those of `l2-log` and `js` lie at log Z.
-- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`objectives.MAX_LOG_WEIGHT`). The paper bounds
-  nothing; but a network that is far off for an anchor would overflow float32. Below that bound nothing changes.
+- Steps of an epoch count from 0, so that its first step updates the new network before the encoders divide by it. The
+  last bias of a new network starts at the batch's mean log Z (`networks`), in the target network too, because within an
+  epoch the moving average stays close to its start (decay 0.999 every 2 steps).
+- beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training. The first
+  epoch has no previous network, so Z_comb = Z.
+- KL is Eq. 9 as printed. Its lambda is not normalized, so its optimum with 0.1 times Eq. 10 lies 0.82 above log Z; the
+  optima of `l2-log` and `js` are at log Z.
+- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`objectives.MAX_LOG_WEIGHT`). The paper has no such
+  bound, but a very wrong network output would overflow float32. Below the bound nothing changes.
 
-Shapes: B pairs of all processes, d = embedding dimension; log Z of both sides is (2, B), images first.
+Shapes: B pairs of all processes, d = embedding dimension; log Z is (2, B), images first.
 """
 
 import math
@@ -39,7 +39,7 @@ from open_clip_ext.objectives import MAX_LOG_WEIGHT
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 10 per anchor in r = log Z_comb - log lambda, and its derivative in r."""
+    """Eq. 10 per anchor as a function of r = log Z_comb - log lambda, and its derivative in r."""
     return ratio.square() / 2, ratio
 
 
@@ -61,16 +61,19 @@ NETWORKS = ("online", "target", "previous")
 
 
 class Amortization:
-    """The networks, their optimiser and their clocks. Memory is allocated at the first batch.
+    """The networks, their optimizer and their step counters. The first batch allocates the memory.
 
     Args:
         width: f_d, see `networks`.
-        objective: of `DIVERGENCES`; l2_weight: of Eq. 10 beside another objective.
-        updates: T_lambda; online_every: T_online; target_every: T_target, in steps.
-        ema: what the target keeps of itself at each of its updates, in [0, 1).
-        beta: beta_T; beta_epochs: T.
+        objective: a name in `DIVERGENCES`.
+        l2_weight: weight of Eq. 10 when added to another objective.
+        updates: T_lambda.
+        online_every, target_every: T_online and T_target, in steps.
+        ema: alpha, decay of the target network, in [0, 1).
+        beta: beta_T.
+        beta_epochs: T.
         reinit_every: epochs between new networks; 0: never.
-        lr: Adam's.
+        lr: Adam's learning rate.
     """
 
     def __init__(
@@ -92,23 +95,23 @@ class Amortization:
         self.step_of_epoch = 0
         self.online: PartitionNetwork | None = None
         self.target: PartitionNetwork | None = None
-        self.previous: PartitionNetwork | None = None  # the target of the epoch before
+        self.previous: PartitionNetwork | None = None  # the target at the end of the previous epoch
         self.optimizer: torch.optim.Adam  # made with the online network
-        self.objective_before: Tensor | None = None  # the last update's first value
+        self.objective_before: Tensor | None = None  # value before the latest updates
 
     def memory(self, dimension: int) -> dict[str, int]:
-        """As `Loss.memory`, from the second epoch on."""
+        """As `Loss.memory`; reached in the second epoch, with the previous network."""
         each = 4 * PartitionNetwork.size(dimension, self.width)
         moments = 2 * each
         return {"MLPs (online, target, previous)": 3 * each, "gradients": each, "their optimizer's state": moments}
 
     def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:  # else a state of this epoch was loaded, or nothing has happened yet
+        if epoch != self.epoch:  # equal after loading a state from within this epoch, or at the start
             self.epoch, self.step_of_epoch = epoch, 0
 
     @property
     def current_beta(self) -> float:
-        """beta_t; 0 while there is no network of an earlier epoch."""
+        """beta_t; 0 in the first epoch, which has no previous network."""
         if self.previous is None:
             return 0.0
         return self.beta / 2 * (1 - math.cos(math.pi * min(self.epoch + 1, self.beta_epochs) / self.beta_epochs))
@@ -119,13 +122,13 @@ class Amortization:
         return self.step_of_epoch % self.online_every == 0
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Of `Module.to`: networks and optimiser go where the loss goes."""
+        """Move networks and optimizer state as `Module.to` moves the loss."""
         if self.online is not None:
             tensors = {key: fn(value) if value.dim() else value for key, value in self._tensors().items()}
             self._restore(tensors, tensors["online:0.up.weight"])
 
     def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
-        """Eq. 12 for anchors (b, d) with log Z (2, b)."""
+        """log Z_comb (Eq. 12), (2, b), of anchors (b, d) with log Z, (2, b)."""
         beta = self.current_beta
         if self.previous is None or beta == 0:
             return log_z
@@ -135,18 +138,18 @@ class Amortization:
         return torch.logaddexp(math.log(beta) + log_previous, math.log1p(-beta) + log_z)
 
     def update(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
-        """The updates of a step that is `due`.
+        """Train the online network, at a step that is `due`.
 
         Args:
-            image, text: of all processes, (B, d).
-            log_z: of all anchors, (2, B).
+            image, text: embeddings of all processes, (B, d) each.
+            log_z: log Z of all anchors, (2, B).
         """
         if self.step_of_epoch == 0:
             self._begin_epoch(image.shape[1], log_z)
         assert self.online is not None
         log_combined = self.log_combined(image, text, log_z)
         finite = are_finite(log_z)[0]
-        # The mean over the samples' exp(s <.,.>) in Eq. 8 is Z itself.
+        # The mean over samples of exp(s <.,.>) in Eq. 8 is Z.
         weight = (log_z - log_combined).exp()
         for update in range(self.updates):
             ratio = log_combined - self.online(image, text)
@@ -163,7 +166,7 @@ class Amortization:
             self.optimizer.step()
 
     def step(self) -> None:
-        """A step of Algorithm 1's clock, with the target's part of it."""
+        """Update the target network if it is due, and count the step (Algorithm 1, line 8)."""
         if self.step_of_epoch % self.target_every == 0:
             assert self.online is not None and self.target is not None
             online = self.online.named()
@@ -172,7 +175,7 @@ class Amortization:
         self.step_of_epoch += 1
 
     def _begin_epoch(self, dimension: int, log_z: Tensor) -> None:
-        """Algorithm 1, line 4."""
+        """Make new networks (Algorithm 1, line 4)."""
         if self.target is not None:
             self.previous = self.target
             self.target = self._copy(self.previous.named(), log_z)
@@ -182,7 +185,7 @@ class Amortization:
             self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
             self._new_optimizer(self.online)
             self.target = self._copy(self.online.named(), log_z)
-        if world_size() > 1:  # hardware that rounds otherwise must not drift apart
+        if world_size() > 1:  # against drift between processes whose hardware rounds differently
             for tensor in self._tensors().values():
                 if tensor.device == log_z.device:
                     dist.broadcast(tensor, 0)
@@ -199,16 +202,16 @@ class Amortization:
     # State
 
     def full_state(self) -> dict[str, Tensor | int]:
-        """Clocks everywhere; on process 0 also parameters and Adam's moments as CPU tensors."""
+        """The step counters; on process 0 also parameters and Adam's moments, as CPU tensors."""
         tensors = self._tensors() if rank() == 0 else {}
         clocks = {"epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
         return {**clocks, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Take over what `full_state` gave on process 0.
+        """Load the result of `full_state` on process 0.
 
         Raises:
-            ValueError: the networks are of another width.
+            ValueError: the networks have another width.
         """
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
@@ -219,7 +222,7 @@ class Amortization:
         self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
 
     def _tensors(self) -> dict[str, Tensor]:
-        """By (network or adam):(parameter)."""
+        """Parameters as `network:name`, Adam's state as `adam:name:key`."""
         tensors: dict[str, Tensor] = {}
         for name in NETWORKS:
             if (network := getattr(self, name)) is not None:
@@ -230,7 +233,7 @@ class Amortization:
         return tensors
 
     def _restore(self, tensors: dict[str, Tensor], like: Tensor) -> None:
-        """Take over what `_tensors` gave, with the device and type of `like`."""
+        """Load the result of `_tensors`, with the device and dtype of `like`."""
         for name in NETWORKS:
             parameters = below(tensors, f"{name}:")
             setattr(self, name, self._copy(parameters, like) if parameters else None)

@@ -1,4 +1,4 @@
-"""What every loss here has in common: the call, the checks of its arguments, and the watch over its numbers."""
+"""Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
 import logging
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.parts import Part
 
 STATE_FORMAT = 1  # of `full_state`
-LEAST_USUAL_SCALE = 4.7  # log(100) = 4.6 is the largest logarithm that OpenCLIP lets its parameter have
+LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
 GRADIENTS = "the float16 gradient of the features"
 
@@ -21,27 +21,27 @@ class NonFiniteError(ArithmeticError):
 
 
 class Loss(Part, nn.Module):
-    """A loss in place of open_clip's `ClipLoss`, called with the same arguments and the samples' rows.
+    """Base class of the losses; takes the arguments of open_clip's `ClipLoss` and the samples' rows.
 
-    State moves in training mode alone, and only where gradients are enabled: a validation under `torch.no_grad()`
-    leaves it as it is.
+    State is updated only in training mode with gradients enabled: a validation under `torch.no_grad()` leaves it as it
+    is.
 
-    A loss of one's own overrides `compute`, and whatever else of this class it needs.
+    A custom loss overrides `compute`, and other methods as needed.
 
     Args:
-        accum_freq: calls per optimiser step. OpenCLIP calls its loss that often on the same concatenated features;
-            state moves on the first call, and the temperature's gradient is that of one call.
-        validate: on every call check also what needs a wait for the device (range of `index`, unit norms, equal batches
-            on every process), not on the first step and, the norms, in `raise_if_not_finite` only.
+        accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
+            first call updates the state; the temperature's gradient adds up to that of one call.
+        validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
+            sizes. Otherwise the first step makes them, and `raise_if_not_finite` repeats that of the norms.
 
-    Class attributes, beside those of `Part`:
-        name: in the state, so that no loss takes over another's.
-        needs_index: an instance may say otherwise.
-        takes_keys: whether samples may have keys, see `forward`; an instance may say otherwise.
-        takes_reference: whether a reference model's features come along; an instance may say otherwise.
-        least_pairs: pairs that each process must have.
-        trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may say otherwise.
-        CHECKED: names of the tensors that `note` watches, the last by `note_gradients`.
+    Class attributes, in addition to those of `Part` (* an instance may change it):
+        name: stored in the state, so that one loss cannot load another's.
+        needs_index*: as in `Part`.
+        takes_keys*: whether samples may have keys, see `forward`.
+        takes_reference*: whether `forward` takes a reference model's features.
+        least_pairs: smallest number of pairs per process.
+        trains_logit_scale*: whether OpenCLIP's parameter gets a gradient.
+        CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
 
     least_pairs = 1
@@ -58,48 +58,52 @@ class Loss(Part, nn.Module):
         self.validate = validate
         self.steps = 0
         self.dimension = 0  # of the embeddings, once known
-        # Empty; where the state is, and the type of the embeddings that it is for.
+        # Empty; its device and dtype are the state's.
         self.register_buffer("_like", torch.empty(0), persistent=False)
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
-        self._latest: dict[str, Tensor] = {}  # features of the last call, for a look at their norms
+        self._latest: dict[str, Tensor] = {}  # features of the last call, to check their norms
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell schedules that epoch `epoch` (0-based, a recovery of statistics included) begins."""
+        """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count."""
         self._calls = 0
 
     def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
-        """Called before the first step: the optimiser steps of one pass over the data, and the number of passes if
-        known. Some settings that are not given go by them."""
+        """Set defaults that depend on the length of the training; called before the first step.
+
+        Args:
+            steps: optimizer steps in one pass over the data.
+            epochs: number of passes, if known.
+        """
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per sample
-        and what a step alone needs."""
+        """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose; without rows per sample and
+        the temporary memory of a step."""
         return {}
 
     def limit_to(self, num_samples: int) -> None:
-        """Called before the first step with n, the rows of the data set, where they are known: no part then holds more
-        than n samples, so that none counts twice."""
+        """Limit every part to n = `num_samples` stored samples, so that none is stored twice; called before the first
+        step if n is known."""
 
     @property
     def value_name(self) -> str:
-        """Names the value in logs: two losses have one name only where their values can be compared."""
+        """The value's name in logs; losses share a name only if their values are comparable."""
         return f"{self.name}_loss"
 
     def description(self) -> str:
-        """What the loss is made of, for the log; empty where its name says it."""
+        """The parts of the loss, for the log; empty if it has none."""
         return ""
 
     def hold_temperatures(self, hold: bool) -> None:
-        """Freeze the temperatures that the loss itself moves; their momentum still updates, as an optimizer's does at
-        learning rate 0."""
+        """Freeze (or release) the temperatures that the loss itself updates; their momentum still updates, as an
+        optimizer's does at learning rate 0."""
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the state that depends on the embeddings' dimension, type or device.
+        """Allocate the state that depends on the embeddings' dimension, dtype or device.
 
-        Called once, at the first batch or when a state is loaded. From then on state is moved by `Module.to`; a batch
-        on another device or of another type takes it along.
+        Called once, at the first batch or when a state is loaded. Afterwards `Module.to` moves the state; a batch on
+        another device or of another dtype moves it, too.
         """
         self.dimension = dimension
         self._like = torch.empty(0, device=device, dtype=dtype)
@@ -110,10 +114,10 @@ class Loss(Part, nn.Module):
         """The loss, 0-d, with its gradient.
 
         Args:
-            image, text: (b, d) unit vectors of this process, float32 or float64, outside autocast.
-            logit_scale: 1 / tau, 0-d, of the same type.
+            image, text: (b, d) unit vectors of this process, float32 or float64; autocast is disabled.
+            logit_scale: 1 / tau, 0-d, of the same dtype.
             index: rows of the samples, (b,) int64, or None.
-            update_state: whether state moves: in training with gradients, on the first of `accum_freq` calls.
+            update_state: whether to update the state: in training with gradients, on the first of `accum_freq` calls.
         """
         raise NotImplementedError
 
@@ -133,17 +137,17 @@ class Loss(Part, nn.Module):
         """Estimate of the objective, 0-d float32, with its gradient.
 
         Args:
-            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process; computed in
-                float32 whatever autocast says (float64 stays float64). On CUDA the matrix products follow
+            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process. The loss is
+                computed in float32 whatever autocast says (float64 stays float64). On CUDA, matrix products follow
                 `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
             logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
             logit_bias: has no effect; in a softmax it cancels.
-            index: rows of the samples, (b,) int64 in [0, n); needed if the loss has state per sample.
+            index: rows of the samples in the data set, (b,) int64 in [0, n); required if the loss has state per sample.
             dist_image_features, dist_text_features: a frozen reference model's features of the same pairs, (b, d')
-                unit vectors; needed if `takes_reference`, and refused if not. The names are OpenCLIP's.
+                unit vectors; required if `takes_reference`, else refused. The names are OpenCLIP's.
             dist_logit_scale: has no effect.
             key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
-                `takes_keys`. Whether there are keys must not differ between processes.
+                `takes_keys`. Give keys on every process or on none.
 
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument.
@@ -158,7 +162,7 @@ class Loss(Part, nn.Module):
         dtype = torch.promote_types(image_features.dtype, torch.float32)
         image, text = image_features.to(dtype), text_features.to(dtype)
         if reference is not None:
-            # The inner product of these is s_ij less the reference's.
+            # Their inner product is s_ij minus the reference's similarity.
             image = torch.cat([image, reference[0].to(image)], dim=1)
             text = torch.cat([text, -reference[1].to(text)], dim=1)
         if not self.dimension:
@@ -166,7 +170,7 @@ class Loss(Part, nn.Module):
         elif (self._like.device, self._like.dtype) != (image_features.device, dtype):
             self.to(image_features.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
-            # Each of the accum_freq calls sees the whole batch, so each adds the temperature's whole gradient.
+            # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
             trains = self.training and torch.is_grad_enabled()
             update_state = trains and self._calls % self.accum_freq == 0
@@ -176,22 +180,22 @@ class Loss(Part, nn.Module):
         return {"contrastive_loss": value} if output_dict else value
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication."""
+        """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
         return {}
 
     def diagnostics_state(self) -> dict[str, Tensor | int]:
-        """What `diagnostics` remembers of earlier steps of this epoch, on the CPU, the same on every process. Training
-        does not depend on it."""
+        """State of `diagnostics` from earlier steps of this epoch, on the CPU, the same on every process. Training does
+        not depend on it."""
         return {}
 
     def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
-        """Take over what `diagnostics_state` gave, once `set_epoch` was called. Tensors are where the features are."""
+        """Load the result of `diagnostics_state`, after `set_epoch`, with tensors on the features' device."""
 
     def note(self, problems: Tensor) -> None:
-        """Remember, on the device, the first step at which something was wrong, and what.
+        """Record, on the device, the first step with a problem and which of `CHECKED` it was.
 
         Args:
-            problems: a bool for each of `CHECKED`, or for the first of them.
+            problems: bool per name in `CHECKED`, or for the first few of them.
         """
         problems = problems.long()
         now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
@@ -201,8 +205,7 @@ class Loss(Part, nn.Module):
             self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
 
     def note_gradients(self, *gradients: Tensor) -> None:
-        """`note` where gradients of float16 features, computed in float32, are beyond what float16 holds: the value and
-        everything else still look fine then."""
+        """`note` a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
             problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)
@@ -210,8 +213,12 @@ class Loss(Part, nn.Module):
             self.note(problems)
 
     def raise_if_not_finite(self) -> None:
-        """Raise NonFiniteError if any call so far met a NaN or an infinity, ValueError for a row out of range on the
-        device or where the features of the last call are no unit vectors. Waits for the device."""
+        """Raise if an earlier call had bad values. Waits for the device.
+
+        Raises:
+            NonFiniteError: a call met NaN or infinity.
+            ValueError: a call had a row out of range, or the features of the last call are not unit vectors.
+        """
         if self._first_problem is None:
             return
         step, which = self._first_problem.tolist()
@@ -278,7 +285,7 @@ class Loss(Part, nn.Module):
 
     @staticmethod
     def _check_equal_batches(features: Tensor) -> None:
-        """Gathering batches of different sizes aborts the process (gloo) or never ends (nccl)."""
+        """Raise ValueError if batch sizes differ: gathering would abort the process (gloo) or hang (nccl)."""
         sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
         if len(set(sizes)) > 1:
             raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
@@ -286,10 +293,10 @@ class Loss(Part, nn.Module):
     def _check_norms(self) -> None:
         for name, features in self._latest.items():
             if (features.float().norm(dim=1) - 1).abs().max().item() > 0.02:
-                raise ValueError(f"{name} must be unit vectors; normalise them first")
+                raise ValueError(f"{name} must be unit vectors; normalize them along dim 1")
 
     def index_reason(self) -> str:
-        """What needs the rows, for an error message."""
+        """What needs `index`, for an error message."""
         return type(self).__name__
 
     def _check_index(self, index: Tensor, batch: int, may_wait: bool) -> None:
@@ -304,11 +311,11 @@ class Loss(Part, nn.Module):
     def full_state(self) -> dict[str, Tensor | int | str]:
         """The loss's state as CPU tensors, numbers and strings, which `torch.load(weights_only=True)` reads.
 
-        It does not depend on the number of processes: whole on process 0, without tensors elsewhere. Every process must
-        call it. `state_dict()` contains it too, and then must be called by every process.
+        It does not depend on the number of processes: process 0 gets all of it, the others get no tensors. Every
+        process must call it, and likewise `state_dict()`, which contains it.
 
         Raises:
-            RuntimeError: the state is divided over the processes, and one has not called it in 5 minutes.
+            RuntimeError: the state is sharded over processes, and one has not called it within 5 minutes.
         """
         return {
             "format": STATE_FORMAT, "loss": self.name, "steps": self.steps,
@@ -316,10 +323,10 @@ class Loss(Part, nn.Module):
         }
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Take over what `full_state` gave on process 0; every process loads the whole.
+        """Load the result of `full_state` on process 0; every process loads all of it.
 
         Raises:
-            ValueError: it is the state of another loss, of other sizes or of another format.
+            ValueError: the state is of another loss, other sizes or another format.
         """
         if state.get("format") != STATE_FORMAT:
             found = f"format {state['format']}" if "format" in state else "an older format"

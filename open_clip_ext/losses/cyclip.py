@@ -1,15 +1,15 @@
-"""CyCLIP: OpenCLIP's softmax loss and two terms that make the similarities consistent.
+"""CyCLIP: OpenCLIP's softmax loss plus in-modal and cross-modal consistency.
 
-Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline of iSogCLR:
+Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline in the iSogCLR paper:
 
     L = L_CLIP + lambda_1 / B * sum_jk (<image_j, image_k> - <text_j, text_k>)^2       in-modal
                + lambda_2 / B * sum_jk (<image_j, text_k> - <text_j, image_k>)^2       cross-modal
 
-over all pairs j, k of the global batch, B pairs, both lambdas 0.25. The similarities of the two terms are cosines,
-without the temperature. As printed: `equations.cyclip`.
+over all pairs j, k of the global batch of B, with both lambdas 0.25. The similarities of the two terms are cosines, not
+divided by the temperature. In plain PyTorch: `equations.cyclip`.
 
-With D = image - text, S = image + text, (B, d), and P = D S^T the two differences are (P + P^T) / 2 and (P - P^T) / 2,
-so that the sums are, without any B x B numbers,
+With D = image - text, S = image + text, (B, d), and P = D S^T the two differences are (P + P^T) / 2 and (P - P^T) / 2.
+Their sums of squares need no B x B matrix:
 
     in-modal, cross-modal = (<D^T D, S^T S> +- <M, M^T>) / 2        M = S^T D, (d, d)
 """
@@ -33,10 +33,12 @@ from open_clip_ext.temperatures import LearnedLogitScale
 
 
 class CyCLIPLoss(Loss):
-    """The gradients are exact for the global batch once averaged over processes, whatever OpenCLIP's `local_loss` and
+    """CyCLIP's loss of the global batch.
+
+    Its gradients, once averaged over processes, are exact for the global batch, whatever OpenCLIP's `local_loss` and
     `gather_with_grad` say.
 
-    Args: as in `Loss`; the options stand in the class's body.
+    Args: as in `Loss`; for the options see the class's body.
 
     Raises:
         InputError: an argument is out of range.
@@ -60,7 +62,7 @@ class CyCLIPLoss(Loss):
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
-        """The value is equal on every process."""
+        """The loss of the global batch; the value is equal on every process."""
         with torch.no_grad():
             batch = Batch.gather(image, text, logit_scale.reciprocal())
             contrastive, grad_image, grad_text, grad_scale = clip_loss(batch, logit_scale)
@@ -68,18 +70,19 @@ class CyCLIPLoss(Loss):
             self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
-        ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         inputs = (image, grad_image), (text, grad_text), (logit_scale, grad_scale)
         gradients = [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs]
         self.note_gradients(grad_image, grad_text)
         return attach_gradients(value, gradients)
 
     def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> tuple[Tensor, Tensor]:
-        """The two sums over B, 0-d each; adds the gradient of their weighted sum to that in image and text, (b, d)."""
+        """Return the two terms without their lambdas, 0-d each; add the weighted terms' gradient to `grad_image` and
+        `grad_text`, (b, d) each."""
         difference, total = batch.all_image - batch.all_text, batch.all_image + batch.all_text
         differences, totals, mixed = difference.T @ difference, total.T @ total, total.T @ difference
         both, apart = (differences * totals).sum(), (mixed * mixed.T).sum()
-        # Of ((lambda_1 + lambda_2) both + (lambda_1 - lambda_2) apart) / (2 B) in this process's rows of D and S.
+        # Gradient of ((lambda_1 + lambda_2) both + (lambda_1 - lambda_2) apart) / (2 B) in this process's rows of D, S.
         own_difference, own_total = difference[batch.local], total[batch.local]
         both_weight = (self.inmodal + self.crossmodal) / batch.size
         apart_weight = (self.inmodal - self.crossmodal) / batch.size
@@ -101,8 +104,8 @@ def clip_loss(batch: Batch, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor
     """L_CLIP of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in the
     logit scale, 0-d.
 
-    For each anchor it is log(1 + sum_j exp((s_ij - s_ii) / tau)) over the negatives j, half of the mean of both
-    directions.
+    Each anchor contributes log(1 + sum_j exp((s_ij - s_ii) / tau)) over its negatives j; L_CLIP is the mean over
+    anchors and directions.
     """
     blocks = SimilarityBlocks(batch, Identity())
     log_count = math.log(blocks.negatives)

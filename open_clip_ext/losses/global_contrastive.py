@@ -1,4 +1,4 @@
-"""The global contrastive objective with its four replaceable parts.
+"""The global contrastive objective with four replaceable parts.
 
 NeuCLIP, Eq. 1, estimated from one global batch:
 
@@ -6,7 +6,7 @@ NeuCLIP, Eq. 1, estimated from one global batch:
     g_1i = mean over j != i of exp(l(s_ij - s_ii) / tau)      image i as anchor, all texts j
     g_2i = mean over j != i of exp(l(s_ji - s_ii) / tau)      text i as anchor, all images j
 
-Both directions are summed and rho is on that scale, as in the papers; FastCLIP's released code halves the sum.
+Both directions are summed, and rho has that scale, as in the papers; FastCLIP's released code halves the sum.
 """
 
 import math
@@ -31,43 +31,42 @@ from open_clip_ext.temperatures import Temperature
 
 
 class GlobalContrastiveLoss(Loss):
-    """Any of the methods that minimise the global contrastive objective.
+    """All methods that minimize the global contrastive objective.
 
-    Under torch.distributed each process passes its own b pairs; the gradients are exact for the global batch of B
-    pairs once averaged over processes, as DistributedDataParallel does. They do not depend on OpenCLIP's
-    `local_loss` and `gather_with_grad`.
+    Under torch.distributed each process passes its own b pairs. Once averaged over processes, as
+    DistributedDataParallel does, the gradients are exact for the global batch of B pairs. They do not depend on
+    OpenCLIP's `local_loss` and `gather_with_grad`.
 
     Args:
         normalizer: estimator of the log-normalizers; holds the state.
-        temperature: scheme that the temperature follows; may hold state too.
+        temperature: temperature scheme; may hold state, too.
         objective: `Compositional` or `Unified`.
-        surrogate: l, what a negative's similarity gap counts as.
+        surrogate: l, applied to a negative's similarity gap; None: the identity.
         accum_freq, validate: as in `Loss`.
-        mixing: share of the batch's own estimate, as a constant, in every exp(alpha), in [0, 1); 0 leaves the estimator
-            alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Of no paper, ours.
+        mixing: weight of the batch's own estimate, a constant, in every exp(alpha), in [0, 1); 0 uses the estimator
+            alone. It bounds the weights exp(L - alpha) by 1 / mixing, as gamma does in a table. Not from a paper.
         loss_eps: eps of Eq. 1, > 0; it decides which easy anchors still get a gradient.
-        negatives: `cross`: an anchor's negatives are of the other side. `both`: also of its own side, 2 (B - 1) in
-            all; for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an
-            image is an anchor with a row and a temperature of its own. `views`: the same, but as the paper has it with
-            one s_i, u_i and tau_i for each image: g_i is the mean over its two views as anchors, and so is tau_i's
-            gradient.
-        reference_gap: h_ij less the same gap of a frozen reference model (DRRho-CLIP), whose features each call is
-            given. As printed: `equations.drrho_gaps`, `equations.drrho_clip`.
+        negatives: `cross`: an anchor's negatives are of the other modality. `both`: also of its own, 2 (B - 1) in all;
+            for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an image
+            has its own row and temperature. `views`: the same, but with one s_i, u_i and tau_i per image, as in the
+            paper: g_i and tau_i's gradient are means over the image's two views as anchors.
+        reference_gap: subtract from h_ij the same gap of a frozen reference model (DRRho-CLIP), whose features every
+            call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
-        InputError: the parts do not go together, or an argument is out of range.
+        InputError: the parts do not fit together, or an argument is out of range.
     """
 
     name = "global contrastive"
     loss_eps: float = option(1e-14, "eps inside the logarithm of the loss", valid=positive, expected="a number > 0")
     mixing: float = option(
-        0.0, "share of the batch's own estimate mixed into every normalizer; bounds the weights",
+        0.0, "weight of the batch's own estimate in every normalizer; bounds the anchors' weights",
         valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
     )
     negatives: str = option(
         "cross",
-        "whose samples are negatives: the other modality's (cross), of both (both), or of both with one estimate and "
-        "one temperature for an image's two views (views)",
+        "which samples are negatives: those of the other modality (cross), of both (both), or of both with one "
+        "estimate and one temperature for an image's two views (views)",
         choices=("cross", "both", "views"),
     )
     reference_gap: bool = option(
@@ -89,12 +88,12 @@ class GlobalContrastiveLoss(Loss):
         super().__init__(accum_freq, validate, **options)
         if self.negatives != "cross" and not normalizer.intra_modal:
             raise InputError(
-                f"{self.negatives!r} with normalizer {normalizer.name!r}, which estimates over the other side alone; "
-                "use 'cross'", "negatives",
+                f"{self.negatives!r} with normalizer {normalizer.name!r}, which has negatives of the other modality "
+                "only; use 'cross'", "negatives",
             )
         for part in (normalizer, temperature):
             if self.reference_gap and not part.allows_reference:
-                raise InputError(f"with {part.name!r}, which takes unit vectors of one model alone", "reference_gap")
+                raise InputError(f"with {part.name!r}, which takes unit vectors of one model only", "reference_gap")
         if self.reference_gap and self.negatives != "cross":
             raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
         if objective.through_alpha and not normalizer.differentiable:
@@ -116,7 +115,7 @@ class GlobalContrastiveLoss(Loss):
             self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
         self.online_error = OnlineError(self.surrogate, self.eps, self.intra_modal, self.one_per_pair)
-        # Of the step's first call, for its others: the temperature's rows, and what the normalizer's update returned.
+        # The temperature's rows and the result of the normalizer's update: a step's later calls reuse the first call's.
         self._of_step: tuple[Tensor | None, Any] = (None, None)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -154,7 +153,7 @@ class GlobalContrastiveLoss(Loss):
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,
         key: Tensor | None = None,
     ) -> Tensor:
-        """The value is equal on every process."""
+        """The loss of the global batch; the value is equal on every process."""
         tau = logit_scale.reciprocal()
         trains = self.training and torch.is_grad_enabled()
         with torch.no_grad():
@@ -181,7 +180,7 @@ class GlobalContrastiveLoss(Loss):
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~are_finite(all_alpha)]))
             self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
-            if update_state and key is None:  # it compares with all that come later, whatever their key
+            if update_state and key is None:  # it compares anchors with later samples and ignores keys
                 self.online_error.observe(batch, all_alpha)
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)
@@ -195,14 +194,13 @@ class GlobalContrastiveLoss(Loss):
         return attach_gradients(value, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
-        """The log-normalizers in use, (2, b), from the estimator's and the batch's own L: mixing, and the bound on
-        exp(L - alpha)."""
+        """Mix the batch's own L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
         return alpha.maximum(log_batch - MAX_LOG_WEIGHT)
 
     def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Rows of the global batch, and whether one of them is out of range, on the device."""
+        """Rows of the global batch, (B,), or None; and whether one is out of range, 0-d bool on the device."""
         if not self.needs_index or index is None:
             return None, torch.zeros((), dtype=torch.bool, device=device)
         index = all_gather(index.to(device, non_blocking=True))
@@ -210,8 +208,8 @@ class GlobalContrastiveLoss(Loss):
         return index.clamp(0, self.num_samples - 1), outside
 
     def _complete(self, batch: Batch, blocks: SimilarityBlocks, index_problem: Tensor) -> Tensor:
-        """Set the batch's own estimates L and whether it is finite; what is wrong with it, a bool on the device for
-        each of `CHECKED` but the last."""
+        """Set the batch's L and `finite`; return its problems, a bool on the device for each of `CHECKED` but the last
+        two."""
         log_batch = add_eps(blocks.log_batch_normalizers(), self.eps)
         if self.one_per_pair:
             log_batch = log_mean_of_directions(log_batch)
@@ -224,22 +222,24 @@ class GlobalContrastiveLoss(Loss):
     def _gradients(
         self, batch: Batch, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """This process's part of the gradient of the global value, by input; and the derivative in tau_i of each of its
-        anchors' value, times tau_i, (2, b).
+        """This process's part of the gradient of the global value.
 
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
             all_alpha: (2, B).
+
+        Returns:
+            Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b).
         """
         image, text, grad_tau, learned = self.through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
-        # The kernel's gradient has the factor tau_i, the objective the factor scale(tau_i).
+        # The kernel's gradient has the factor tau_i; the objective has the factor scale(tau_i).
         ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
         own = ratio[:, batch.local]
         tau_terms = blocks.add_gradients((image, text), alpha - own.log(), all_alpha - ratio.log())
         tau_terms = (tau_terms + batch.size * grad_tau) / own
-        ddp_scale = world_size()  # DistributedDataParallel averages over processes, while their parts add up
+        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
         gradients += [(parameter, gradient * ddp_scale) for parameter, gradient in learned]
         values = self.objective.value(batch.log_batch, alpha)
@@ -251,13 +251,15 @@ class GlobalContrastiveLoss(Loss):
     def through_alpha(
         self, batch: Batch, inputs: Batch, alpha: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
-        """What comes through alpha of the gradient of the sum over both directions of mean_i scale(tau_i) * value_i: in
-        image and text, (b, d) each, in tau, (2, b), and pairs (parameter, gradient) of what the normalizer leaves to
-        autograd.
+        """The gradient through alpha of mean_i scale(tau_i) * value_i, summed over both directions.
 
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
+
+        Returns:
+            Gradients in image and text, (b, d) each, and in tau, (2, b); pairs (parameter, gradient) of the
+            normalizer's parameters that autograd trains.
         """
         leaves = [inputs.image, inputs.text, inputs.positives, inputs.tau]
         if not (self.objective.through_alpha and alpha.requires_grad):
@@ -269,22 +271,22 @@ class GlobalContrastiveLoss(Loss):
             alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True
         )
         grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = found
-        # Not in place: autograd may have given one tensor for several inputs.
+        # Not in place: autograd may return the same tensor for several inputs.
         grad_image = torch.addcmul(grad_image, grad_positive[:, None], batch.text.detach())
         grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())
         return grad_image, grad_text, grad_tau, list(zip(parameters, grad_parameters, strict=True))
 
     @property
     def value_name(self) -> str:
-        """The objective F is another one with each kind of temperature and surrogate, whatever estimates it."""
+        """The objective F depends on the temperature and the surrogate, not on the estimator."""
         surrogate = "" if self.surrogate.name == "identity" else f"_{self.surrogate.name}"
         return f"objective_{self.temperature.name}{surrogate}"
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What a log line should carry of the last call: 0-d tensors, some on the device. No communication.
+        """Values of the last call for the log: 0-d tensors, some on the device. No communication.
 
-        `max_weight` and `effective_anchors` describe the weights w_i = exp(L_i - alpha_i) of all 2 B anchors of the
-        global batch: the largest, and (sum w)^2 / sum w^2, the number of anchors that share the gradient, 1 to 2 B.
+        `max_weight` is the largest weight w_i = exp(L_i - alpha_i) of the global batch's 2 B anchors;
+        `effective_anchors` = (sum w)^2 / sum w^2 is the effective number of anchors in the gradient, from 1 to 2 B.
         """
         if self._last is None:
             return {}

@@ -1,4 +1,4 @@
-"""Estimators of each sample's log-normalizer."""
+"""Estimators of every sample's log-normalizer."""
 
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.batch import BatchNormalizer

@@ -1,4 +1,4 @@
-"""The interface of a normalizer estimator: alpha_i ~ log(eps + g_i) over the whole data set."""
+"""Base class of the estimators of log-normalizers: alpha_i ~ log(eps + g_i) over the whole data set."""
 
 from typing import Any, ClassVar
 
@@ -10,17 +10,17 @@ from open_clip_ext.parts import Part
 
 
 class Normalizer(Part, nn.Module):
-    """Base of the estimators.
+    """Base class of the estimators.
 
-    `materialize` makes the state; `update` moves it, once per optimiser step; `forward` then gives alpha for this
-    process's anchors. State is kept in buffers on the device, and only `full_state` and `load_full_state` may wait for
+    `materialize` allocates the state, `update` updates it once per optimizer step, and `forward` then returns alpha of
+    this process's anchors. State is kept in buffers on the device; only `full_state` and `load_full_state` may wait for
     the device.
 
-    Class attributes, beside those of `Part`:
+    Class attributes, in addition to those of `Part`:
         differentiable: whether alpha is a function of the embeddings; the constructor then takes `eps` and `surrogate`.
         allows_keys: whether samples with the same key can be left out of one another's estimate.
-        allows_reference: whether the embeddings may be those of a model beside a reference's, `reference_gap`.
-        intra_modal: whether alpha also stands for negatives of the anchor's own modality (`--negatives both`).
+        allows_reference: whether the features may be concatenated with a reference model's (`reference_gap`).
+        intra_modal: whether alpha can cover negatives of the anchor's own modality (`--negatives both`).
     """
 
     differentiable: ClassVar[bool] = False
@@ -30,12 +30,11 @@ class Normalizer(Part, nn.Module):
     num_samples: int  # where `needs_index`
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        """Bytes that each of `processes` keeps for embeddings of `dimension`, by what they are, without rows per
-        sample."""
+        """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose, without rows per sample."""
         return {}
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        """Raise InputError if what each of `processes` keeps for embeddings of `dimension` cannot fit on `device`."""
+        """Raise InputError if one process's state for embeddings of `dimension` cannot fit on `device`."""
 
     def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
         """As `Loss.set_steps_per_epoch`."""
@@ -44,24 +43,24 @@ class Normalizer(Part, nn.Module):
         """As `Loss.limit_to`."""
 
     def check_batch(self, size: int) -> None:
-        """Raise InputError if global batches of `size` pairs leave nothing for the estimator to do."""
+        """Raise InputError if global batches of `size` pairs make the estimator useless."""
 
     def description(self) -> str:
-        """Its name, and what is worth knowing about it in the log."""
+        """The name, with settings worth logging."""
         return self.name
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make the state that depends on the embeddings' dimension, type or device. The loss calls it once, at the
+        """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the
         first batch or when a state is loaded."""
 
     def update(self, batch: Batch) -> Any:
-        """Move the state with one global batch, by what it has of all processes: every process does the same.
+        """Update the state with one global batch, from its `all_` tensors, so that every process does the same.
 
         Returns:
-            What `forward` wants to know of this update, or None.
+            What `forward` needs of this update, or None.
         """
         return None
 
@@ -71,24 +70,24 @@ class Normalizer(Part, nn.Module):
         Parameters of a normalizer that require a gradient get it, too.
 
         Args:
-            batch: its `image`, `text`, `positives` and `tau` are separate leaves: `positives` is not computed from the
+            batch: its `image`, `text`, `positives` and `tau` are separate leaves; `positives` does not depend on the
                 embeddings.
-            updated: what `update` returned for this batch; None in evaluation, where the batch is not in the state.
+            updated: the result of `update` for this batch; None in evaluation, where the batch is not in the state.
         """
         raise NotImplementedError
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        """0-d tensors worth a log line, on any device, for the last batch.
+        """Values for the log: 0-d tensors, on any device, for the last batch.
 
         Args:
             log_batch: L, (2, B).
-            alpha: what `forward` gave on all processes, (2, B).
+            alpha: results of `forward` on all processes, (2, B).
         """
         return {}
 
     def full_state(self) -> dict[str, Tensor]:
-        """State as CPU tensors, whole on process 0, whatever the number of processes. Every process must call it."""
+        """The state as CPU tensors, all of it on process 0 under any world size. Every process must call it."""
         return {}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        """Take over what `full_state` gave, under any number of processes; after `materialize` if there was any."""
+        """Load the result of `full_state` under any world size; after `materialize`, if the state has a dimension."""

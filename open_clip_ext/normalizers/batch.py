@@ -1,7 +1,7 @@
 """The minibatch estimate: alpha_i = log(eps + g_i) over the batch itself.
 
-The "Mini-batch Approximation" of NeuCLIP, Section 3, biased for small batches; the baseline that has the global
-objective's form and no memory. As printed: `equations.global_contrastive`.
+The "Mini-batch Approximation" of NeuCLIP, Section 3, which is biased for small batches. It is the baseline with the
+global objective and no state. In plain PyTorch: `equations.global_contrastive`.
 """
 
 from typing import Any
@@ -13,6 +13,8 @@ from open_clip_ext.normalizers.base import Normalizer
 
 
 class BatchNormalizer(Normalizer):
+    """The batch's own estimate, without state."""
+
     name = "batch"
     intra_modal = True
     allows_keys = True

@@ -2,11 +2,11 @@
 
     alpha_1i = logaddexp(log eps, MLP_1(e_1i) - s_ii / tau),    MLP_1(e_1i) ~ log mean_j exp(s_ij / tau)
 
-and the same with the sides swapped. What the MLP predicts depends on the anchor's own embedding alone, so that the
-positive's similarity must leave the exponent in one piece: the identity surrogate only.
+and the same with image and text swapped. The MLP sees only the anchor's own embedding, so s_ii / tau must be a separate
+term of the exponent, which only the identity surrogate allows.
 
-Readings fixed here: the network is AmorLIP's (`networks`). A restart draws new weights; since there are no embeddings
-to restart from, there is none after the first unless `npn_restart_every` asks for it. Adam at 1e-3, as AmorLIP's.
+Readings fixed here: the network is AmorLIP's (`networks`). A restart draws new weights, since there are no embeddings
+to restart from; there is none after the first unless `npn_restart_every` is given. Adam at 1e-3, as AmorLIP's.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from open_clip_ext.surrogates import Identity, Surrogate
 class MLP(NetworkNormalizer):
     """A multi-layer perceptron that predicts each sample's log-normalizer.
 
-    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
+    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NetworkNormalizer.
 
     Raises:
         InputError: an argument is out of range, or the surrogate is not the identity.
@@ -57,7 +57,7 @@ class MLP(NetworkNormalizer):
         return self.network.named()
 
     def _restart(self, batch: Batch) -> None:
-        # L + s_ii / tau is log mean_j exp(s_ij / tau) over the batch.
+        # L + s_ii / tau is the batch's log mean_j exp(s_ij / tau).
         levels = (batch.all_log_batch + batch.all_positives / batch.all_tau).mean(dim=1)
         levels = torch.where(batch.finite, levels, 0.0)
         self.network.load(PartitionNetwork(self.dimension, self.width, levels, seed=self.steps).named())

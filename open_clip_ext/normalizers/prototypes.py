@@ -1,28 +1,28 @@
-"""NeuCLIP's normalizer-prediction network (NPN): m prototypes a side that stand for the whole data set.
+"""NeuCLIP's normalizer-prediction network (NPN): m prototypes per direction that summarize the whole data set.
 
-NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with the sides swapped), in the log domain:
+NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with image and text swapped), in the log domain:
 
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
-`trained` says when they are reset and trained, `kernels.prototype_gradient` has the gradient (Eq. 12); a reset takes
-W_1 from text and W_2 from image embeddings of the same pairs. As printed: `equations.neuclip_alpha`,
+A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `trained` says when the prototypes are reset and
+trained; `kernels.prototype_gradient` has the gradient (Eq. 12). In plain PyTorch: `equations.neuclip_alpha`,
 `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 
-- The reset takes the latest m embeddings, kept in a ring buffer: from the batch alone where B >= m (its last m pairs;
-  which ones does not matter in a random batch), over several batches where B < m (CC3M: 1024 < 4096). While the ring
-  holds only k < m, there are k prototypes and log k, and each batch adds its own: copies of fewer embeddings would
-  receive equal gradients and stay copies.
-- With the paper's AdaGrad at lr 1.0 a prototype's first update moves every coordinate by 1, against entries of
-  1 / sqrt(d), and the updates after a reset turn it far from where it was put: the resets are less of a restart than
-  they look. `npn_initial_accumulator` or a smaller `npn_lr` make the first steps smaller.
+- A reset takes the latest m embeddings from a ring buffer: those of the batch if B >= m (its last m pairs; in a random
+  batch any m would do), else those of several batches (CC3M: B = 1024 < m = 4096). While the ring holds only k < m
+  pairs, there are k prototypes and log k in place of log m, and each batch adds prototypes. Copies of fewer embeddings
+  would receive equal gradients and stay copies.
+- With the paper's AdaGrad at learning rate 1.0 a prototype's first update changes every coordinate by 1, while its
+  entries are about 1 / sqrt(d). The updates after a reset thus turn it far from its embedding. A larger
+  `npn_initial_accumulator` or a smaller `npn_lr` makes the first steps smaller.
 - exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `objectives.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
-- `npn_split` divides the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
+- `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
   accuracy.
 
-Shapes: m = prototypes a side, k <= m of them active, d = embedding dimension, B = global batch.
+Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
 
 import math
@@ -45,9 +45,9 @@ from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Prototypes(NetworkNormalizer):
-    """The NPN of NeuCLIP: weights, gradients and ring of 2 * m * d numbers each, and the optimiser's state.
+    """The NPN of NeuCLIP. Memory: weights, gradients and ring of 2 * m * d float32 each, and the optimizer's state.
 
-    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body and in NetworkNormalizer's.
+    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NetworkNormalizer.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -56,10 +56,10 @@ class Prototypes(NetworkNormalizer):
     name = "prototypes"
     default_optimizer = "adagrad"
     npn_prototypes: int = option(
-        4096, "m, prototypes of the normalizer-prediction network on each side",
+        4096, "m, prototypes of the normalizer-prediction network per direction",
         valid=lambda value: value >= 1, expected="at least 1", in_state=True,
     )
-    npn_split: bool = option(False, "divide the prototypes over the processes, instead of all on each")
+    npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
 
     def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
         super().__init__(**options)
@@ -68,8 +68,8 @@ class Prototypes(NetworkNormalizer):
         self.split = self.npn_split and world_size() > 1
         self.eps = eps
         self.surrogate = surrogate or Identity()
-        self.weight: Tensor  # (2, m, d): [0] meets image anchors, [1] text anchors
-        self.ring: EmbeddingRing  # in the places of their prototypes
+        self.weight: Tensor  # (2, m, d): [0] for image anchors, [1] for text anchors
+        self.ring: EmbeddingRing  # place i is what a reset gives prototype i
 
     def limit_to(self, num_samples: int) -> None:
         self.capacity = min(self.npn_prototypes, num_samples)
@@ -99,16 +99,16 @@ class Prototypes(NetworkNormalizer):
 
     @property
     def active(self) -> int:
-        """k, the prototypes in use."""
+        """k, the number of prototypes in use."""
         return self.ring.active
 
     @property
     def own_active(self) -> int:
-        """Those of them that are here."""
+        """The number of prototypes in use on this process."""
         return self.ring.own_active
 
     def _observe(self, batch: Batch) -> None:
-        """Take the batch into the ring, and add prototypes while there are k < m."""
+        """Push the batch into the ring, and add its pairs as prototypes while k < m."""
         held = self.own_active
         self.ring.push(batch)
         self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
@@ -126,7 +126,7 @@ class Prototypes(NetworkNormalizer):
         return lambda: step.write(gradient, *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
-        """Those in use that are here, (2, k, d), and their lengths, (2, k)."""
+        """This process's prototypes in use, (2, k, d), and their norms, (2, k), with 1 in place of 0."""
         prototypes = self.weight[:, : self.own_active]
         lengths = prototypes.norm(dim=2)
         return prototypes, lengths + (lengths == 0)
@@ -138,7 +138,7 @@ class Prototypes(NetworkNormalizer):
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         if self.split and not torch.is_grad_enabled():
             everyone = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, slopes=False)
+            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, needs_grad=False)
             log_total = log_sum_over_processes(own)[:, batch.local]
         elif self.split:
             log_total = ShardedLogSum.apply(*inputs, batch, prototypes, lengths, self.surrogate)
@@ -150,7 +150,7 @@ class Prototypes(NetworkNormalizer):
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}
 
     def _broadcast(self) -> None:
-        if not self.split:  # else each process is the only one to have its own
+        if not self.split:  # sharded prototypes exist on one process only
             super()._broadcast()
 
     def full_state(self) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class Prototypes(NetworkNormalizer):
         super().load_full_state(state)
 
     def _has_places(self, name: str, value: Tensor) -> bool:
-        """Whether a tensor of the state has a place for each prototype: all but the counters have."""
+        """Whether a tensor of the state has an entry per prototype; only the counters do not."""
         return name == "ring" or ("weight" in name and value.dim() > 0)
 
     def _extra_state(self) -> dict[str, Tensor]:

@@ -1,18 +1,15 @@
-"""A queue of the latest m embeddings: no training, no state per sample; of no paper, ours.
+"""A queue of the latest m embeddings, with no training and no state per sample. Not from a paper.
 
     alpha_1i = logaddexp(log eps, logsumexp_j(l(e_1i . q_j - s_ii) / tau) - log k)
 
-over the k queued texts q_j (for texts as anchors, images) that are not of the step's own batch: among those is the
-anchor's own positive, whose gap of 0 would hide every log-normalizer below -log k. While the queue holds nothing but
-the batch, alpha is the batch's own estimate.
+over the k queued texts q_j (for text anchors, images) from outside the step's own batch, which contains the anchor's
+own positive: its gap of 0 would hide every log-normalizer below -log k. While the queue holds only the batch, alpha is
+the batch's own estimate. In plain PyTorch, with the mixing: `equations.queue_u`, `equations.queue`.
 
-Where n, the number of samples, is known, the queue holds at most n. One that spans half of the data or more begins
-every epoch empty: what is left of the epoch before holds stale copies of the batch's own samples, the anchors' own
-positives among them. (300 samples in batches of 64, two seeds, mean over the second half of 40 epochs: error of the
-log-normalizers 0.93 so, 1.27 without, 1.52 and 2.27 without mixing.)
-
-As plain equations, with the mixing: `equations.queue_u`,
-`equations.queue`.
+If n, the number of samples, is known, the queue holds at most n. A queue of at least half of the data starts every
+epoch empty, since the previous epoch's entries include stale copies of the batch's own samples and thus of the anchors'
+positives. (300 samples in batches of 64, two seeds, mean over the second half of 40 epochs: the error of the
+log-normalizers is 0.93 with this rule and 1.27 without it; without mixing, 1.52 and 2.27.)
 
 Shapes: m = length of the queue, d = embedding dimension, B = global batch.
 """
@@ -35,9 +32,9 @@ from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class Queue(Normalizer):
-    """A ring of 2 * m * d numbers.
+    """Estimates normalizers over a ring buffer of 2 * m * d float32.
 
-    Args: `eps` and `surrogate` are the loss's; the options stand in the class's body.
+    Args: `eps` and `surrogate` are the loss's; for the options see the class's body.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -48,16 +45,16 @@ class Queue(Normalizer):
     allows_reference = True
     differentiable = True
     queue_size: int = option(
-        4096, "m, embeddings that the queue holds on each side",
+        4096, "m, pairs of embeddings that the queue holds",
         valid=lambda value: value >= 1, expected="at least 1", in_state=True,
     )
 
     def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
         super().__init__(**options)
         self.capacity = self.queue_size
-        self.num_in_data: int | None = None  # n, where it is known
+        self.num_in_data: int | None = None  # n, if known
         self.epoch = -1
-        self._epoch_of_ring = -1  # in which it was last pushed to
+        self._epoch_of_ring = -1  # of the last push
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.ring: EmbeddingRing
@@ -100,9 +97,7 @@ class Queue(Normalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> list[slice]:
-        """Returns:
-        The places of the batch in the ring.
-        """
+        """Push the batch into the ring; return its places there."""
         self.check_batch(batch.size)
         if self.num_in_data is not None and 2 * self.capacity >= self.num_in_data and self.epoch != self._epoch_of_ring:
             self.ring.active = self.ring.head = 0
@@ -149,7 +144,7 @@ def number_of_equals(keys: Tensor, others: Tensor) -> Tensor:
 
 
 def gaps(places: list[slice], size: int) -> list[slice]:
-    """What `places`, which do not overlap, leave of `size` places."""
+    """The slices of `size` places that `places`, which must not overlap, leave free."""
     places = sorted(places, key=lambda some: some.start)
     ends, starts = [0, *(some.stop for some in places)], [*(some.start for some in places), size]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

@@ -1,4 +1,4 @@
-"""The latest embeddings of the training set, in a ring buffer."""
+"""A ring buffer of the latest embeddings of the training set."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ from open_clip_ext.batch import Batch
 
 
 class EmbeddingRing(nn.Module):
-    """The latest m pairs of embeddings, (2, m, d): [0] texts, which image anchors meet, [1] images.
+    """The latest m pairs of embeddings, (2, m, d): [0] texts, the negatives of image anchors; [1] images.
 
     Args:
         capacity: m.
@@ -24,23 +24,23 @@ class EmbeddingRing(nn.Module):
         rows = torch.zeros(2, self.own_capacity, dimension, device=device, dtype=dtype)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
-        self.active = 0  # rows that were filled
-        self.head = 0  # the place of the next row
+        self.active = 0  # number of filled rows
+        self.head = 0  # position of the next row
 
     @property
     def own_capacity(self) -> int:
-        """Rows that are kept here: all."""
+        """Rows on this process: all."""
         return self.capacity
 
     @property
     def own_active(self) -> int:
-        """Filled rows that are kept here: all."""
+        """Filled rows on this process: all."""
         return self.active
 
     def push(self, batch: Batch) -> list[slice]:
-        """Take the batch's last m pairs in place of the oldest; their places, one after the other.
+        """Replace the oldest pairs by the batch's last m; return their places in order, as one slice or two.
 
-        In place of a batch that is not finite it takes what it took before, or nothing but unit vectors.
+        A non-finite batch is replaced by the pairs pushed before it, or by unit vectors if there are too few.
         """
         count = min(batch.size, self.capacity)
         places, before = self._places(self.head, count), self._places(self.head - count, count)
@@ -59,12 +59,12 @@ class EmbeddingRing(nn.Module):
 
     def _push_keys(self, latest: Tensor, places: list[slice]) -> None:
         if self.keys is None:
-            self.keys = -1 - torch.arange(self.capacity, device=latest.device)  # like no other
+            self.keys = -1 - torch.arange(self.capacity, device=latest.device)  # equal to no sample's key
         for some, part in zip(places, latest.split([some.stop - some.start for some in places]), strict=True):
             self.keys[some] = part
 
     def _places(self, start: int, count: int) -> list[slice]:
-        """`count` places from `start` on, in one piece or two."""
+        """`count` places from `start` on, as one slice or two."""
         start %= self.capacity
         end = start + count
         if end <= self.capacity:
@@ -76,7 +76,7 @@ class EmbeddingRing(nn.Module):
         return {"ring": self.rows, "active": torch.tensor(self.active), "ring_head": torch.tensor(self.head)} | keys
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take over what `state` gave."""
+        """Load the result of `state`."""
         self.rows.copy_(state["ring"])
         keys = state.get("ring_keys")  # copied: the next push writes into it
         self.keys = None if keys is None else keys.to(self.rows.device, copy=True)

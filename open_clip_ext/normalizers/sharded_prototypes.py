@@ -1,10 +1,11 @@
-"""Prototypes divided over processes: process r keeps the places r, r + W, r + 2W, ... and all of them predict together.
+"""Prototypes sharded over processes.
 
-The log-sum-exp over m prototypes is that over processes of each one's own part, so that an update of the network sends
-2 B numbers per process instead of a gradient of 2 m d. The encoders' gradient through alpha is a sum over processes,
-too: 2 B (d + 2) numbers once per step.
+Process r keeps the prototypes r, r + W, r + 2W, ... The log-sum-exp over m prototypes is the log-sum-exp over processes
+of their parts, so an update of the network sends 2 B numbers per process instead of a gradient of 2 m d. The encoders'
+gradient through alpha is a sum over processes, too: 2 B (d + 2) numbers once per step.
 
-Shapes: m prototypes a side, k of them active, k_r of those on this process; B pairs of all processes, b of this one.
+Shapes: m prototypes per direction, k of them active, k_r of those on this process; B pairs of all processes, b of this
+one.
 """
 
 from typing import Any
@@ -21,15 +22,15 @@ from open_clip_ext.surrogates import Surrogate
 
 
 def own_part(tensor: Tensor, dim: int) -> Tensor:
-    """This process's places of what is whole along `dim`."""
+    """This process's entries of `tensor`, which has all entries along `dim`."""
     places = torch.arange(rank(), tensor.shape[dim], world_size(), device=tensor.device)
     return tensor.index_select(dim, places)
 
 
 def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
-    """Put the parts of all processes together along `dim` of length `size`, on the CPU of process 0; None elsewhere.
+    """Assemble the parts of all processes along `dim` of length `size`, on the CPU of process 0; None elsewhere.
 
-    Every process must call it. Process 0 holds one other part at a time beside the whole.
+    Every process must call it. Besides the result, process 0 holds one other part at a time.
     """
     wait_for_others()
     if rank() != 0:
@@ -49,7 +50,7 @@ def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
 
 
 class ShardedRing(EmbeddingRing):
-    """The process's own places of the latest m pairs of embeddings, (2, m_r, d)."""
+    """This process's part of the latest m pairs of embeddings, (2, m_r, d)."""
 
     @property
     def own_capacity(self) -> int:
@@ -57,11 +58,11 @@ class ShardedRing(EmbeddingRing):
 
     @property
     def own_active(self) -> int:
-        """k_r, own places that were filled; places fill in order."""
+        """k_r, filled rows on this process; rows fill in order."""
         return len(range(rank(), self.active, world_size()))
 
-    def push(self, batch: Batch) -> Tensor:  # type: ignore[override]  # its own places are no slices
-        """As `EmbeddingRing.push`; a batch that is not finite leaves what was there, or unit vectors; own places."""
+    def push(self, batch: Batch) -> Tensor:  # type: ignore[override]  # its own places are not slices
+        """As `EmbeddingRing.push`; returns own places. Under a non-finite batch, rows stay or become unit vectors."""
         latest = torch.stack([batch.all_text, batch.all_image])[:, -self.capacity :]
         count = latest.shape[1]
         places = (torch.arange(count) + self.head) % self.capacity
@@ -80,8 +81,8 @@ class ShardedRing(EmbeddingRing):
 class ShardedLogSum(torch.autograd.Function):
     """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
 
-    Takes this process's `image` and `text` (b, d), `positives` (b,) and `tau` (2, b), whose gradients it gives; and
-    without gradient the batch, its prototypes (2, k_r, d), their lengths (2, k_r), and l.
+    Differentiable inputs: this process's `image` and `text`, (b, d), `positives`, (b,), and `tau`, (2, b). Constants:
+    the batch, this process's prototypes, (2, k_r, d), their norms, (2, k_r), and l.
     """
 
     @staticmethod
@@ -103,14 +104,14 @@ class ShardedLogSum(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         partial, probs = ctx.saved_tensors
         slopes = probs * all_gather(grad_output.T).T
-        # In place, as in `log_sum`: autograd itself refuses to come here twice.
+        # In place, as in `log_sum`: autograd refuses a second backward pass.
         summed = _sum_of_own(partial.mul_(slopes[:, :, None]), ctx.local)
         image, text = summed[:, :, :-2]
         return image, text, summed[:, :, -2].sum(dim=0), summed[:, :, -1], None, None, None, None
 
 
 def _sum_of_own(partial: Tensor, local: slice) -> Tensor:
-    """Sum (2, B, c) over processes; this process's anchors of it, (2, b, c)."""
+    """Sum (2, B, c) over processes; return the rows of this process's anchors, (2, b, c)."""
     if dist.get_backend() == "nccl":
         by_process = partial.transpose(0, 1).contiguous()
         own = by_process.new_empty(local.stop - local.start, *by_process.shape[1:])

@@ -1,15 +1,15 @@
-"""A moving average per sample and side (SogCLR, Yuan et al. 2022; FastCLIP, Wei et al. 2024).
+"""A table of moving averages, one per image and one per text, as in SogCLR and FastCLIP.
 
 NeuCLIP, Eq. 3, in the log domain with L_i = log(eps + g_i) over the batch:
 
     log u_i <- logaddexp(log(1 - gamma) + log u_i, log gamma + L_i),    alpha_i = log u_i (the new value).
 
-As printed: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tuneclip_u`, `equations.scent_u`; gamma:
+In plain PyTorch: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tuneclip_u`, `equations.scent_u`; gamma:
 `equations.fastclip_gamma`, `equations.scent_gamma`.
 
 Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
-that occurs several times in a global batch moves once, with the mean of its eps + g_i, whatever the order of the
-batch and the number of processes. Its other occurrences count among its negatives, as in OpenCLIP's loss.
+that occurs several times in a global batch is updated once, with the mean of its eps + g_i, whatever the order of the
+batch and the world size. Its other occurrences are among its negatives, as in OpenCLIP's loss.
 """
 
 import math
@@ -28,15 +28,15 @@ from open_clip_ext.options import Derived, option, refuse_unused
 
 
 class MovingAverageTable(Normalizer):
-    """log u_i for n samples and both sides, 8 bytes a sample, divided over the processes.
+    """A table of log u_i for n images and n texts, 8 bytes per pair, sharded over the processes.
 
     Args:
         num_samples: n, the data set's number of rows.
         device: where the rows are kept, unless `rows_on` says otherwise.
-        options: see the class's body. `cosine` takes gamma from 1 in epoch 0 down to `gamma` at epoch
-            `gamma_decay_epochs`, where it stays (FastCLIP); `constant` is `gamma` throughout (SogCLR). `proximal` gives
-        each row its own, sigmoid(log u_i + gamma_exponent), that of a step of SCENT's proximal mirror descent: where
-        u_i is small, it moves little.
+        options: see the class's body. gamma_schedule: `cosine` decreases gamma from 1 in epoch 0 to `gamma` at epoch
+            `gamma_decay_epochs` and keeps it there (FastCLIP); `constant` is `gamma` throughout (SogCLR); `proximal`
+            gives each row sigmoid(log u_i + gamma_exponent), so that a small u_i changes slowly (SCENT's proximal
+            mirror descent).
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -52,11 +52,11 @@ class MovingAverageTable(Normalizer):
         valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
     )
     gamma_schedule: str = option(
-        "cosine", "how gamma comes down from 1; proximal: SCENT's, of each row by its own estimate",
+        "cosine", "gamma by epoch: cosine from 1 to --gamma, or constant; proximal: SCENT's, per row from its estimate",
         choices=("cosine", "constant", "proximal"),
     )
     gamma_exponent: float = option(
-        10.0, "logarithm of the step size of SCENT's proximal mirror descent; larger: gamma nearer to 1",
+        10.0, "logarithm of the step size of SCENT's proximal mirror descent; larger: gamma closer to 1",
         valid=math.isfinite, expected="a finite number",
     )
     gamma_decay_epochs: int = option(
@@ -72,10 +72,10 @@ class MovingAverageTable(Normalizer):
         if self.gamma_schedule == "cosine" and self.gamma_decay_epochs is None:
             raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
         self.num_samples = num_samples
-        self.final_gamma = self.gamma  # `gamma` is that of the epoch
+        self.final_gamma = self.gamma  # from here on `gamma` is the current epoch's
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
-        self._unvisited = torch.tensor(num_samples)  # rows, counted on the device of the batches
-        self._latest_gamma: Tensor | None = None  # the batch's mean, where each row has its own
+        self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
+        self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
         self.epoch: int | None = None
         self.gamma = 1.0 if self.gamma_schedule == "cosine" else self.final_gamma
 
@@ -102,9 +102,7 @@ class MovingAverageTable(Normalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
-        """Returns:
-        The new log u of the batch, (B, 2).
-        """
+        """Update the batch's rows; return their new log u, (B, 2)."""
         if self.epoch is None and self.gamma_schedule == "cosine":
             raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
         assert batch.index is not None
@@ -122,7 +120,7 @@ class MovingAverageTable(Normalizer):
         return new
 
     def _log_weights(self, old: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """log(1 - gamma) and log gamma, of each row where they differ.
+        """log(1 - gamma) and log gamma; tensors if each row has its own gamma.
 
         Args:
             old: log u before the step, (B, 2).

@@ -1,32 +1,30 @@
-"""A normalizer-prediction network (NPN): what NeuCLIP's Algorithm 1 does with any network.
+"""Base class of the normalizer-prediction networks (NPN), trained by NeuCLIP's Algorithm 1.
 
-Each step: every T_r steps a restart; T_u optimiser steps on the network's objective (`objectives`) with embeddings, L
-and tau held fixed; then alpha. With `npn_joint`, Algorithm 3 instead: the encoders' gradient and the network's are
-taken at the same point, and both move by one step. As printed: `equations.neuclip_w`.
+In each step: every T_r steps restart the network; make T_u optimizer steps on its objective (`objectives`) with
+embeddings, L and tau fixed; compute alpha. With `npn_joint`, Algorithm 3 instead: the gradients of encoders and network
+are taken at the same point, and both make one step. In plain PyTorch: `equations.neuclip_w`.
 
 Readings fixed here, where the paper is silent:
 
-- T_r is the paper's 500 steps, which are 0.11 to 0.19 passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and
-  0.0026 over DFN-1B, but at most a fifth of a pass where its length is known: with 2 passes between restarts the
-  network lags behind the encoders (`docs/results.md`). A fifth that is a single step would leave no network to train:
-  then T_r is a whole pass (300 generated scenes, batch 64, 6 epochs: an error of 0.03 in place of 0.14). What a
-  training began with it keeps, from checkpoint to checkpoint, unless another is given.
-- AdaGrad's rate is the paper's 1.0 in trainings of 77,000 steps and more, as all of the paper's are, and
-  sqrt(steps / 77,000) in shorter ones where their length is known: its steps shrink with the root of their number, so
-  that a short training ends with steps as small as the paper's. At 1.0 a short one fits each batch's own estimates
-  (300 and 10,000 generated scenes: `docs/settings.md`).
-- The optimiser's state is kept across restarts, as a restart that only writes the weights does; `npn_reset_optimizer`
-  forgets it.
-- The network's gradient has Eq. 12's factor tau (Algorithm 1, line 7). AdaGrad and Adam are blind to a constant
-  factor, not to one that moves: their accumulators remember earlier gradients, and without the factor the gradient
-  grows as 1 / tau. On 8,000 generated pairs, AdaGrad at 1.0, two seeds: while tau falls from 0.06 to 0.04, in epochs
-  2 to 4 of 5, the error of the log-normalizers is 5 to 33 % larger without it; in the last, where tau stands, 10 %
-  smaller and 8 % larger.
-- Every process updates the same network on all B anchors: the gathered embeddings are at hand, so that no gradient
-  travels. At each restart process 0 sends its network, so that processes whose hardware rounds otherwise do not drift
-  apart.
-- Joint: an AdamW of the network's own with a constant learning rate, 1e-3 unless told otherwise. AdamW treats each
-  number alone, so that it and the encoders' together are one AdamW. There are no restarts after the first, and T_u = 1.
+- T_r is the paper's 500 steps, but at most a fifth of a pass over the data if its length is known: with 2 passes
+  between restarts the network lags behind the encoders (`docs/results.md`). In the paper 500 steps are 0.11 to 0.19
+  passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and 0.0026 over DFN-1B. If a fifth is a single step, the
+  network could not be trained between restarts, so T_r is a whole pass (300 generated scenes, batch 64, 6 epochs: an
+  error of 0.03 instead of 0.14). A resumed training keeps its T_r unless another is given.
+- AdaGrad's learning rate is the paper's 1.0 in trainings of at least 77,000 steps, as all of the paper's, and
+  sqrt(steps / 77,000) in shorter ones of known length: AdaGrad's steps shrink with the square root of their number, so
+  a short training ends with steps as small as the paper's. At 1.0 a short one fits each batch's own estimates (300 and
+  10,000 generated scenes: `docs/settings.md`).
+- The optimizer's state is kept across restarts, as a restart writes only the weights; `npn_reset_optimizer` resets it.
+- The network's gradient has Eq. 12's factor tau (Algorithm 1, line 7). AdaGrad and Adam are invariant to a constant
+  factor but not to a changing one: their accumulators remember earlier gradients, and without the factor the gradient
+  grows as 1 / tau. On 8,000 generated pairs with AdaGrad at 1.0 and two seeds, the error of the log-normalizers without
+  the factor is 5 to 33 % larger in epochs 2 to 4 of 5, while tau falls from 0.06 to 0.04; in the last, with tau
+  constant, it is 10 % smaller and 8 % larger.
+- Every process updates the same network on all B gathered anchors, so no gradient is communicated. At each restart
+  process 0 broadcasts its network, against drift between processes whose hardware rounds differently.
+- Joint: the network has its own AdamW with a constant learning rate, 1e-3 by default. AdamW treats each parameter
+  separately, so this equals one AdamW for network and encoders. There is no restart after the first, and T_u = 1.
 """
 
 import inspect
@@ -51,17 +49,17 @@ OPTIMIZERS = {
     "sgd": torch.optim.SGD,
 }
 
-MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # numbers that each keeps per parameter
+MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # state values per parameter
 
 PAPER_RESTART_EVERY = 500
 PAPER_STEPS = 77_000  # of the paper's shortest training, 23 epochs of 13.7M pairs in batches of 4,096
 
 
 class NetworkNormalizer(Normalizer):
-    """Base of the networks.
+    """Base class of the networks.
 
-    A network overrides `_make`, `_named`, `_restart`, `_gradient_setter` and `forward`, and `_extra_state` and
-    `_restore_extra` if it keeps more than parameters.
+    A network overrides `_make`, `_named`, `_restart`, `_gradient_setter` and `forward`; and `_extra_state` and
+    `_restore_extra` if it has state besides its parameters.
     """
 
     differentiable = True
@@ -73,24 +71,24 @@ class NetworkNormalizer(Normalizer):
     )
     npn_updates: int = option(10, "T_u, updates of the network per step", valid=not_negative, expected="at least 0")
     npn_opt: str | None = option(
-        Derived("adagrad for prototypes, adam for mlp, adamw if joint"), "optimiser of the network",
+        Derived("adagrad for prototypes, adam for mlp, adamw if joint"), "optimizer of the network",
         choices=tuple(OPTIMIZERS), in_state=True,
     )
     npn_lr: float | None = option(
         Derived(
-            f"1.0 for prototypes by adagrad, but sqrt(steps / {PAPER_STEPS:,}) in trainings of fewer steps; else 1e-3"
+            f"1.0 for prototypes with adagrad, sqrt(steps / {PAPER_STEPS:,}) in trainings of fewer steps; else 1e-3"
         ),
         "learning rate of the network", valid=positive, expected="a number > 0",
     )
     npn_wd: float = option(0.0, "weight decay of the network", valid=not_negative, expected="a number >= 0")
     npn_initial_accumulator: float = option(
-        0.0, "start of AdaGrad's accumulators; above 0 its first steps are smaller",
+        0.0, "initial value of AdaGrad's accumulators; above 0 its first steps are smaller",
         valid=not_negative, expected="a number >= 0",
     )
-    npn_reset_optimizer: bool = option(False, "forget the optimiser's state at each restart of the network")
-    npn_objective: str = option("unified", "what the network minimises", choices=tuple(NETWORK_OBJECTIVES))
+    npn_reset_optimizer: bool = option(False, "reset the optimizer's state at each restart of the network")
+    npn_objective: str = option("unified", "what the network minimizes", choices=tuple(NETWORK_OBJECTIVES))
     npn_joint: bool = option(
-        False, "one step on the encoders and the network together, no restarts", in_state=True
+        False, "train encoders and network together, one step each, without restarts (Algorithm 3)", in_state=True
     )
 
     def __init__(self, **options: Any):
@@ -108,14 +106,14 @@ class NetworkNormalizer(Normalizer):
         self._optimizer_settings = dict(lr=1.0 if lr is None else lr, weight_decay=self.npn_wd)
         if self.optimizer_name == "adagrad":
             self._optimizer_settings["initial_accumulator_value"] = self.npn_initial_accumulator
-        self.dimension = 0  # d, once there is a state
+        self.dimension = 0  # d, once known
         self.optimizer: torch.optim.Optimizer  # made with the parameters
         self.steps = 0
         self.objective_before: Tensor | None = None
 
     @classmethod
     def _optimizer(cls, name: str | None, lr: float | None, joint: bool) -> tuple[str, float | None]:
-        """The optimiser and its learning rate, from what is given of them; None for one that fits the training."""
+        """Fill in the optimizer and its learning rate; None for a rate that follows from the training's length."""
         name = name or ("adamw" if joint else cls.default_optimizer)
         return name, lr or (None if name == cls.default_optimizer == "adagrad" else 1e-3)
 
@@ -142,28 +140,29 @@ class NetworkNormalizer(Normalizer):
         often = f"every {self.restart_every} steps" if self.restart_every > 0 else "at the first step only"
         return f"{self.name} (restarted {often}, {self.optimizer_name} at {self._optimizer_settings['lr']:.2g})"
 
-    # What a network is
+    # What a network defines
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Make parameters and whatever else is kept for embeddings of `dimension`."""
+        """Allocate parameters and other state for embeddings of `dimension`."""
         raise NotImplementedError
 
     def _named(self) -> dict[str, Tensor]:
-        """The parameters by name, without graph, once they are made."""
+        """The parameters by name, without graph; called after `_make`."""
         raise NotImplementedError
 
     def _restart(self, batch: Batch) -> None:
-        """Write the parameters anew."""
+        """Overwrite the parameters with new ones."""
         raise NotImplementedError
 
     def _observe(self, batch: Batch) -> None:
-        """See each batch, before restarts and updates."""
+        """Called with each batch, before restarts and updates."""
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
-        """For the updates of a step, what writes the objective's gradient to the parameters' `grad`, 0 if the batch is
-        not finite, and returns alpha, (2, B).
+        """A function for the updates of one step: it writes the objective's gradient to the parameters' `grad`, or 0 if
+        `batch.finite` is False, and returns alpha, (2, B).
 
-        The batch comes here finite in any case (`Batch.or_zeros`).
+        Args:
+            batch: from `Batch.or_zeros`, so that its values are finite.
         """
         raise NotImplementedError
 
@@ -171,7 +170,7 @@ class NetworkNormalizer(Normalizer):
         return {}
 
     def _restore_extra(self, state: dict[str, Tensor]) -> None:
-        """Take over what `_extra_state` gave."""
+        """Load the result of `_extra_state`."""
 
     # Algorithms 1 and 3
 
@@ -209,7 +208,7 @@ class NetworkNormalizer(Normalizer):
             parameter.grad = torch.zeros_like(parameter)
         optimizer = OPTIMIZERS[self.optimizer_name]
         settings = dict(self._optimizer_settings)
-        # One pass over the memory in place of several. On CUDA torch has it for Adam, but not for AdaGrad.
+        # One pass over the memory instead of several. On CUDA torch has a fused Adam, but no fused AdaGrad.
         if parameters[0].device.type == "cpu" and "fused" in inspect.signature(optimizer).parameters:
             settings["fused"] = True
         self.optimizer = optimizer(parameters, **settings)
@@ -231,7 +230,7 @@ class NetworkNormalizer(Normalizer):
     # State
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NetworkNormalizer":
-        """Of `Module.to`: the optimizer's state goes with the parameters."""
+        """Move the optimizer's state together with the parameters (called by `Module.to`)."""
         state = {name: fn(value) if value.is_floating_point() else value for name, value in self._state().items()}
         super()._apply(fn, recurse)
         if state:
@@ -254,7 +253,7 @@ class NetworkNormalizer(Normalizer):
         self._restore(state)
 
     def _restore(self, state: dict[str, Tensor]) -> None:
-        """Take over what `_state` gave; the caller's tensors stay its own."""
+        """Load the result of `_state`; copies the tensors."""
         self._restore_extra(state)
         self.steps = int(state["steps"])
         if self._fits_epoch:

@@ -229,7 +229,7 @@ def test_a_network_with_a_hinge_and_individual_temperatures():
         ("sogclr", dict(margin=0.1), "margin: the loss 'sogclr'"),
         ("sogclr", dict(temperature="cold"), "temperature: 'cold' is not one of fixed, learnable"),
         ("sogclr", dict(tau_init=0.1), "tau_init: belongs to your model"),
-        ("isogclr", dict(tau_lr_schedule="cosine"), "tau_lr_epochs: a cosine needs its length"),
+        ("isogclr", dict(tau_lr_schedule="cosine"), "tau_lr_epochs: the cosine of tau_lr needs its length"),
         ("isogclr", dict(tau_lr_epochs=3), "tau_lr_epochs: has no effect with tau_lr_schedule 'constant'"),
         ("fastclip-v2", dict(tau_beta=0.5, epochs=2), "tau_beta: has no effect with tau_optimizer 'adam'"),
         ("fastclip-v0", dict(fastclip_code=True, epochs=2), "fastclip_code: the loss 'fastclip-v0'"),
