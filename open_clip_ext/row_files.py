@@ -200,16 +200,16 @@ class RowFiles:
         try:
             with open(path, encoding="utf-8") as file:
                 index = json.load(file)
-            version, save, parts, tables = (index[name] for name in ("format", "save", "processes", "tables"))
+            version, save, parts = index["format"], index["save"], int(index["processes"])
+            rows, columns = map(int, index["tables"][saved["table"]])
         except FileNotFoundError:
             raise InputError(f"{path!r} is missing: the rows per sample are there, which belong to the state") from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path!r} is damaged: {error!r}") from None
         if version != FORMAT:
             raise InputError(f"{path!r} was written by another open_clip_ext (format {version})")
         if save != saved["rows_in_files"]:
             raise InputError(f"{path!r} is of another save than the state; give the folder that was written with it")
-        rows, columns = tables[saved["table"]]
         return parts, (rows, columns)
 
     @contextmanager
