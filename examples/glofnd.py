@@ -113,7 +113,6 @@ class GloFND(Loss):
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
-        assert isinstance(state["rows"], Tensor)
         self.rows.load(state["rows"])
 
 

@@ -8,12 +8,16 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from open_clip_ext.options import option
+
+if TYPE_CHECKING:
+    from open_clip_ext.row_files import RowFiles
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `wait_for_others` warns, and gives up
 
@@ -96,7 +100,8 @@ class ShardedRows(nn.Module):
     """
 
     rows: Tensor
-    CHUNK = 1 << 22  # rows per message when the table is gathered: 32 MiB for two columns
+    files: ClassVar["RowFiles | None"] = None  # within `rows_in_files`
+    CHUNK = 1 << 22  # rows a process sends or writes at once when the table is saved: 32 MiB for two columns
     DTYPE = torch.float32  # of the rows; tests set float64, where rounding cannot hide an error
 
     def __init__(
@@ -143,9 +148,14 @@ class ShardedRows(nn.Module):
         _, local = self._locate(index)
         self.rows[local.to(self.rows.device)] = values.to(self.rows)
 
-    def gather(self) -> Tensor | None:
-        """The whole table, (n, c), on the CPU of process 0, None elsewhere. Every process must call it."""
+    def gather(self) -> Any:
+        """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it.
+
+        Within `rows_in_files` every process writes its rows, and a small dictionary stands for the table.
+        """
         wait_for_others()
+        if self.files is not None:
+            return self.files.write(self.rows[:-1], self.num_rows)
         table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype) if rank() == 0 else None
         for owner in range(world_size()):
             for start in range(0, self._rows_of(owner), self.CHUNK):
@@ -162,11 +172,20 @@ class ShardedRows(nn.Module):
                     table[owner :: world_size()][start:stop] = chunk.cpu()
         return table
 
-    def load(self, table: Tensor) -> None:
-        """Load this process's rows from the whole table, (n, c), saved under any world size."""
+    def load(self, table: Any) -> None:
+        """Load this process's rows from the result of `gather` on process 0, saved under any world size.
+
+        Raises:
+            ValueError: the table has another shape, or is in files and this is not within `rows_in_files`.
+        """
+        self.rows.copy_(self._fill)
+        if not isinstance(table, Tensor):
+            if self.files is None:
+                raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
+            self.files.read(table, self.rows[:-1], self.num_rows)
+            return
         if tuple(table.shape) != (self.num_rows, self.columns):
             raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
-        self.rows.copy_(self._fill)
         self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
 
 

@@ -342,9 +342,14 @@ class IndividualTemperature(Temperature):
         table = self.rows.gather()
         if table is None:
             return {}
+        if not isinstance(table, Tensor):  # in files
+            return {"rows": table}
         return {name: part.clone() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if "rows" in state:
+            self.rows.load(state["rows"])
+            return
         for name in self.columns:
             if name not in state:
                 raise ValueError(f"tau_optimizer: {self.optimizer!r} where the state has no {name}")

@@ -21,8 +21,8 @@ from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
 
 KEY = "open_clip_ext"
-FORMAT = 3
-READABLE = (2, FORMAT)  # 2: at the end of an epoch only
+FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
+READABLE = (2, FORMAT, IN_FILES)  # 2: at the end of an epoch only
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -83,18 +83,24 @@ def keeps_files(args: Namespace) -> bool:
 
 
 def make_entry(
-    args: Namespace, rows: DataRows, loss_state: dict[str, Any], order: dict[str, int],
+    args: Namespace, rows: DataRows, loss_state: dict[str, Any], folder: str | None, order: dict[str, int],
     position: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What goes under `KEY`; `order` and `position` as in `midepoch`, None at the end of an epoch."""
+    """What goes under `KEY`.
+
+    Args:
+        loss_state, folder: as `row_folders.save_state` gives them.
+        order, position: as in `midepoch`, None at the end of an epoch.
+    """
     return {
-        "format": FORMAT,
+        "format": FORMAT if folder is None else IN_FILES,
         "loss": args.loss,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
         "osr_epochs": args.osr_epochs,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
+        "rows": folder,
         "order": order,
         "position": position,
     }
@@ -148,7 +154,7 @@ def check_entry(
             raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
         return
     if entry["format"] not in READABLE:
-        age = "a newer" if entry["format"] > FORMAT else "an older"
+        age = "a newer" if entry["format"] > max(READABLE) else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:

@@ -29,6 +29,7 @@ from training_ext.checkpoint import atomic_save, keeps_files
 from training_ext.data import trains
 from training_ext.hosts import host
 from training_ext.loss import TrainingLoss
+from training_ext.row_folders import remove_unnamed
 from training_ext.seeding import Start
 from training_ext.stopping import StopRequest
 
@@ -161,7 +162,7 @@ def write(
         position: in the next.
         optimizer: whose state has our entry.
     """
-    step = position["batches"] // args.accum_freq
+    name = name_of(args, epoch, position)
     content = {
         "epoch": epoch,
         "name": args.name,
@@ -170,11 +171,16 @@ def write(
     }
     if scaler is not None:
         content["scaler"] = scaler.state_dict()
-    name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else NAME.format(epoch=epoch, step=step)
-    path = os.path.join(args.checkpoint_path, name)
+    path = os.path.join(
+        args.checkpoint_path, host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name
+    )
     atomic_save(torch.save, content, path)
     remove_older(path)
-    logging.info(f"Saved after step {step} of epoch {epoch}: {path}")
+    logging.info(f"Saved after step {position['batches'] // args.accum_freq} of epoch {epoch}: {path}")
+
+
+def name_of(args: Namespace, epoch: int, position: dict[str, Any]) -> str:
+    return NAME.format(epoch=epoch, step=position["batches"] // args.accum_freq)
 
 
 def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -190,3 +196,9 @@ def remove_older(path: str) -> None:
     for name in os.listdir(folder):
         if PATTERN.fullmatch(name) and name != newer:
             os.remove(os.path.join(folder, name))
+    remove_folders(folder)
+
+
+def remove_folders(folder: str) -> None:
+    """Remove the folders of rows whose checkpoints OpenCLIP or `remove_older` has removed, or a kill has prevented."""
+    remove_unnamed(folder, [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")])

@@ -16,6 +16,7 @@ from training_ext.hosts import complete
 from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.osr import recovered
 from training_ext.patching import replaced
+from training_ext.row_folders import SPLIT_ABOVE
 
 
 class Parser(argparse.ArgumentParser):
@@ -169,6 +170,13 @@ class Parser(argparse.ArgumentParser):
             help="save also within epochs, for --resume latest; the newest is kept until the epoch's own is there",
         )
         group.add_argument(
+            "--split-rows-above",
+            type=float,
+            metavar="MIB",
+            help="above this size of what the loss keeps per sample each process saves its own part, in a folder "
+            f"beside the checkpoint (default: {SPLIT_ABOVE:g})",
+        )
+        group.add_argument(
             "--log-all",
             action="store_true",
             default=None,
@@ -226,7 +234,7 @@ MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
     "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all",
-    "same_key", "same_caption",
+    "same_key", "same_caption", "split_rows_above",
 )
 
 

@@ -21,7 +21,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint, keep_best, midepoch
+from training_ext import checkpoint, keep_best, midepoch, row_folders
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
@@ -39,7 +39,7 @@ from training_ext.shards import check_missing, shard_urls
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
-    "save_every_steps",
+    "save_every_steps", "split_rows_above",
 )
 
 
@@ -78,9 +78,14 @@ def check(args: Namespace) -> DataRows | None:
             check_memory(args, found.num_rows, world_size)
         rows = found if needs_rows else None
     if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
-        recovered.check(recovered.read(args.osr_load), recovered.identity(args, rows), args.osr_load)
+        content = recovered.read(args.osr_load)
+        recovered.check(content, recovered.identity(args, rows), args.osr_load)
+        row_folders.check(args.osr_load, content.get("rows"), content["loss_state"], "--osr-load")
     if resumed is not None and trains(args):
-        checkpoint.check_entry(resumed[1], resumed[0], args, rows)
+        path, entry = resumed
+        checkpoint.check_entry(entry, path, args, rows)
+        if entry is not None:
+            row_folders.check(path, entry.get("rows"), entry["state"], "--resume")
     return rows
 
 
@@ -102,6 +107,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     resumed = find_resumed(path)
     keep_best.check_metric(args)
     midepoch.check_flag(args)
+    row_folders.check_flag(args)
     check_distillation(args)
     check_pretrained("--pretrained", args.model, args.pretrained)
     check_recovery(args, resumes_training=resumed is not None)
@@ -361,7 +367,8 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
 
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
-    """State must fit where it is kept; a table also once more on process 0's host while a checkpoint is written."""
+    """State must fit where it is kept; a table also once more on process 0's host while it is gathered for a
+    checkpoint."""
     loss = build_loss(args, 1, "cpu")
     loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
@@ -371,7 +378,8 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     rows_on_device = on_device and args.rows_on != "host"
     what = f"{args.normalizer!r} with {num_rows} rows"
     instead = "use more processes or a normalizer without rows"
-    on_host = num_rows * row_bytes + (0 if rows_on_device else per_process * local_processes)
+    gathered = 0 if row_folders.splits(args, num_rows * row_bytes) else num_rows * row_bytes
+    on_host = gathered + (0 if rows_on_device else per_process * local_processes)
     check_fits("normalizer", what, on_host, "cpu", instead)
     if rows_on_device:
         check_fits("normalizer", what, per_process, args.device, instead)

@@ -17,7 +17,7 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
-from training_ext import checkpoint, midepoch, recipes
+from training_ext import checkpoint, midepoch, recipes, row_folders
 from training_ext.advice import advise
 from training_ext.before_training import BeforeTraining, warn_without_start
 from training_ext.data import DataRows, trains
@@ -64,6 +64,7 @@ class Session:
         self.tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
+        self._restored_rows: str | None = None  # the folder that has them
         self._entry_to_save: dict[str, Any] | None = None
 
     # Start-up of the processes and the model
@@ -149,6 +150,8 @@ class Session:
             # Remote files are first seen here; local ones were checked before anything was written.
             checkpoint.check_entry(entry, path, self.args, self.data.rows)
             self._restored = entry
+            if entry is not None:
+                self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
             if loaded["epoch"] >= self.args.epochs:
                 logging.info(f"Nothing is left to train: {path!r} has {loaded['epoch']} of {self.args.epochs} epochs")
         return loaded
@@ -186,7 +189,7 @@ class Session:
                 logging.info(f"{what}: its gradients are exact without it.")
         loss = build_loss(args, self.data.known_rows.num_rows, args.device)
         if self._restored is not None:
-            loss.load_full_state(self._restored.pop("state"))
+            row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows)
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         if is_master(args):
@@ -216,6 +219,8 @@ class Session:
                 BeforeTraining(self, original, model, data, loss, optimizer, scaler, dist_model, tb_writer).run()
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
+        if args.save_logs:  # of the one process that saves
+            midepoch.remove_folders(args.checkpoint_path)
         self.log.release()
         self.data.epoch = epoch
         if self.loss is not None:
@@ -223,7 +228,7 @@ class Session:
 
         def save(place: dict[str, Any]) -> None:
             self._raise_if_not_finite(model)
-            self._prepare_entry(**place)
+            self._prepare_entry(midepoch.name_of(args, epoch, place["position"]), **place)
             if args.rank == 0:
                 midepoch.write(args, epoch, place["position"], model, optimizer, scaler)
             self._entry_to_save = None
@@ -244,20 +249,28 @@ class Session:
         if self._interruptions is not None:
             self._raise_if_not_finite(model)
             if checkpoint.saves_after(args, epoch + 1):
-                taus = self._prepare_entry(self._interruptions.order).get("temperature.tau")
-                if epoch + 1 == args.epochs and isinstance(taus, torch.Tensor):
-                    self._show_temperatures(taus)
+                state = self._prepare_entry(f"epoch_{epoch + 1}.pt", self._interruptions.order)
+                if epoch + 1 == args.epochs and "temperature.tau" in state:
+                    self._show_temperatures(state["temperature.tau"])
         return result
 
     def interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
 
-    def _prepare_entry(self, order: dict[str, int], position: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Gather the state that only some processes hold, for the next checkpoint; called by every process."""
+    def _prepare_entry(
+        self, name: str, order: dict[str, int], position: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Gather the state that only some processes hold, for the next checkpoint; called by every process.
+
+        Args:
+            name: of the checkpoint.
+        """
         assert self.loss is not None
-        state = self.loss.loss.full_state()
+        file = os.path.join(self.args.checkpoint_path, name.removesuffix(".pt"))
+        state, folder = row_folders.save_state(self.args, self.loss.loss, file)
         if self.args.rank == 0:
-            self._entry_to_save = checkpoint.make_entry(self.args, self.data.known_rows, state, order, position)
+            rows = self.data.known_rows
+            self._entry_to_save = checkpoint.make_entry(self.args, rows, state, folder, order, position)
         return state
 
     def _show_temperatures(self, taus: torch.Tensor) -> None:
@@ -282,6 +295,7 @@ class Session:
         if args.osr_epochs > 0 and trains(args):
             remove_unfinished(args)
         if args.loss is not None and trains(args) and args.save_logs:
+            midepoch.remove_folders(args.checkpoint_path)
             for line in summary(args, time.monotonic() - self._began):
                 logging.info(line)
 

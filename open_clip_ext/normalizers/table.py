@@ -143,8 +143,12 @@ class MovingAverageTable(Normalizer):
 
     def full_state(self) -> dict[str, Tensor]:
         table = self.log_u.gather()
-        return {} if table is None else {"log_u": table}
+        if table is None:
+            return {}
+        in_files = not isinstance(table, Tensor)  # where nobody counts over all rows
+        return {"log_u": table, **({"unvisited": self._unvisited.cpu()} if in_files else {})}
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         self.log_u.load(state["log_u"])
-        self._unvisited = (state["log_u"][:, 0] == -math.inf).sum()
+        in_files = "unvisited" in state
+        self._unvisited = state["unvisited"] if in_files else (state["log_u"][:, 0] == -math.inf).sum()

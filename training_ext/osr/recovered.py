@@ -4,6 +4,7 @@ Plain tensors, numbers and strings, by the parameters' names, so that it does no
 """
 
 import logging
+import os
 from argparse import Namespace
 from typing import Any
 
@@ -15,9 +16,10 @@ from open_clip_ext.options import flag_of
 from training_ext.checkpoint import atomic_save, state_settings
 from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
+from training_ext.row_folders import MARK, remove_unnamed
 
 KIND = "open_clip_ext statistics recovery"
-FORMAT = 1
+FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
 TRANSFERS = ("both", "moments", "table", "none")
 # What makes another model of the same name and weights.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
@@ -51,8 +53,15 @@ def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> Non
 
 
 def save(path: str, content: dict[str, Any]) -> None:
-    """Write `content`, complete or not at all."""
-    atomic_save(torch.save, {"kind": KIND, "format": FORMAT, **content}, path)
+    """Write `content`, complete or not at all, and remove what it replaces beside it."""
+    version = FORMAT if content["rows"] is None else IN_FILES
+    atomic_save(torch.save, {"kind": KIND, "format": version, **content}, path)
+    remove_folders(path)
+
+
+def remove_folders(path: str) -> None:
+    """Remove the folders of rows that files at `path` had, but for that which the file now there names."""
+    remove_unnamed(os.path.dirname(path) or ".", [path], begin=f"{os.path.basename(path)}{MARK}")
 
 
 def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
@@ -71,8 +80,8 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
         raise InputError(f"{flag}: {path!r} cannot be read: {one_line(error)}") from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise InputError(f"{flag}: {path!r} was not written by --osr-save")
-    if content["format"] != FORMAT:
-        age = "a newer" if content["format"] > FORMAT else "an older"
+    if content["format"] not in (FORMAT, IN_FILES):
+        age = "a newer" if content["format"] > IN_FILES else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {content['format']})")
     return content
 

@@ -19,6 +19,7 @@ from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.recovery import StandingWeights, check_still, epoch_lengths, standing_still
+from training_ext import row_folders
 from training_ext.checkpoint import keeps_files
 from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
@@ -162,7 +163,10 @@ class StatisticsRecovery:
         """
         if path is None:
             return
-        state = self.loss.loss.full_state() if self.loss is not None else {}
+        state: dict[str, Any] = {}
+        folder = None
+        if self.loss is not None:
+            state, folder = row_folders.save_state(self.args, self.loss.loss, path)
         if self.args.rank != 0:
             return
         content = {
@@ -174,6 +178,7 @@ class StatisticsRecovery:
             "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
             "scaler": self.scaler.state_dict() if self.scaler is not None else None,
             "loss_state": state,
+            "rows": folder,
             **place,
         }
         recovered.save(path, content)
@@ -197,7 +202,8 @@ class StatisticsRecovery:
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
         if self.loss is not None:
-            self.loss.loss.load_full_state(content["loss_state"])
+            folder = row_folders.folder_of(path, content.get("rows"), flag)
+            row_folders.load_state(self.loss.loss, content["loss_state"], folder)
         return {name: content.get(name) for name in ("done", "order", "position")}
 
     def _resume(self) -> dict[str, Any] | None:
@@ -229,3 +235,4 @@ def remove_unfinished(args: Namespace) -> None:
     if args.rank == 0 and path is not None:
         with suppress(FileNotFoundError):
             os.remove(path)
+        recovered.remove_folders(path)

@@ -112,7 +112,7 @@ def run(argv: list[str]) -> None:
     assert job is not None
     saved = saved or Saved.read(options.checkpoint)
     model, transforms, tokenizer = build_model(args, saved, options.checkpoint)
-    loss = load_loss(args, saved, job.rows)
+    loss = load_loss(args, saved, job.rows, options.checkpoint)
     source = source_of(args, job.rows.kind, job.shards, transforms, tokenizer)
     num_rows = job.rows.num_rows if job.shards is None else job.shards.num_rows
     cache = EmbeddingCache(os.path.join(job.out, CACHE), cache_key(args, job, transforms[1]), num_rows)

@@ -17,7 +17,7 @@ from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
-from training_ext import checkpoint
+from training_ext import checkpoint, row_folders
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
@@ -120,6 +120,8 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     rows, shards = find_all_rows(options, args)
     instead = "repeat the flags of its training"
     checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
+    if saved.entry is not None:
+        row_folders.check(options.checkpoint, saved.entry.get("rows"), saved.entry["state"], "--checkpoint")
     num_rows = rows.num_rows if shards is None else shards.num_rows
     if num_rows < 2:
         raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
@@ -235,8 +237,11 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
     return model.eval(), tuple(transforms), tokenizer
 
 
-def load_loss(args: Namespace, saved: Saved, rows: DataRows) -> GlobalContrastiveLoss | None:
+def load_loss(args: Namespace, saved: Saved, rows: DataRows, path: str) -> GlobalContrastiveLoss | None:
     """The checkpoint's loss with its state, in evaluation mode; None for one without normalizers.
+
+    Args:
+        path: of the checkpoint.
 
     Raises:
         InputError: the state does not fit the settings.
@@ -247,8 +252,11 @@ def load_loss(args: Namespace, saved: Saved, rows: DataRows) -> GlobalContrastiv
     args.given_settings.pop("npn_split", None)
     loss = build_loss(args, rows.num_rows, args.device)
     assert isinstance(loss, GlobalContrastiveLoss) and saved.entry is not None
+    folder = row_folders.folder_of(path, saved.entry.get("rows"), "--checkpoint")
     try:
-        loss.load_full_state(saved.entry["state"])
+        row_folders.load_state(loss, saved.entry["state"], folder)
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"--checkpoint: its state does not fit: {error}") from None
     loss.set_epoch(math.ceil(args.osr_epochs) + (saved.epoch or 0))  # gamma is that of the next step

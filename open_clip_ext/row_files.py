@@ -1,0 +1,230 @@
+"""Rows per sample in files: every process writes its own part of a table, and any number of processes read them.
+
+    with rows_in_files("run/step_1000.rows"):  # on every process
+        state = loss.state_dict()
+    if rank == 0:
+        torch.save(state, "run/step_1000.pt")
+
+    with rows_in_files("run/step_1000.rows"):
+        loss.load_state_dict(torch.load("run/step_1000.pt", weights_only=True))
+
+The folder holds, for each table t and each of the W processes r that wrote it, the rows r, r + W, r + 2W, ... as the
+tensor "rows" of table_<t>_part_<r>_of_<W>.safetensors. index.json comes last: a folder without it is an unfinished one.
+In the state a table is a dictionary that names the save and the number of the table. No process holds more than its own
+rows.
+"""
+
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from open_clip_ext.distributed import ShardedRows, rank, world_size
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+
+INDEX = "index.json"
+FORMAT = 1
+TENSOR = "rows"
+DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # as safetensors calls them
+
+
+@contextmanager
+def rows_in_files(folder: str | os.PathLike) -> Iterator["RowFiles"]:
+    """Within it a loss's state has its rows per sample in files of `folder`, when it is given and when it is loaded.
+
+    Every process enters it. A state that is given makes the folder, which must be new and which all processes see;
+    where they name different ones, process 0's counts. It is complete once the context is left.
+
+    Raises:
+        InputError: the folder exists, cannot be written on some process, or is not seen by it, and then on every
+            process; or a file is missing, damaged or of another save.
+    """
+    if ShardedRows.files is not None:
+        raise RuntimeError("rows_in_files: within another; leave that first")
+    ShardedRows.files = files = RowFiles(folder)
+    try:
+        yield files
+        files.finish()
+    finally:
+        ShardedRows.files = None
+
+
+def check_row_files(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
+    """Raise InputError, one line that names the file, unless all files that a loss's state needs are there and whole.
+
+    Their headers are read, not the rows.
+    """
+    files = RowFiles(folder)
+    for value in state.values():
+        if isinstance(value, dict):
+            files.check(value)
+
+
+class RowFiles:
+    """The files of one save; made by `rows_in_files`.
+
+    Attributes:
+        folder: where they are, the same on every process once something is written.
+        written: whether anything is.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = os.path.abspath(folder)
+        self.written = False
+        self._save = ""
+        self._tables: list[list[int]] = []  # rows and columns of each, while writing
+        self._problem: str | None = None
+        self._made = False
+
+    def _path(self, table: int, part: int, parts: int) -> str:
+        return os.path.join(self.folder, f"table_{table}_part_{part}_of_{parts}.safetensors")
+
+    # Writing, by every process
+
+    def write(self, rows: Tensor, num_rows: int) -> dict[str, Any] | None:
+        """Write this process's rows (local n, c) of a table of `num_rows`.
+
+        Returns:
+            What stands for the table in the state, on process 0. What goes wrong is told to all processes at the end.
+        """
+        if not self.written:
+            self._begin()
+        table = len(self._tables)
+        self._tables.append([num_rows, rows.shape[1]])
+        if self._problem is None:
+            path = self._path(table, rank(), world_size())
+            try:
+                self._write_part(path, rows)
+            except OSError as error:
+                self._problem = f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
+        return {"rows_in_files": self._save, "table": table} if rank() == 0 else None
+
+    def _begin(self) -> None:
+        self.written = True
+        if rank() == 0:
+            self._save = secrets.token_hex(8)
+            try:
+                os.mkdir(self.folder)
+                self._made = True
+            except OSError as error:
+                self._problem = f"{self.folder!r} cannot be made: {error.strerror}; give a new folder"
+        if world_size() > 1:
+            shared: list[Any] = [self.folder, self._save, self._problem]
+            dist.broadcast_object_list(shared)
+            self.folder, self._save, self._problem = shared
+        if self._problem is None and not os.path.isdir(self.folder):
+            self._problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
+
+    def _write_part(self, path: str, rows: Tensor) -> None:
+        """As safetensors lays a file out, in pieces: save_file would hold the rows once more in host memory."""
+        tensor = {
+            "dtype": DTYPES[rows.dtype],
+            "shape": list(rows.shape),
+            "data_offsets": [0, rows.numel() * rows.element_size()],
+        }
+        header = json.dumps({"__metadata__": {"save": self._save}, TENSOR: tensor}).encode()
+        header += b" " * (-len(header) % 8)
+        with whole_file(path) as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for chunk in rows.split(ShardedRows.CHUNK):
+                file.write(chunk.cpu().contiguous().numpy().data)
+
+    def finish(self) -> None:
+        """The index, once every process has written its parts."""
+        if not self.written:
+            return
+        problems = [self._problem]
+        if world_size() > 1:
+            problems = [None] * world_size()
+            dist.all_gather_object(problems, self._problem)
+        for problem in filter(None, problems):
+            if self._made:
+                shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
+            raise InputError(problem)
+        if rank() == 0:
+            index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
+            with whole_file(os.path.join(self.folder, INDEX), text=True) as file:
+                json.dump(index, file)
+
+    # Reading, by any process
+
+    def read(self, saved: Mapping[str, Any], rows: Tensor, num_rows: int) -> None:
+        """Fill `rows` (local n, c) with this process's of a table of `num_rows`.
+
+        Args:
+            saved: what `write` gave.
+
+        Raises:
+            ValueError: the table has another shape.
+            InputError: a file is missing, damaged or of another save.
+        """
+        parts, shape = self._find(saved)
+        if shape != (num_rows, rows.shape[1]):
+            raise ValueError(f"table: shape {shape} where {(num_rows, rows.shape[1])} is needed")
+        own, owners = rank(), world_size()
+        both = math.lcm(parts, owners)
+        for part in range(parts):
+            # The rows of this part and of this process are every `both`-th from the first on.
+            first = next((row for row in range(part, both, parts) if row % owners == own), None)
+            if first is None:
+                continue
+            target = rows[first // owners :: both // owners]
+            offset, stride = first // parts, both // parts
+            with self._open(saved, part, parts, shape) as tensor:
+                count = max(1, ShardedRows.CHUNK // stride)
+                for start in range(0, len(target), count):
+                    piece = target[start : start + count]
+                    begin = offset + start * stride
+                    piece.copy_(tensor[begin : begin + (len(piece) - 1) * stride + 1][::stride])
+
+    def check(self, saved: Mapping[str, Any]) -> None:
+        """Raise InputError unless all files of a table are there and whole."""
+        parts, shape = self._find(saved)
+        for part in range(parts):
+            with self._open(saved, part, parts, shape):
+                pass
+
+    def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int]]:
+        """How many processes wrote the table, and its shape."""
+        path = os.path.join(self.folder, INDEX)
+        try:
+            with open(path, encoding="utf-8") as file:
+                index = json.load(file)
+            version, save, parts = index["format"], index["save"], int(index["processes"])
+            rows, columns = map(int, index["tables"][saved["table"]])
+        except FileNotFoundError:
+            raise InputError(f"{path!r} is missing: the rows per sample are there, which belong to the state") from None
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise InputError(f"{path!r} is damaged: {error!r}") from None
+        if version != FORMAT:
+            raise InputError(f"{path!r} was written by another open_clip_ext (format {version})")
+        if save != saved["rows_in_files"]:
+            raise InputError(f"{path!r} is of another save than the state; give the folder that was written with it")
+        return parts, (rows, columns)
+
+    @contextmanager
+    def _open(self, saved: Mapping[str, Any], part: int, parts: int, shape: tuple[int, int]) -> Iterator[Any]:
+        """A part, whose rows stay on disk until they are used."""
+        path = self._path(saved["table"], part, parts)
+        try:
+            with safe_open(path, "pt") as file:
+                tensor = file.get_slice(TENSOR)
+                if (file.metadata() or {}).get("save") != saved["rows_in_files"]:
+                    raise InputError(f"{path!r} is of another save than the state")
+                if tensor.get_shape() != [len(range(part, shape[0], parts)), shape[1]]:
+                    raise InputError(f"{path!r} is damaged: it has rows and columns {tensor.get_shape()}")
+                yield tensor
+        except FileNotFoundError:
+            raise InputError(f"{path!r} is missing: a part of the rows per sample") from None
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path!r} is damaged: {' '.join(str(error).split())}") from None
