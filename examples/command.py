@@ -74,12 +74,15 @@ class Runs:
         self.bar = bar
         self._lock = Lock()
 
-    def train(self, name: str, flags: str, epochs: int, size: int, recovered: float = 0) -> Path:
+    def train(
+        self, name: str, flags: str, epochs: int, size: int, recovered: float = 0, script: str | None = None
+    ) -> Path:
         """The folder of the run `name`, which shows `size` pairs an epoch on the bar.
 
         Args:
             flags: of the command, without --epochs.
             recovered: epochs of a recovery of statistics before the training.
+            script: a Python file that adds a loss to the command, in place of the command itself.
         """
         experiment = self.logs / name
         shown = 0
@@ -94,7 +97,8 @@ class Runs:
 
         self._note_flags(name, f"{flags} --epochs {epochs}")
         if not (experiment / "checkpoints" / f"epoch_{epochs}.pt").exists():
-            command = [sys.executable, "-m", "open_clip_ext.main", *shlex.split(flags)]
+            program = ["-m", "open_clip_ext.main"] if script is None else [script]
+            command = [sys.executable, *program, *shlex.split(flags)]
             command += ["--epochs", str(epochs), "--logs", str(self.logs), "--name", name]
             if experiment.exists():
                 command += ["--resume", "latest"]

@@ -27,8 +27,8 @@ import json
 import math
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -58,7 +58,14 @@ METHODS = {
     "neuclip, T_r 500": PAPER,
     "neuclip, mixing 0.6": f"{NETWORK} --mixing 0.6",
     "queue, mixing 0.6": f"--loss queue {OURS} --queue-size 1024",
+    # docs/neighbours.md; with what their authors' scripts leave to the data
+    "scent": f"--loss scent {OURS}",
+    "tempnet": "--loss tempnet",
+    "drrho-clip": "--loss drrho-clip --distill-model ViT-shapes-tiny --distill-pretrained {clip}",
+    "glofnd": "--loss glofnd --glofnd-share 1e-3 --glofnd-start 2",
+    "nuclr": "--loss nuclr --nuclr-start 2",
 }
+SCRIPTS = ("glofnd", "nuclr")  # losses that are an example each
 NEUCLIP = {
     "as the paper": PAPER,
     "l2-log": f"{PAPER} --npn-objective l2-log",
@@ -141,8 +148,11 @@ def main() -> None:
     variants = EXPERIMENTS[args.experiment]
     if unknown := set(args.variants or ()) - set(variants):
         parser.error(f"--variants: {unknown.pop()!r} is not one of {', '.join(variants)}")
+    if args.variants and "drrho-clip" in args.variants and "clip" not in args.variants:
+        parser.error("--variants: drrho-clip needs clip, its reference")
     if args.variants:
-        variants = {name: variants[name] for name in args.variants}
+        # In the order of the experiment: clip comes before what takes its model as a reference.
+        variants = {name: flags for name, flags in variants.items() if name in args.variants}
 
     rows, batches, samples, seeds = GRIDS[args.size]
     rows, samples, seeds = args.rows or rows, args.samples or samples, args.seeds or seeds
@@ -174,7 +184,13 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
             recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=warmup)
             flags = f"{recipe} {args.data.replace('{n}', str(cell.n))}"
             flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]} {args.flags}"
-            experiment = runs.train(cell.name, flags, max(1, samples // cell.n), cell.n)
+            epochs = max(1, samples // cell.n)
+            if "{clip}" in flags:
+                reference = replace(cell, variant="clip")
+                jobs[reference].result()
+                flags = flags.replace("{clip}", str(runs.logs / reference.name / f"checkpoints/epoch_{epochs}.pt"))
+            script = str(Path(__file__).with_name(f"{cell.variant}.py")) if cell.variant in SCRIPTS else None
+            experiment = runs.train(cell.name, flags, epochs, cell.n, script=script)
             errors: dict[int, list[float]] = {}
             for line in read_metrics(experiment, "train"):
                 if "normalizer_mse" in line:
@@ -182,7 +198,9 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
             means = {epoch: {"normalizer_mse": mean(values)} for epoch, values in errors.items()}
             return [metrics | means.get(metrics["epoch"], {}) for metrics in evaluations(experiment)]
 
-        jobs = {cell: pool.submit(one, cell) for cell in cells}
+        jobs: dict[Cell, Future] = {}
+        for cell in cells:
+            jobs[cell] = pool.submit(one, cell)
         return results_of(jobs)
 
 

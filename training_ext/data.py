@@ -24,7 +24,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import host
-from training_ext.keys import Keys, check_column
+from training_ext.keys import Keys, check_column, key_of_samples
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
@@ -70,7 +70,7 @@ def check_usable(args: Namespace) -> None:
     elif kind == "webdataset":
         urls = shard_urls(args.train_data)
         missing = check_missing(urls, max_bad=args.max_bad_samples)
-        look_at_shards([url for url in urls if url not in missing])
+        look_at_shards([url for url in urls if url not in missing], key_of_samples(args))
 
 
 def find_rows(args: Namespace) -> DataRows:
@@ -89,7 +89,7 @@ def find_rows(args: Namespace) -> DataRows:
             check_usable(args)
             return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
-        look_at_shards([url for url in shards.urls if shards.size_of(url)])
+        look_at_shards([url for url in shards.urls if shards.size_of(url)], key_of_samples(args))
         return DataRows(kind, shards.num_rows, shards.digest, shards)
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
@@ -183,24 +183,26 @@ class WithRow(Dataset):
 
 
 class RowTokenizer:
-    """Tokenizer for captions with numbers in front, which become the last tokens.
+    """Tokenizer for captions with numbers in front, which become the last tokens, the first of them the very last.
 
     Args:
         tokenizer: OpenCLIP's.
-        has_rows: whether `ShardRows` has put a row there, besides the number of `SampleStream`.
+        numbers: how many there are: the number of `SampleStream`, then what `ShardRows` puts there.
     """
 
-    def __init__(self, tokenizer: Callable, has_rows: bool):
+    def __init__(self, tokenizer: Callable, numbers: int):
         self.tokenizer = tokenizer
-        self.has_rows = has_rows
+        self.numbers = numbers
 
     def __call__(self, text: str) -> Tensor:
-        number, text = split_row(text)
-        row, caption = split_row(text) if self.has_rows else (None, text)
-        tokens = self.tokenizer(caption)[0]
-        if row is not None:
-            tokens = append_row(tokens, row)
-        return append_row(tokens, number)[None]
+        numbers = []
+        for _ in range(self.numbers):
+            number, text = split_row(text)
+            numbers.append(number)
+        tokens = self.tokenizer(text)[0]
+        for number in reversed(numbers):
+            tokens = append_row(tokens, number)
+        return tokens[None]
 
 
 def append_row(tokens: Tensor, row: int) -> Tensor:
@@ -242,7 +244,7 @@ class RowLoader:
         streams: loader workers whose samples are numbered, which then is the last token; 0 for map-style data.
         seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
         order: a LateSampler or SeededEpochs, which decides what the loader gives.
-        keys: tells the keys of a batch, if samples have any.
+        keys: tells the keys of a batch, if samples have any, and takes off what the tokens hold for them.
 
     Attributes:
         first: batches of the epoch that an earlier run has had.
@@ -291,7 +293,8 @@ class RowLoader:
                 self._latest.append(tokens[:, -1].contiguous())
                 tokens = tokens[:, :-1]
             if self.keys is not None:
-                self._latest_keys.append(self.keys(tokens, self._latest[-1] if self.has_rows else None))
+                tokens, keys = self.keys(tokens, self._latest[-1] if self.has_rows else None)
+                self._latest_keys.append(keys)
             yield host().batch(images, tokens.contiguous())
             if done % self.keep == 0:
                 self.after_step(done)

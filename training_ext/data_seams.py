@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
 from training_ext.hosts import host
-from training_ext.keys import find_keys
+from training_ext.keys import find_keys, key_of_samples
 from training_ext.loading import decode_pairs
 from training_ext.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
@@ -69,7 +69,7 @@ class DataSeams:
         streams, has_rows = 0, True
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
             streams, has_rows = max(1, args.workers), self.known_rows.shards is not None
-            tokenizer = RowTokenizer(tokenizer, has_rows)
+            tokenizer = RowTokenizer(tokenizer, numbers=1 + has_rows + (args.same_key is not None))
         with scoped(self._building):
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
@@ -83,7 +83,8 @@ class DataSeams:
         else:
             loader.batch_sampler.sampler = order
             loader.worker_init_fn = self._outlive
-        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, find_keys(args))
+        keys = find_keys(args, self.known_rows.kind)
+        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, keys)
         return replace(info, dataloader=self.loader)
 
     def synthetic(self, original: Callable) -> Callable:
@@ -113,7 +114,7 @@ class DataSeams:
 
     def shard_rows(self) -> Callable:
         shards = self.known_rows.shards if self.args.uses_ext_loss else None
-        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard)
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard, key_of_samples(self.args))
 
     def decode(self, original: Callable) -> Callable:
         if self._building == VAL_DATA:

@@ -2,6 +2,7 @@
 
 import io
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 
 import pandas as pd
@@ -15,11 +16,16 @@ from training_ext.tars import one_line, read_samples
 LOOKED_AT = 100  # shards, samples of each, and lines of a csv, at most
 
 
-def look_at_shards(urls: list[str], flag: str = "--train-data") -> None:
+def look_at_shards(
+    urls: list[str], key: Callable[[dict], object] | None = None, flag: str = "--train-data"
+) -> None:
     """Read local shards until a pair is found; normally that is their first sample.
 
+    Args:
+        key: called with that sample of bytes.
+
     Raises:
-        InputError: none can be used of the first samples of the first shards.
+        InputError: none can be used of the first samples of the first shards; or what `key` raises.
     """
     if not all(map(is_local, urls)):
         return
@@ -29,8 +35,12 @@ def look_at_shards(urls: list[str], flag: str = "--train-data") -> None:
             for sample in islice(read_samples(url), LOOKED_AT):
                 reason = _reason(sample)
                 if reason is None:
+                    if key is not None:
+                        key(sample)
                     return
                 reasons[f"{reason} in {url!r}"] += 1
+        except InputError:
+            raise
         except Exception as error:  # what a run skips and counts; find_shards says what it refuses
             reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
     if reasons:

@@ -1,7 +1,8 @@
 """Keys of samples: those with the same key are not one another's negatives.
 
-`--same-key COLUMN` takes them from a csv, `--same-caption` from the captions. A caption's key is a hash of its tokens:
-texts that the model cannot tell apart are the same, whatever stands beyond the context's length.
+`--same-key` takes them from a column of a csv or a field of the .json in shards (`sample_json.JsonKey`),
+`--same-caption` from the captions. A caption's key is a hash of its tokens: texts that the model cannot tell apart are
+the same, whatever stands beyond the context's length.
 """
 
 from argparse import Namespace
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
+from training_ext.sample_json import JsonKey
 
-Keys = Callable[[Tensor, Tensor | None], Tensor]  # from tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64
+Keys = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""From the tokens (b, L) and rows (b,) of a batch to the tokens of the captions alone, and its keys, (b,) int64."""
 
 
 def has_keys(args: Namespace) -> bool:
@@ -36,8 +39,10 @@ def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
         raise InputError(
             f"{flag}: --loss {args.loss} cannot leave out single negatives; use --normalizer table, queue or batch"
         )
-    if args.same_key is not None and kind != "csv":
-        raise InputError(f"--same-key: {args.same_key!r} is a column, and {kind} has none; use --same-caption")
+    if args.same_key is not None and kind not in ("csv", "webdataset"):
+        raise InputError(
+            f"--same-key: {args.same_key!r} is a column or a field, and {kind} has none; use --same-caption"
+        )
 
 
 def check_column(args: Namespace, table: pd.DataFrame) -> None:
@@ -47,13 +52,25 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
         raise InputError(f"--same-key: {args.train_data!r} has no column {args.same_key!r}; its columns are {columns}")
 
 
-def find_keys(args: Namespace) -> Keys | None:
+def find_keys(args: Namespace, kind: str) -> Keys | None:
     """What tells the keys of a batch; None where none were asked for."""
+    if args.same_key is not None and kind == "webdataset":
+        return last_column
     if args.same_key is not None:
         cells = pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.same_key])[args.same_key]
         of_rows = keys_of_cells(cells)
-        return lambda tokens, rows: of_rows[rows]
-    return keys_of_captions if args.same_caption else None
+        return lambda tokens, rows: (tokens, of_rows[rows])
+    return (lambda tokens, rows: (tokens, keys_of_captions(tokens))) if args.same_caption else None
+
+
+def last_column(tokens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Keys that `JsonKey` has told where the shards were read; they follow the tokens (b, L) of the captions."""
+    return tokens[:, :-1], tokens[:, -1].contiguous()
+
+
+def key_of_samples(args: Namespace) -> JsonKey | None:
+    """What tells the key of a shard's sample where it is read, if that was asked for."""
+    return None if args.same_key is None else JsonKey(args.same_key)
 
 
 def keys_of_cells(cells: pd.Series) -> Tensor:
@@ -62,7 +79,7 @@ def keys_of_cells(cells: pd.Series) -> Tensor:
     return torch.where(codes >= 0, codes, -1 - torch.arange(len(codes)))
 
 
-def keys_of_captions(tokens: Tensor, rows: Tensor | None = None) -> Tensor:
+def keys_of_captions(tokens: Tensor) -> Tensor:
     """A hash of each row of tokens (b, L) int64: of two that differ, equal with a probability of 2^-63."""
     factors = torch.randint(-(2**62), 2**62, (tokens.shape[1],), generator=torch.Generator().manual_seed(0))
     return (tokens * (2 * factors + 1)).sum(dim=1)

@@ -185,8 +185,9 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument(
             "--same-key",
-            metavar="COLUMN",
-            help="column of the csv: samples with the same entry are not one another's negatives",
+            metavar="NAME",
+            help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not one "
+            "another's negatives",
         )
         group.add_argument(
             "--same-caption",

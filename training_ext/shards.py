@@ -285,17 +285,20 @@ class ShardRows:
         failed: called with url, error, number of samples before it and recorded size, if any, for a shard that cannot
             be read, or not to its end.
         ended: called with url and number of samples of a shard that was read to its end.
+        key: tells the key of a sample, which then stands between the row, if any, and the caption.
 
-    Iterating raises InputError at a shard that is not among `shards`, and at one that is not as it was counted.
+    Iterating raises InputError at a shard that is not among `shards`, at one that is not as it was counted, and what
+    `key` raises.
     """
 
     def __init__(
         self, shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
-        ended: Callable[[str, int], object] | None = None,
+        ended: Callable[[str, int], object] | None = None, key: Callable[[dict], int] | None = None,
     ):
         self.shards = shards
         self.failed = failed
         self.ended = ended
+        self.key = key
 
     def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
         """Yields the samples of `src`, dicts with a "url"."""
@@ -318,8 +321,10 @@ class ShardRows:
                 if size is not None and position >= size:
                     raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
                 keys.add(sample["__key__"])
+                if self.key is not None and "txt" in sample:
+                    sample["txt"] = _numbered(sample["txt"], self.key(sample))
                 if self.shards is not None and "txt" in sample:
-                    sample["txt"] = f"{offset + position}{ROW_SEPARATOR}".encode() + sample["txt"]
+                    sample["txt"] = _numbered(sample["txt"], offset + position)
                 yield sample
                 position += 1
 
@@ -346,6 +351,10 @@ class ShardRows:
 
 
 _RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
+
+
+def _numbered(caption: bytes, number: int) -> bytes:
+    return f"{number}{ROW_SEPARATOR}".encode() + caption
 
 
 def split_row(text: str) -> tuple[int, str]:

@@ -1,14 +1,22 @@
 """--same-key and --same-caption: what the loss is told of the samples that are not one another's negatives."""
 
+import io
+import json
 import shlex
+import tarfile
+from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from conftest import LOSSES
+from conftest import LOSSES, run_main
 
+from open_clip_ext.data.make_shards import main as make_shards
+from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
+from open_clip_ext.main import main as ext_main
 from training_ext.keys import keys_of_captions, keys_of_cells
+from training_ext.sample_json import JsonKey
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 1 --workers 0"
 
@@ -23,7 +31,7 @@ def told(monkeypatch):
         return forward(self, *args, index=index, key=key, **kwargs)
 
     monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
-    return lambda: [torch.cat(parts) for parts in zip(*calls, strict=True)]
+    return lambda: [None if parts[0] is None else torch.cat(parts) for parts in zip(*calls, strict=True)]
 
 
 @pytest.fixture
@@ -35,6 +43,34 @@ def repeated(datasets, tmp_path):
     table["group"] = [None if row % 8 == 7 else f"g{row % 8}" for row in range(len(table))]
     table.to_csv(tmp_path / "repeated.csv", sep="\t", index=False)
     return f"--train-data {tmp_path}/repeated.csv"
+
+
+@pytest.fixture(scope="session")
+def with_json(tmp_path_factory):
+    """Shards of 48 samples with a .json, the last of them without its field: the flags of all, and of all but that."""
+    folder = tmp_path_factory.mktemp("json")
+    assert not make_shards(
+        f"shapes --out {folder} --num-samples 48 --val-samples 0 --samples-per-shard 8 --image-size 48".split()
+    )
+    for shard, path in enumerate(sorted(Path(folder).glob("*.tar"))):
+        with tarfile.open(path) as tar:
+            # Members of a sample stand together, as webdataset's writers put them.
+            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
+        with tarfile.open(path, "w") as tar:
+            for number, (member, data) in enumerate(members):
+                tar.addfile(member, io.BytesIO(data))
+                row = 8 * shard + number // 2
+                if member.name.endswith(".txt"):
+                    fields = {"set": None if row % 8 == 7 else {"id": row % 8}} if row < 47 else {"size": 1}
+                    add(tar, member.name.replace(".txt", ".json"), json.dumps(fields).encode())
+    shards = "--dataset-type webdataset --train-data {folder}/train-{{000000..00000{last}}}.tar"
+    return [shards.format(folder=folder, last=last) for last in (5, 4)]
+
+
+def add(tar, name, data):
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
 
 
 def same(keys):
@@ -50,6 +86,44 @@ def test_csv(run, told, repeated, flag, period):
         empty = rows % 8 == 7
         expected[empty] = same(rows)[empty]
     assert torch.equal(same(keys), expected) and len(rows) == 48
+
+
+@pytest.mark.parametrize("loss", ["fastclip-v3", "queue"])
+def test_a_field_in_shards(run, told, with_json, loss):
+    """With rows beside the keys, and without."""
+    flags = f"{LOSSES[loss]} --train-num-samples 40 --epochs 1 --workers 1 --batch-size 4"
+    run("x", f"{with_json[1]} {flags} --same-key set")
+    rows, keys = told()
+    groups = torch.arange(40) % 8
+    expected = same(groups)
+    expected[groups == 7] = torch.eye(40, dtype=torch.bool)[groups == 7]  # null is like no other
+    if rows is None:
+        assert torch.equal(same(keys).sum(1).sort().values, expected.sum(1).sort().values)
+    else:
+        assert torch.equal(same(keys), expected[rows][:, rows]) and len(rows) == 40
+
+
+def test_a_sample_without_the_field_ends_the_run(with_json, tmp_path, capsys):
+    arguments = f"{with_json[0]} {COMMON} --same-key set --workers 1 --name x"
+    assert run_main(ext_main, arguments, tmp_path) == 2
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "--same-key: sample '000000047' of shard" in line and "train-000005.tar" in line and "'size'" in line
+
+
+def test_keys_of_json():
+    key = JsonKey("set")
+
+    def key_of(text, name="a"):
+        return key({"__key__": name, "__url__": "0.tar", "json": text.encode()})
+
+    assert key_of('{"set": {"a": 1, "b": [2]}}') == key_of('{"more": 0, "set": {"b": [2], "a": 1}}', name="b")
+    keys = [key_of(f'{{"set": {value}}}') for value in ("1", '"1"', "2", "[1]", "true", '""', "null")]
+    assert len({*keys}) == len(keys) - 1 and keys[-1] == keys[-2] != key_of('{"set": null}', name="b")
+    assert all(-(2**63) <= value < 2**63 for value in keys)
+    for text, part in (("{", "cannot be read"), ("[]", "no object"), ('{"a": 1}', "fields are 'a'")):
+        with pytest.raises(InputError, match=part) as refused:
+            key_of(text)
+        assert "--same-key: sample 'a' of shard '0.tar'" in str(refused.value)
 
 
 def test_captions_of_shards_with_accumulation(run, told, datasets):
@@ -85,9 +159,12 @@ def test_keys():
         ("{csv} --loss neuclip --same-caption", ["--same-caption", "--loss neuclip", "--normalizer table"]),
         ("{csv} --loss clip --same-caption", ["--same-caption", "clip"]),
         ("{csv} --same-key group", ["--same-key", "needs --loss"]),
-        ("{shards} --loss fastclip-v3 --same-key group", ["--same-key", "webdataset", "--same-caption"]),
+        ("{shards} --loss fastclip-v3 --same-key group", ["--same-key", "'000000000'", ".tar'", "no .json", ".png"]),
+        ("{json} --loss fastclip-v3 --same-key sett", ["--same-key", "no field 'sett'", "'set'"]),
+        ("{shapes} --loss fastclip-v3 --same-key a", ["--same-key", "'a'", "shapes has none", "--same-caption"]),
     ],
 )
-def test_wrong_flags(refused, repeated, datasets, arguments, parts):
-    line = refused(arguments.format(csv=repeated, shards=datasets["shards"]) + " --epochs 1 --workers 1")
+def test_wrong_flags(refused, repeated, datasets, with_json, arguments, parts):
+    data = {**datasets, "csv": repeated, "json": with_json[0]}
+    line = refused(arguments.format(**data) + " --epochs 1 --workers 1")
     assert all(part in line for part in parts), line
