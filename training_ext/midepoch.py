@@ -150,18 +150,15 @@ class Interruptions:
             self._request.close()
 
 
-def write(
-    args: Namespace, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    scaler: Any,
-) -> None:
-    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+def content(
+    args: Namespace, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
+) -> dict[str, Any]:
+    """What OpenCLIP writes after an epoch.
 
     Args:
         epoch: those that are done.
-        position: in the next.
         optimizer: whose state has our entry.
     """
-    step = position["batches"] // args.accum_freq
     content = {
         "epoch": epoch,
         "name": args.name,
@@ -170,6 +167,17 @@ def write(
     }
     if scaler is not None:
         content["scaler"] = scaler.state_dict()
+    return content
+
+
+def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
+    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+
+    Args:
+        content: as of `content`.
+        position: in the next epoch.
+    """
+    epoch, step = content["epoch"], position["batches"] // args.accum_freq
     name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else NAME.format(epoch=epoch, step=step)
     path = os.path.join(args.checkpoint_path, name)
     atomic_save(torch.save, content, path)
