@@ -27,7 +27,7 @@ from training_ext.keep_best import Monitor
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
-from training_ext.optimizer import TemperatureGroup
+from training_ext.optimizer import TemperatureGroup, whole
 from training_ext.osr.recovery import remove_unfinished
 from training_ext.params import trains_logit_scale
 from training_ext.preflight import check_alike
@@ -347,9 +347,7 @@ class Session:
         loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
-            finite = parameter.isfinite().all()
-            # Every process sees the same of a parameter that FSDP divides.
-            if not (finite.full_tensor() if hasattr(finite, "full_tensor") else finite):
+            if not whole(parameter.isfinite().all()):
                 name = plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 

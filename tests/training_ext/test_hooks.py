@@ -50,7 +50,7 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
     session = session_class()(args, DataRows("webdataset", 1, "", Shards(("a.tar",), (1,))))
     before = names()
     with scoped(session, scope):
-        changed = {(s.module, s.path) for s in seams() if look_up(s.module, s.path) is not before[s.module, s.path]}
+        changed = {(s.module, s.path) for s in seams() if look_up(s.module, s.path) != before[s.module, s.path]}
         assert torch.save is before[host().main, "torch.save"]  # of others than OpenCLIP's main
     expected = {(s.module, s.path) for s in seams() if scope in s.scopes and (loss or not s.for_ext_loss)}
     assert changed == expected
@@ -87,7 +87,7 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
         code = None
     assert code == (None if broken else 0)
     after = names()
-    assert all(after[place] is before[place] for place in before)
+    assert all(after[place] == before[place] for place in before)
     assert isinstance(host().main_module.torch, type(importlib))
     assert isinstance(importlib.import_module(host().shards).wds, type(importlib))
 
