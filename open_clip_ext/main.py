@@ -80,18 +80,19 @@ def _run(argv: list[str]) -> Trained:
     try:
         from training_ext import checkpoint, hooks, params, preflight, recipes
         from training_ext.recipes import plan
-        from training_ext.session import Session
+
+        args = params.parse_args(argv)
+        hosts.choose(args.legacy_loop)
+        hooks.check_seams()
     except ImportError as error:
         raise InputError(versions.cannot_import(error)) from None
-    hooks.check_seams()
-    args = params.parse_args(argv)
     if args.dry_run:
         plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
     with _logging_as_before():  # the first logged line adds a handler, which would show every later line twice
         rows = preflight.check(args)
-    session = Session(args, rows, flags)
+    session = hooks.session_class()(args, rows, flags)
     with _logging_as_before():
         hooks.run(session)
     by_epoch = session.metrics

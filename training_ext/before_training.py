@@ -60,7 +60,8 @@ class BeforeTraining:
         if from_weights and evaluates:
             with kept_random_state(args.device):
                 evaluate = host().main_module.evaluate
-                evaluate(self.model, self.data, 0, args, tb_writer=self.tb_writer, tokenizer=session.tokenizer)
+                evaluated = session.evaluated(self.model)
+                evaluate(evaluated, self.data, 0, args, tb_writer=self.tb_writer, tokenizer=session.tokenizer)
             self._wait()
         elif from_weights and is_master(args):
             logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")
@@ -69,7 +70,8 @@ class BeforeTraining:
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
                 with kept_random_state(args.device), session.log.quiet():
                     evaluate = host().train_module.evaluate
-                    metrics = evaluate(self.model, self.data, 0, self._unlogged(), tokenizer=session.tokenizer)
+                    evaluated = session.evaluated(self.model)
+                    metrics = evaluate(evaluated, self.data, 0, self._unlogged(), tokenizer=session.tokenizer)
                 assert session.monitor is not None
                 session.monitor.check_unchanged(metrics)
                 self._wait()
@@ -127,7 +129,7 @@ class BeforeTraining:
     def _unlogged(self) -> Any:
         """The arguments of an epoch or an evaluation that belongs in the log alone."""
         args = copy.copy(self.args)
-        args.save_logs = args.wandb = False
+        args.save_logs = args.wandb = args.trackio = False
         return args
 
     def _wait(self) -> None:

@@ -23,6 +23,8 @@ from training_ext.loading import load_mapped, one_line
 KEY = "open_clip_ext"
 FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
 READABLE = (2, FORMAT, IN_FILES)  # 2: at the end of an epoch only
+SHARDED = "open_clip_ext.state"  # in the folder of a checkpoint of shards
+SHARDED_PARTS = (".metadata", "_metadata_extra.pt")  # OpenCLIP's and torch's files of a complete one
 STATE_PARTS = ("normalizer", "temperature")
 
 
@@ -118,12 +120,36 @@ def take_entry(checkpoint: Any) -> dict[str, Any] | None:
     return optimizer.pop(KEY, None) if isinstance(optimizer, dict) else None
 
 
+def write_sharded_entry(folder: str, entry: dict[str, Any]) -> None:
+    """Write our entry of a checkpoint that is a folder; process 0 alone has it."""
+    os.makedirs(folder, exist_ok=True)
+    atomic_save(torch.save, entry, os.path.join(folder, SHARDED))
+
+
+def read_sharded_entry(folder: str) -> dict[str, Any] | None:
+    """Our entry of a checkpoint that is a folder, None if there is none. Tensors stay on disk.
+
+    Raises:
+        InputError: the checkpoint or the entry is not complete.
+    """
+    path = os.path.join(folder, SHARDED)
+    missing = [name for name in SHARDED_PARTS if not os.path.exists(os.path.join(folder, name))]
+    try:
+        if missing:
+            raise FileNotFoundError(f"it has no {missing[0]}")
+        return load_mapped(path) if os.path.exists(path) else None
+    except Exception as error:
+        raise InputError(f"--resume: {folder!r} is not a complete checkpoint: {one_line(error)}") from None
+
+
 def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     """Whether the checkpoint holds a training state, and our entry. Tensors stay on disk.
 
     Raises:
         InputError: the file is missing or not a complete checkpoint.
     """
+    if os.path.isdir(path):
+        return True, read_sharded_entry(path)
     try:
         checkpoint = load_mapped(path)
     except FileNotFoundError:

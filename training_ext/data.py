@@ -2,7 +2,8 @@
 
 The row travels as one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
 collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees the batch. So does a sample's number in
-the stream of a loader worker.
+the stream of a loader worker. The loop of tasks gets the rows as the batch's `index`, and of data without shards, whose
+samples are dicts that are collated as they are, it is `index` from the start.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.first_look import look_at_lines, look_at_shards
-from training_ext.hosts import host
+from training_ext.hosts import TASKS, host
 from training_ext.keys import Keys, check_column, key_of_samples
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
@@ -160,7 +161,7 @@ def read_csv(
 
 
 class WithRow(Dataset):
-    """A map-style data set of images and tokens, as the host has them, whose tokens end in the sample's row.
+    """A map-style data set of images and tokens, as the host has them, whose samples carry their row.
 
     Args:
         dataset: OpenCLIP's, whose augmentations draw from the global generators.
@@ -178,7 +179,10 @@ class WithRow(Dataset):
 
     def __getitem__(self, row: int) -> Any:
         seed_host(self.seed, IN_SAMPLE, self.epoch.get_value(), row)
-        image, tokens = host().pair(self.dataset[row])
+        sample = self.dataset[row]
+        if host().loop == TASKS:
+            return {**sample, "index": row}
+        image, tokens = host().pair(sample)
         return host().batch(image, append_row(tokens, row))
 
 
@@ -289,15 +293,28 @@ class RowLoader:
             if self.streams:
                 self.numbers[(done - 1) % self.streams] = int(tokens[-1, -1])
                 tokens = tokens[:, :-1]
-            if self.has_rows:
-                self._latest.append(tokens[:, -1].contiguous())
-                tokens = tokens[:, :-1]
+            rows = None
+            if isinstance(batch, dict) and "index" in batch:
+                rows = batch["index"]
+            elif self.has_rows:
+                rows, tokens = tokens[:, -1].contiguous(), tokens[:, :-1]
+            if rows is not None:
+                self._latest.append(rows)
             if self.keys is not None:
-                tokens, keys = self.keys(tokens, self._latest[-1] if self.has_rows else None)
+                tokens, keys = self.keys(tokens, rows)
                 self._latest_keys.append(keys)
-            yield host().batch(images, tokens.contiguous())
+            yield self._given(batch, images, tokens.contiguous())
             if done % self.keep == 0:
                 self.after_step(done)
+
+    def _given(self, batch: Any, images: Tensor, tokens: Tensor) -> Any:
+        """What the loop gets."""
+        if host().loop != TASKS:
+            return host().batch(images, tokens)
+        own = {"index": self._latest[-1]} if self.has_rows else {}
+        if self.keys is not None:
+            own["key"] = self._latest_keys[-1]
+        return {**batch, "text": tokens, **own}
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -15,7 +15,7 @@ from training_ext.keys import find_keys, key_of_samples
 from training_ext.loading import decode_pairs
 from training_ext.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
-from training_ext.skips import Complete, Decode, Skips, UsableLines
+from training_ext.skips import Complete, Decode, DecodeImages, Skips, UsableLines, Worded
 from training_ext.stopping import Outlive
 
 TRAIN_DATA, VAL_DATA = "train data", "validation data"
@@ -120,6 +120,12 @@ class DataSeams:
         if self._building == VAL_DATA:
             return decode_pairs(original)
         return Decode(original, self.skips, self.args.batch_size)
+
+    def decode_images(self, original: Callable) -> Callable:
+        return DecodeImages(original, self.skips, self.args.batch_size)
+
+    def worded(self, original: Callable) -> Callable:
+        return lambda: Worded(original(), self.skips)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
         self._stream = SampleStream(self.args.seed, self.args.rank)

@@ -1,55 +1,26 @@
-"""THE table of seams: every name of OpenCLIP's training code that is replaced, why, and what it relies on.
+"""THE table of seams: every name of OpenCLIP's training code that is replaced, why, and what it relies on; the rows of
+the task loop alone are in `task_seams`.
 
 The main of OpenCLIP's training loop (see `hosts`) runs as it is. A name is looked up by OpenCLIP's code when it is
 used, so that a value put in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is
 changed or copied.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import NonFiniteError
 from training_ext.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.flag_ranges import likely_cause
-from training_ext.hosts import host
+from training_ext.hosts import LEGACY, host
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
+from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import RUN, Session
+from training_ext.task_seams import TASK_SEAMS
 from training_ext.versions import open_clip_version
-
-HOST = host()
-MAIN, TRAIN, DATA, SHARDS = HOST.main, HOST.train, "open_clip_train.data", HOST.shards
-if not hasattr(HOST.main_module, "main"):
-    raise ImportError(f"cannot import name 'main' from {MAIN!r}")
-open_clip_main = HOST.main_module.main
-
-
-@dataclass(frozen=True)
-class Seam:
-    """One replaced name.
-
-    Args:
-        module, path: where it is; a path of several names changes only what this module sees of the last.
-        why: what OpenCLIP cannot do without it.
-        contract: what is relied on; the thing to check when OpenCLIP changes.
-        replacement: from the original and the session to what takes its place.
-        scopes: when it is in place: the whole run, or while the train or validation data set is built.
-        for_ext_loss: only with a loss of ours; the others also serve OpenCLIP's own losses.
-    """
-
-    module: str
-    path: str
-    why: str
-    contract: str
-    replacement: Callable[[Any, Session], Any]
-    scopes: tuple[str, ...] = (RUN,)
-    for_ext_loss: bool = True
-
 
 SEAMS = (
     Seam(
@@ -80,6 +51,7 @@ SEAMS = (
         contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
         replacement=lambda original, session: session.cpu_ready(original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         DATA, "get_dataset_fn",
@@ -98,7 +70,7 @@ SEAMS = (
             ),
             for_ext_loss=False,
         )
-        for module, name in ((SHARDS, HOST.shards_builder), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
+        for module, name in ((SHARDS, "{shards_builder}"), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -128,7 +100,7 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        SHARDS, HOST.sample_filter,
+        SHARDS, "{sample_filter}",
         why="counts what it leaves out",
         contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by what "
         "this class builds",
@@ -144,6 +116,7 @@ SEAMS = (
         replacement=lambda original, session: session.data.decode(original),
         scopes=(TRAIN_DATA, VAL_DATA),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         SHARDS, "wds.shuffle",
@@ -182,12 +155,14 @@ SEAMS = (
         why="the temperature has a learning rate of its own; our state travels in the optimizer's",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, session: partial(session.create_optimizer, original),
+        loop=LEGACY,
     ),
     Seam(
         "timm.optim", "create_optimizer_v2",
         why="the same for --opt timm/...",
         contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
         replacement=lambda original, session: partial(session.create_optimizer, original),
+        loop=LEGACY,
     ),
     Seam(
         "open_clip_train.scheduler", "assign_learning_rate",
@@ -211,6 +186,7 @@ SEAMS = (
         "tb_writer.add_scalar('train/' + name, number, step) if there is a writer; evaluate logs by it, too",
         replacement=lambda original, session: partial(session.log.of_loop, original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         MAIN, "logging.info",
@@ -219,6 +195,7 @@ SEAMS = (
         "that an epoch starts",
         replacement=lambda original, session: partial(session.log.of_main, original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         TRAIN, "unwrap_model",
@@ -226,6 +203,7 @@ SEAMS = (
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
         replacement=lambda original, session: session.clamped(original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         MAIN, "pt_load",
@@ -234,6 +212,7 @@ SEAMS = (
         contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
         replacement=lambda original, session: session.load_checkpoint,
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         "open_clip.factory", "torch.load",
@@ -264,6 +243,7 @@ SEAMS = (
         contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
         replacement=lambda original, session: partial(session.create_loss, original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         MAIN, "train_one_epoch",
@@ -274,6 +254,7 @@ SEAMS = (
         "of data['train'] and scheduler(step)",
         replacement=lambda original, session: partial(session.train_one_epoch, original),
         for_ext_loss=False,
+        loop=LEGACY,
     ),
     Seam(
         MAIN, "evaluate",
@@ -290,24 +271,44 @@ SEAMS = (
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,
     ),
+    *TASK_SEAMS,
 )
+
+
+def session_class() -> type[Session]:
+    """Of a run of the loop to train with."""
+    if host().loop == LEGACY:
+        return Session
+    from training_ext.task_session import TaskSession  # OpenCLIP before 4 has no tasks
+
+    return TaskSession
+
+
+def seams() -> tuple[Seam, ...]:
+    """The rows of the loop to train with, with its names."""
+    return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
 
 
 def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
     """Put the seams of `scope` in place."""
-    chosen = [s for s in SEAMS if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
+    chosen = [s for s in seams() if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
     return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
 
 
 def check_seams() -> None:
-    """Raise InputError, one line with OpenCLIP's version, unless every replaced name exists."""
-    for seam in SEAMS:
+    """Raise InputError, one line with OpenCLIP's version, unless every replaced name exists.
+
+    Raises also ImportError: the loop itself cannot be imported.
+    """
+    if not hasattr(host().main_module, "main"):
+        raise ImportError(f"cannot import name 'main' from {host().main!r}")
+    for seam in seams():
         try:
             look_up(seam.module, seam.path)
         except (AttributeError, ImportError) as error:
             raise InputError(
                 f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
-                f"replaces: {error}; it runs with {HOST.range}"
+                f"replaces: {error}; it runs with {host().range}"
             ) from None
 
 
@@ -321,7 +322,7 @@ def run(session: Session) -> None:
     """
     try:
         with scoped(session, RUN):
-            if open_clip_main(None):
+            if host().main_module.main(None):
                 raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None

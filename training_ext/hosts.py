@@ -8,12 +8,14 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.versions import open_clip_version, release_of
+
+LEGACY, TASKS = "legacy", "tasks"
+"""The two kinds of loop: a function of model, loss and optimizer, and a task that holds model and loss."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Host:
 
     Args:
         versions: the first (major, minor) that has it, and the first that is not supported.
+        loop: LEGACY or TASKS.
         main, train: modules of the command and of its epochs.
         shards: the module that assembles the pipeline of shards.
         shards_builder, sample_filter: its names of the function for a data set of shards and of the filter of samples.
@@ -32,6 +35,7 @@ class Host:
     """
 
     versions: tuple[tuple[int, int], tuple[int, int]]
+    loop: str = LEGACY
     main: str = "open_clip_train.main"
     train: str = "open_clip_train.train"
     shards: str = "open_clip_train.data"
@@ -69,15 +73,32 @@ class Host:
         for name in sorted(args.given_flags):
             if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
                 raise InputError(
-                    f"{flag_of(name)}: is not followed by {self.main}, which open_clip_ext runs with "
-                    f"open_clip_torch {open_clip_version()}; leave it out"
+                    f"{flag_of(name)}: is not followed by open_clip_ext with {self.main} of open_clip_torch "
+                    f"{open_clip_version()}; leave it out"
                 )
         if args.dataset_type.endswith("-audio"):
             raise InputError(f"--dataset-type: {args.dataset_type} has no images; give webdataset or csv")
 
 
+# Members of shards, which `shards.ShardRows` knows as .txt and `loading.PAIR_MEMBERS`.
+OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
+
+# Of one version, the first is chosen.
 HOSTS = (
     Host(versions=((2, 26), (4, 0))),
+    Host(
+        versions=((4, 2), (4, 3)),
+        loop=TASKS,
+        sample_filter="FilterValidSample",
+        builds_filter=True,
+        scale_name="logit_scale",
+        dict_batches=True,
+        refused=(
+            # Of other data than images and captions of fixed length
+            "audio_", "bucket_", "force_naflex", "length_bucketing", "naflex_", "pretrained_audio", "use_naflex",
+            *OTHER_MEMBERS,
+        ),
+    ),
     Host(
         versions=((4, 2), (4, 3)),
         main="open_clip_train.legacy_main",
@@ -93,8 +114,7 @@ HOSTS = (
             "audio_", "bucket_", "force_naflex", "fsdp", "image_layer_decay", "length_bucketing", "log_metric",
             "max_image_pixels", "naflex_", "opt_fallback_list", "pretrained_audio", "text_layer_decay", "text_pooler",
             "torchcompile_", "train_loss_ema", "use_naflex", "visual_layer_decay", "wd_exclude",
-            # Members of shards, which `shards.ShardRows` knows as .txt and `loading.PAIR_MEMBERS`
-            "image_key", "json_text_key", "text_key",
+            *OTHER_MEMBERS,
         ),
     ),
 )
@@ -106,24 +126,40 @@ ABSENT = {
 }
 
 
-def installed() -> Host:
-    """The loop to train with, looked up anew.
+_chosen: Host | None = None
+
+
+def installed(legacy: bool = False) -> Host:
+    """A loop of the installed OpenCLIP's, looked up anew.
+
+    Args:
+        legacy: --legacy-loop.
 
     Raises:
-        InputError: OpenCLIP is not installed, or in a version without a supported loop.
+        InputError: OpenCLIP is not installed, in a version without a supported loop, or with one loop alone.
     """
     version = open_clip_version()
-    for host in HOSTS:
-        if host.versions[0] <= release_of(version) < host.versions[1]:
-            return host
-    ranges = " or ".join(host.range for host in HOSTS)
-    raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
+    loops = [host for host in HOSTS if host.versions[0] <= release_of(version) < host.versions[1]]
+    if not loops:
+        ranges = " or ".join(dict.fromkeys(host.range for host in HOSTS))
+        raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
+    if legacy and len(loops) == 1:
+        raise InputError(f"--legacy-loop: open_clip_torch {version} has one training loop; leave it out")
+    return loops[legacy]
 
 
-@cache
+def choose(legacy: bool) -> None:
+    """Make `host` the loop of this command line."""
+    global _chosen
+    _chosen = installed(legacy)
+
+
 def host() -> Host:
-    """`installed`, looked up once."""
-    return installed()
+    """The loop to train with."""
+    if _chosen is None:
+        choose(legacy=False)
+    assert _chosen is not None
+    return _chosen
 
 
 def complete(args: Namespace) -> None:

@@ -70,13 +70,15 @@ class TrainingLoss:
         self.name = loss.value_name
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
-        index = None
-        if self.loss.needs_index:
-            index = self.loader.latest_rows()
-        losses = self.loss(**model_out, index=index, key=self.loader.latest_keys(), output_dict=True)
-        if not output_dict:
-            return losses["contrastive_loss"]
-        return LogItems({self.name: losses["contrastive_loss"]}, self._diagnostics)
+        index = self.loader.latest_rows() if self.loss.needs_index else None
+        value = self.value(**model_out, index=index, key=self.loader.latest_keys())
+        return LogItems({self.name: value}, self.diagnostics) if output_dict else value
+
+    def value(self, index: Tensor | None = None, key: Tensor | None = None, **model_out: Any) -> Tensor:
+        """The loss of a model's output and the samples' rows and keys."""
+        if not self.loss.needs_index:
+            index = None
+        return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
 
     def load_diagnostics_state(self, state: dict[str, Any]) -> None:
         """As `Loss.load_diagnostics_state`, from tensors anywhere."""
@@ -84,6 +86,7 @@ class TrainingLoss:
             {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in state.items()}
         )
 
-    def _diagnostics(self) -> dict[str, Tensor]:
+    def diagnostics(self) -> dict[str, Tensor]:
+        """For a logged step; raises if a step so far was not finite."""
         self.loss.raise_if_not_finite()
         return self.loss.diagnostics()

@@ -151,18 +151,15 @@ class Interruptions:
             self._request.close()
 
 
-def write(
-    args: Namespace, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-    scaler: Any,
-) -> None:
-    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+def content(
+    args: Namespace, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
+) -> dict[str, Any]:
+    """What OpenCLIP writes after an epoch.
 
     Args:
         epoch: those that are done.
-        position: in the next.
         optimizer: whose state has our entry.
     """
-    name = name_of(args, epoch, position)
     content = {
         "epoch": epoch,
         "name": args.name,
@@ -171,9 +168,19 @@ def write(
     }
     if scaler is not None:
         content["scaler"] = scaler.state_dict()
-    path = os.path.join(
-        args.checkpoint_path, host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name
-    )
+    return content
+
+
+def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
+    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+
+    Args:
+        content: as of `content`.
+        position: in the next epoch.
+    """
+    epoch = content["epoch"]
+    name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name_of(args, epoch, position)
+    path = os.path.join(args.checkpoint_path, name)
     atomic_save(torch.save, content, path)
     remove_older(path)
     logging.info(f"Saved after step {position['batches'] // args.accum_freq} of epoch {epoch}: {path}")

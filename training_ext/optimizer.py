@@ -11,6 +11,11 @@ LOW_TAU_FACTOR = 1 / 3
 CHECK_EVERY = 100  # steps between looks at tau, each of which waits for the device
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The same on every process, where FSDP divides it; then every process must call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 class TemperatureGroup:
     """Moves `logit_scale` from OpenCLIP's groups to a last one of its own, without weight decay.
 
@@ -47,7 +52,7 @@ class TemperatureGroup:
         return self._optimizer.param_groups[-1]
 
     def _tau_is_low(self) -> bool:
-        return self.logit_scale.item() >= -math.log(LOW_TAU)
+        return whole(self.logit_scale.detach()).item() >= -math.log(LOW_TAU)
 
     def _after_step(self) -> None:
         self.group["steps"] += 1

@@ -101,6 +101,11 @@ class Parser(argparse.ArgumentParser):
             help="print the flags that result, the steps, the state of each process and where files would go, and "
             "stop; needs no data. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
+        group.add_argument(
+            "--legacy-loop",
+            action="store_true",
+            help="with OpenCLIP 4.x, train by its legacy_main rather than by its loop of tasks",
+        )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():

@@ -35,6 +35,7 @@ from training_ext.osr.recovery import unfinished_path
 from training_ext.params import SCHEMAS
 from training_ext.rehearsal import check_model, check_optimizer, check_resumed
 from training_ext.shards import check_missing, shard_urls
+from training_ext.task_flags import check_loop
 
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
@@ -104,6 +105,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
         check_pairs(args)
         check_combination(args)
     path = resumed_path(args)
+    check_loop(args, path, world_size)
     resumed = find_resumed(path)
     keep_best.check_metric(args)
     midepoch.check_flag(args)
@@ -227,7 +229,7 @@ def check_what_is_made(args: Namespace, resumed: str | None) -> None:
     """Model, optimizer, and whether the checkpoint is of both."""
     model = check_model(args)
     optimizer = check_optimizer(args) if trains(args) else None
-    if resumed is not None and "://" not in resumed:
+    if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
         check_resumed(resumed, model, optimizer, args)
 
 
@@ -418,7 +420,7 @@ def resumed_path(args: Namespace) -> str | None:
     if not args.save_most_recent:
         return host().main_module.get_latest_checkpoint(folder, remote=False)
     path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
-    return path if os.path.exists(path) else None
+    return next((path for path in (path, path.removesuffix(".pt")) if os.path.exists(path)), None)
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:

@@ -104,7 +104,7 @@ class RunLog:
 
     def hold(self) -> None:
         """Main says that an epoch begins; what comes before the first one is said first."""
-        if self.args.loss is not None:
+        if self.args.loss is not None and self._held is None:
             self._held = []
 
     def release(self) -> None:
@@ -190,7 +190,10 @@ class RunLog:
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
             samples=(epoch.before + self._step) * global_batch, **numbers,
         )
-        logging.info(" ".join([f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]))
+        # The loop of tasks gives numbers more often than it says them.
+        if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
+            line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]
+            logging.info(" ".join(line))
 
     def _shown(self, numbers: dict[str, float]) -> Iterator[str]:
         yield f"loss {self._losses[-1]:.4g} lr {numbers['lr']:.2g} tau {numbers['tau']:.3g}"

@@ -27,7 +27,7 @@ from training_ext.keep_best import Monitor
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
-from training_ext.optimizer import TemperatureGroup
+from training_ext.optimizer import TemperatureGroup, whole
 from training_ext.osr.recovery import remove_unfinished
 from training_ext.params import trains_logit_scale
 from training_ext.preflight import check_alike
@@ -106,12 +106,16 @@ class Session:
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
-        if trains_logit_scale(self.args):
-            self.temperature = TemperatureGroup(
-                optimizer, self._logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
-            )
+        self.add_temperature(optimizer, self._logit_scale)
         optimizer.register_state_dict_post_hook(self._add_entry)
         return optimizer
+
+    def add_temperature(self, optimizer: torch.optim.Optimizer, logit_scale: torch.nn.Parameter) -> None:
+        """Give the temperature a group of its own, if it is learned."""
+        if trains_logit_scale(self.args):
+            self.temperature = TemperatureGroup(
+                optimizer, logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
+            )
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a number of NumPy's, which no checkpoint is read with
@@ -145,16 +149,25 @@ class Session:
         self.log.has_start()
         loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
-        checkpoint.fit_names(loaded, self.args.distributed and not self.args.horovod)
+        checkpoint.fit_names(loaded, self.wraps_model)
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
-            # Remote files are first seen here; local ones were checked before anything was written.
-            checkpoint.check_entry(entry, path, self.args, self.data.rows)
-            self._restored = entry
-            if entry is not None:
-                self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
-            if loaded["epoch"] >= self.args.epochs:
-                logging.info(f"Nothing is left to train: {path!r} has {loaded['epoch']} of {self.args.epochs} epochs")
+            self.restore(entry, path, loaded["epoch"])
         return loaded
+
+    @property
+    def wraps_model(self) -> bool:
+        """Whether checkpoints name the model's state as DistributedDataParallel does."""
+        return self.args.distributed and not self.args.horovod
+
+    def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
+        """Take over our entry of a checkpoint of a training, after so many epochs."""
+        # Remote files are first seen here; local ones were checked before anything was written.
+        checkpoint.check_entry(entry, path, self.args, self.data.rows)
+        self._restored = entry
+        if entry is not None:
+            self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
+        if epoch >= self.args.epochs:
+            logging.info(f"Nothing is left to train: {path!r} has {epoch} of {self.args.epochs} epochs")
 
     # Data
 
@@ -229,8 +242,7 @@ class Session:
         def save(place: dict[str, Any]) -> None:
             self._raise_if_not_finite(model)
             self._prepare_entry(midepoch.name_of(args, epoch, place["position"]), **place)
-            if args.rank == 0:
-                midepoch.write(args, epoch, place["position"], model, optimizer, scaler)
+            self.write_within(epoch, place["position"], model, optimizer, scaler)
             self._entry_to_save = None
 
         self.data.skips.begin_epoch()
@@ -253,6 +265,14 @@ class Session:
                 if epoch + 1 == args.epochs and "temperature.tau" in state:
                     self._show_temperatures(state["temperature.tau"])
         return result
+
+    def write_within(
+        self, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+        scaler: Any,
+    ) -> None:
+        """Write the checkpoint of a place within an epoch; called by every process."""
+        if self.args.rank == 0:
+            midepoch.write(self.args, midepoch.content(self.args, epoch, model, optimizer, scaler), position)
 
     def interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
         return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
@@ -310,8 +330,17 @@ class Session:
         if self.monitor is not None and metrics:
             if epoch == 0:
                 self.monitor.begin(metrics)
-            self.monitor.after(metrics, epoch, model, data)
+            self.monitor.after(metrics, epoch, self.unwrapped(model), data)
         return metrics
+
+    @staticmethod
+    def unwrapped(model: Any) -> torch.nn.Module:
+        """The model of what is evaluated."""
+        return getattr(model, "module", model)
+
+    def evaluated(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What OpenCLIP evaluates of the model that it trains."""
+        return model
 
     def zero_shot_eval(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
@@ -319,7 +348,7 @@ class Session:
         metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
         if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
-        model = getattr(model, "module", model)
+        model = self.unwrapped(model)
         if args.dataset_type == "shapes" and "val" in data:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         if args.zeroshot_data is not None:
@@ -332,7 +361,7 @@ class Session:
         loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
-            if not parameter.isfinite().all():
+            if not whole(parameter.isfinite().all()):
                 name = plain_name(name)
                 raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
 

@@ -59,6 +59,7 @@ class Skips:
         self._shards_in_a_row = 0
         self._samples_in_a_row = 0
         self._empty_passes = 0
+        self.complete = ""  # name of the latest sample with image and caption, for stages that know no name
 
     def begin_epoch(self) -> None:
         self._counts.zero_()
@@ -232,6 +233,7 @@ class Complete:
 
     def __call__(self, sample: dict) -> bool:
         if self.accepts(sample):
+            self.skips.complete = name_of(sample)
             return True
         suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
         if "txt" not in sample:
@@ -273,7 +275,8 @@ class Decode:
                 yield sample
 
         def skip(error: Exception) -> bool:
-            self.skips.skip(UNREADABLE, name_of(current), one_line(error))
+            name = name_of(current) if "__key__" in current else self.skips.complete
+            self.skips.skip(UNREADABLE, name, one_line(error))
             return True
 
         used = 0
@@ -282,6 +285,31 @@ class Decode:
             self.skips.use()
             yield sample
         self.skips.end_pass(used, self.batch_size)
+
+
+class DecodeImages(Decode):
+    """webdataset's `map_dict`; of the stage that has a handler of errors, as `Decode`."""
+
+    def __call__(self, handler: Callable | None = None, **functions: Callable) -> Callable:  # type: ignore[override]
+        if handler is None:
+            return self.decode(**functions)
+        return partial(self._run, partial(self.decode, **functions))
+
+
+class Worded:
+    """OpenCLIP's filter of captions without words, which counts what it leaves out; they come after `Complete`."""
+
+    def __init__(self, accepts: Callable[[dict], bool], skips: Skips):
+        self.accepts = accepts
+        self.skips = skips
+
+    def __call__(self, sample: dict) -> bool:
+        if self.accepts(sample):
+            return True
+        is_empty = not sample["text"].strip()
+        kind, why = (NO_CAPTION, "its caption is empty") if is_empty else (UNREADABLE, "its caption is not UTF-8")
+        self.skips.skip(kind, self.skips.complete, why)
+        return False
 
 
 class UsableLines(Dataset):

@@ -16,7 +16,7 @@ import pytest
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
-from training_ext.hooks import SEAMS
+from training_ext.hooks import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
@@ -284,7 +284,7 @@ def test_an_unsupported_open_clip(refused, monkeypatch, version, parts):
     assert all(part in line for part in ["open_clip_torch", *parts]), line
 
 
-IN_OPEN_CLIP = [seam for seam in SEAMS if not hasattr(builtins, seam.path)]
+IN_OPEN_CLIP = [seam for seam in seams() if not hasattr(builtins, seam.path)]
 
 
 @pytest.mark.parametrize("seam", IN_OPEN_CLIP, ids=lambda seam: seam.path)

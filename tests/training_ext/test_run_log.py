@@ -22,6 +22,7 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     """The millionth step of some, with every number at its longest."""
     args = Namespace(
         loss="neuclip", log_all=False, rank=0, save_logs=False, batch_size=4096, accum_freq=1, world_size=1, epochs=33,
+        log_every_n_steps=1,
     )
     now = iter([0.0, 3600.0])
     monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: next(now), time=lambda: 0.0))

@@ -1,0 +1,59 @@
+"""What OpenCLIP 4.x's loop of tasks cannot carry, refused in one line before anything is written."""
+
+import os
+from argparse import Namespace
+from typing import Any
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.hosts import LEGACY, TASKS, host
+
+
+def divides_model(args: Namespace, world_size: int) -> bool:
+    """Whether FSDP divides the model over the processes."""
+    return host().loop == TASKS and args.fsdp and world_size > 1
+
+
+def check_same_loop(path: str, content: dict[str, Any], divides: bool) -> None:
+    """Raise InputError where another loop has written a training's checkpoint: its optimizer orders the weights
+    otherwise, and names them where FSDP divides them.
+
+    Args:
+        content: of the file at `path`.
+        divides: whether FSDP divides the model.
+    """
+    by_tasks = "global_step" in content
+    if by_tasks != (host().loop == TASKS):
+        right = "leave out --legacy-loop" if by_tasks else "add --legacy-loop"
+        raise InputError(
+            f"--resume: {path!r} was written by {'the loop of tasks' if by_tasks else 'the legacy loop'}, whose "
+            f"optimizer has another order; {right}, or give it as --pretrained for its weights only"
+        )
+    first = content["optimizer"]["param_groups"][0]["params"][0]
+    if divides and not isinstance(first, str):
+        raise InputError(f"--resume: {path!r} was written without --fsdp; leave it out, or give that as --pretrained")
+
+
+def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:
+    """Raise InputError for what the loop to train with does not do.
+
+    Args:
+        resumed: the local checkpoint to resume, or None.
+    """
+    is_folder = resumed is not None and os.path.isdir(resumed)
+    if host().loop == LEGACY:
+        if is_folder:
+            raise InputError(f"--resume: {resumed!r} is a folder of shards, which {host().main} does not read")
+        return
+    divides = divides_model(args, world_size)
+    if is_folder and not divides:
+        raise InputError(f"--resume: {resumed!r} is a folder of shards, for --fsdp and several processes; give a file")
+    if args.uses_ext_loss and args.torchcompile and args.torchcompile_strategy == "step":
+        raise InputError(f"--torchcompile-strategy: 'step' with --loss {args.loss}, whose state moves; give 'model'")
+    if not divides:
+        return
+    for name in ("osr_epochs", "keep_best", "zeroshot_data"):
+        value = getattr(args, name)
+        if value:
+            given = f"{value:g}" if isinstance(value, float) else repr(value)
+            raise InputError(f"{flag_of(name)}: {given} with --fsdp, which divides the weights; leave one out")

@@ -1,0 +1,137 @@
+"""One run of OpenCLIP 4.x's loop of tasks: what its seams share beside those of `session`."""
+
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from open_clip.task import get_model_from_task, save_checkpoint, unwrap_model
+from open_clip_train.train import TrainState
+
+from training_ext import checkpoint, midepoch
+from training_ext.data import trains
+from training_ext.params import trains_logit_scale
+from training_ext.session import Session
+from training_ext.tasks import LossTask
+
+
+class TaskSession(Session):
+    """A `Session` whose model is in a task, and whose optimizer is in a TrainState."""
+
+    _task: Any
+    _state: TrainState
+
+    # Model and optimizer
+
+    def create_task(self, original: Callable, args: Namespace, model: torch.nn.Module, **kwargs: Any) -> Any:
+        if self.args.uses_ext_loss:
+            self._task = LossTask(model, kwargs.get("dist_model"), self.clamp)
+        else:
+            self._task = original(args, model=model, **kwargs)
+            clamp = self._task.clamp_logit_scale
+            self._task.clamp_logit_scale = lambda *rest: self.recovering or clamp(*rest)
+        return self._task
+
+    def clamp(self, original: Callable) -> None:
+        """A learned temperature stops at `--tau-min`; no other is moved."""
+        if trains_logit_scale(self.args) and not self.recovering:
+            original(-math.log(self.args.tau_min))
+
+    def create_task_optimizer(
+        self, original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any
+    ) -> torch.optim.Optimizer:
+        optimizer = original(module, *args, **kwargs)
+        # By its name: FSDP puts another parameter in the place of the one that was created.
+        self.add_temperature(optimizer, unwrap_model(module).logit_scale)
+        return optimizer
+
+    def model_rate(self, original: Callable, optimizer: torch.optim.Optimizer) -> float:
+        """The learning rate to log, which is not the temperature's."""
+        if self.temperature is None:
+            return original(optimizer)
+        return max(group["lr"] for group in optimizer.param_groups if group is not self.temperature.group)
+
+    # Checkpoints
+
+    @property
+    def wraps_model(self) -> bool:
+        return False
+
+    def save_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        saved = original(*args, **kwargs)
+        self._add_entry(args[1], saved["optimizer"])
+        return saved
+
+    def write_within(
+        self, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+        scaler: Any,
+    ) -> None:
+        counters = {"global_step": self._state.global_step, "samples_seen": self._state.samples_seen}
+        # Where FSDP divides the model, every process takes part.
+        if self.args.rank == 0 or self.divides_model:
+            content = self.save_checkpoint(
+                save_checkpoint, self._task, optimizer, epoch, scaler=scaler, name=self.args.name, **counters
+            )
+            if self.args.rank == 0:
+                midepoch.write(self.args, content, position)
+
+    @property
+    def divides_model(self) -> bool:
+        return self._task._fsdp_enabled
+
+    def save_sharded(
+        self, original: Callable, task: Any, optimizer: torch.optim.Optimizer, folder: str, **kwargs: Any
+    ) -> None:
+        """Our entry is a file in the folder, there before OpenCLIP's file that makes it a checkpoint."""
+        if self._entry_to_save is not None:
+            checkpoint.write_sharded_entry(folder, self._entry_to_save)
+        original(task, optimizer, folder, **kwargs)
+        if self.args.rank == 0:
+            midepoch.remove_older(folder)
+
+    def load_sharded(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
+        self.log.has_start()
+        entry = checkpoint.read_sharded_entry(folder)
+        epoch = original(task, folder, **kwargs)
+        if trains(self.args):
+            self.restore(entry, os.fspath(folder), epoch)
+        return epoch
+
+    # Data and training
+
+    def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
+        data = super().get_data(original, args, *rest, **kwargs)
+        if "train" in data:
+            self.log.hold()
+        return data
+
+    def train_state(
+        self, original: Callable, state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None
+    ) -> None:
+        """An epoch of a TrainState, as the epoch of a model, a loss and an optimizer that the session knows."""
+        self._state = state
+        if args.uses_ext_loss and self.loss is None:
+            self._task.loss = self.create_loss(lambda args: None, args)
+
+        def train_one_epoch(
+            model: Any, data: dict[str, Any], loss: Any, epoch: int, optimizer: Any, scaler: Any, scheduler: Callable,
+            dist_model: Any, args: Namespace, tb_writer: Any = None,
+        ) -> None:
+            # Those of a recovery of statistics are not the training's, nor are its counters.
+            own = state if epoch == state.epoch else replace(state, epoch=epoch, scheduler=scheduler, losses_ema={})
+            original(own, data, args, tb_writer=tb_writer)
+
+        self.train_one_epoch(
+            train_one_epoch, state.task.trainable_module, data, self.loss, state.epoch, state.optimizer, state.scaler,
+            state.scheduler, None, args, tb_writer=tb_writer,
+        )
+
+    def evaluated(self, model: torch.nn.Module) -> torch.nn.Module:
+        return self._task
+
+    @staticmethod
+    def unwrapped(model: Any) -> torch.nn.Module:
+        return get_model_from_task(model)
