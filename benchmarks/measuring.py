@@ -125,6 +125,29 @@ class BareProducts:
             torch.bmm(products, self.others, out=self.sums)
 
 
+class BatchProducts:
+    """The matrix products that a loss of two passes needs in a batch: four of B x B x d.
+
+    These are the similarities, once for the normalizers and once for the gradient, and the gradients of images and
+    texts. On a CPU in blocks of 512 rows, in memory that is allocated once.
+    """
+
+    def __init__(self, batch: int, dim: int, device: torch.device):
+        self.image, self.text, self.grad_text = (torch.randn(batch, dim, device=device) for _ in range(3))
+        self.rows = min(BareProducts.CPU_ROWS, batch) if device.type == "cpu" else batch
+        self.block = torch.empty(self.rows, batch, device=device)
+        self.grad_image = torch.empty_like(self.image)
+
+    def __call__(self) -> None:
+        for start in range(0, len(self.image), self.rows):
+            some = self.image[start : start + self.rows]
+            block = self.block[: len(some)]
+            for _ in range(2):
+                torch.mm(some, self.text.T, out=block)
+            torch.mm(block, self.text, out=self.grad_image[start : start + self.rows])
+            torch.addmm(self.grad_text, block.T, some, out=self.grad_text)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What the numbers were measured on."""
     name = platform.processor() or platform.machine()
