@@ -1,10 +1,10 @@
-"""Saving and resuming the state of a loss with n rows: seconds, and the memory that each process needs for it.
+"""Time and memory to save and to resume the state of a loss with n rows.
 
     python benchmarks/saving.py --json saving.json
 
-What the command does at a checkpoint: gather the state on process 0, write one file, rename it; and to resume: every
-process maps the file and takes its rows. Memory is the most that a process held at a time (resident, pages of the
-mapped file included) beyond what it held before, for process 0 and for the largest of the others. Linux only.
+A save is what the command does at a checkpoint: gather the state on process 0, write one file, rename it. To resume,
+every process maps the file and copies its rows. Memory is the increase to a process's peak resident memory, pages of
+the mapped file included, for process 0 and for the largest of the others. Linux only.
 """
 
 import argparse
@@ -27,13 +27,13 @@ from training_ext.loading import load_mapped
 
 
 def resident() -> int:
-    """Bytes, now."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def peak(function) -> tuple[float, int]:
-    """Seconds, and bytes beyond those held before."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    """Seconds that `function` takes, and its peak resident memory in bytes beyond that before the call."""
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, start = resident(), time.perf_counter()
     function()
     if dist.is_initialized():
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--rows", type=int, nargs="+", default=[10**7, 10**8])
     flags.add_argument("--processes", type=int, nargs="+", default=[1, 4])
     flags.add_argument("--losses", nargs="+", default=["fastclip-v3", "fastclip-v2"])
-    flags.add_argument("--json", help="write the results here, too")
+    flags.add_argument("--json", help="also write the results to this file")
     args = flags.parse_args(argv)
     results = []
     for world in args.processes:
