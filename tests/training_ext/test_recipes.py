@@ -54,7 +54,7 @@ def test_a_published_recipe_says_where_it_is_from_and_can_be_planned(name, eight
     if recipe.global_batch_size:
         assert args.batch_size * 8 == recipe.global_batch_size
     text = "\n".join(plan.lines(args, 8))
-    found = re.search(r"([\d,]+) an epoch, ([\d,]+) in all", text)
+    found = re.search(r"([\d,]+) per epoch, ([\d,]+) in total", text)
     steps, total = (int(number.replace(",", "")) for number in found.groups())
     batches = ceil(recipe.samples / (8 * args.batch_size) / args.workers) * args.workers
     assert steps == batches // args.accum_freq and total == steps * args.epochs
@@ -99,8 +99,8 @@ def test_a_global_batch_that_does_not_divide(write, eight):
 
 
 BAD = {
-    "": "holds no mapping with the key 'flags'",
-    "- 1": "holds no mapping",
+    "": "is not a mapping with the key 'flags'",
+    "- 1": "is not a mapping",
     "{a: 1": "is not YAML: ",
     "flags: !!python/object/apply:os.system [echo]": "is not YAML: could not determine a constructor",
     "flags: [1]": r"flags is \[1\]; it must be a mapping of flags",
@@ -163,8 +163,8 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     data = arguments if shapes else arguments.replace("--train-data x-{0..5}.tar", datasets["shards"])
     trained = run("trained", f"{data}{shapes} --recipe {path}")
     steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
-    assert f"{steps} an epoch, {steps} in all" in text and steps == 6
-    assert "in all        48 samples" in text
+    assert f"{steps} per epoch, {steps} in total" in text and steps == 6
+    assert "total         48 samples" in text
     about = float(re.search(r"about ([\d.]+) MiB each", " ".join(text.split()))[1]) * 2**20
     assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
     warned = re.findall(r"WARNING \| (--\S+: .*)", trained.log)
@@ -196,7 +196,7 @@ def test_a_dry_run_without_recipe(capsys, refused):
     assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
-    assert "--dry-run does not look at the data; give their number" in refused(flags)
+    assert "--dry-run does not read the data; give their number" in refused(flags)
     assert "more than 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
     # What the training would refuse is refused.
     assert "--keep-best" in refused(f"{flags} --train-num-samples 64 --keep-best x")

@@ -399,9 +399,9 @@ def refused(trained, tmp_path, capsys):
         ("--anchors many", "--anchors: invalid int value"),
         ("--batch-sizes 1", "--batch-sizes: 1 is out of range; it must be from 2 to the 48 rows"),
         ("--batch-sizes 8,49", "--batch-sizes: 49 is out of range"),
-        ("--batch-sizes 8;9", "--batch-sizes: '8;9' is no list of numbers"),
+        ("--batch-sizes 8;9", "--batch-sizes: '8;9' is not a list of integers"),
         ("--gradient-batches 1", "--gradient-batches: 1 is out of range; it must be 0 or at least 2"),
-        ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: none, and --gradient-batches 4 needs at least one"),
+        ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: is empty, but --gradient-batches 4 needs a size"),
         ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
         ("--wrokers 2", "unknown: --wrokers 2; did you mean '--workers'?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),
@@ -419,7 +419,7 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
     torn.write_bytes((trained("table")[0].path / "checkpoints/epoch_1.pt").read_bytes()[:5000])
     assert "is not a complete checkpoint" in refused("table", path=torn)
     torch.save({"epoch": 1, "state_dict": {}}, torn)
-    assert "holds no CLIP model" in refused("table", path=torn)
+    assert "has no CLIP model" in refused("table", path=torn)
     of_clip = trained("clip")[0].path / "checkpoints/epoch_1.pt"
     assert "was not trained with --loss fastclip-v3; repeat" in refused("table", path=of_clip)
     assert "was trained with --loss fastclip-v3" in refused("table", change=(SETTINGS, "--loss sogclr"))

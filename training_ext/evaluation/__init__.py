@@ -1,1 +1,1 @@
-"""Scores of a model: the DataComp tasks and zero-shot classification of one's own classes."""
+"""Zero-shot evaluation of checkpoints: the DataComp tasks, and classification of the user's own classes."""

@@ -1,4 +1,4 @@
-"""Averages over tasks, each with the name of those who define it so."""
+"""Averages over tasks as DataComp and the papers define them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ PAIRS = ("retrieval/flickr_1k_test_image_text_retrieval", "retrieval/mscoco_2014
 
 @dataclass(frozen=True)
 class Aggregate:
-    """The mean of the tasks with these keys."""
+    """An average by its name, and the keys of the tasks that it is over."""
 
     name: str
     keys: tuple[str, ...]
@@ -26,7 +26,7 @@ class Aggregate:
 
 @dataclass(frozen=True)
 class Average:
-    """Of an aggregate: its name, or one that says how much of it is there; None if nothing is."""
+    """The value of an aggregate, in [0, 1], or None without any of its tasks; an incomplete one has another name."""
 
     name: str
     value: float | None
@@ -34,7 +34,7 @@ class Average:
 
 
 def aggregates(table: str, tasks: Sequence[Task]) -> list[Aggregate]:
-    """What is averaged over a table of tasks."""
+    """The averages for a table of tasks: those of DataComp and the papers, or one over all tasks of another table."""
     every = tuple(task.key for task in tasks)
     if table != DATACOMP:
         return [Aggregate(f"{table}: average of {len(every)}", every)]
@@ -50,7 +50,11 @@ def aggregates(table: str, tasks: Sequence[Task]) -> list[Aggregate]:
 
 
 def average(aggregate: Aggregate, scores: Mapping[str, float]) -> Average:
-    """The mean of the scores by key; of fewer tasks than it is defined over, it does not bear the aggregate's name."""
+    """The mean of the aggregate's scores; if some are missing, its name says how many there are.
+
+    Args:
+        scores: by task key, in [0, 1].
+    """
     there = [scores[key] for key in aggregate.keys if key in scores]
     complete = len(there) == len(aggregate.keys)
     name = aggregate.name if complete else f"[{len(there)} of {len(aggregate.keys)} tasks] {aggregate.name}"

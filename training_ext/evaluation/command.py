@@ -1,4 +1,4 @@
-"""The command line of an evaluation, and its steps."""
+"""The command `open_clip_ext.evaluate`: its flags and its steps."""
 
 import argparse
 import json
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command's flags.
+    """Parse the command's flags.
 
     Raises:
         InputError: a wrong flag.
@@ -46,33 +46,32 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog=PROG,
         allow_abbrev=False,
-        description="Scores checkpoints on the 38 DataComp tasks, as far as they are in a folder, and on one's own "
+        description="Scores checkpoints zero-shot on those of the 38 DataComp tasks that a folder has, and on your own "
         "classes. Nothing is downloaded.",
     )
     parser.add_argument(
-        "--checkpoint", required=True, nargs="+", metavar="PATH", help="files of weights, of any OpenCLIP model"
+        "--checkpoint", required=True, nargs="+", metavar="PATH", help="weights of OpenCLIP models"
     )
     parser.add_argument(
         "--model", metavar="NAME", help="OpenCLIP's name of the model (default: from params.txt beside the checkpoint)"
     )
     parser.add_argument(
         "--pretrained", metavar="TAG",
-        help="take the preprocessing of these pretrained weights of OpenCLIP (default: as params.txt says, or the "
-        "model's own)",
+        help="use the preprocessing of these pretrained weights of OpenCLIP (default: from params.txt, or the model's)",
     )
-    parser.add_argument("--data", metavar="FOLDER", help="where the folders of the tasks are")
+    parser.add_argument("--data", metavar="FOLDER", help="folder with the folders of the tasks")
     parser.add_argument(
-        "--tasks", nargs="+", metavar="NAME", help="only these, by name or key (default: all that are there)"
+        "--tasks", nargs="+", metavar="NAME", help="evaluate these only, by name or key (default: all with a folder)"
     )
     parser.add_argument(
-        "--zeroshot-data", metavar="DIR", help="classify one's own images: class folders of images, or shards"
+        "--zeroshot-data", metavar="DIR", help="classify your own images: class folders of images, or shards"
     )
     parser.add_argument(
         "--out", required=True, metavar="PATH",
-        help=f"file for the results, *{LINES}; a folder if there are several checkpoints. What is there is kept",
+        help=f"file for the results, *{LINES}, or a folder for several checkpoints; results in it are kept",
     )
-    parser.add_argument("--batch-size", type=int, default=64, metavar="INT", help="images at a time (default: 64)")
-    parser.add_argument("--workers", type=int, default=2, metavar="INT", help="loader processes (default: 2)")
+    parser.add_argument("--batch-size", type=int, default=64, metavar="INT", help="images per batch (default: 64)")
+    parser.add_argument("--workers", type=int, default=2, metavar="INT", help="data loader workers (default: 2)")
     parser.add_argument("--precision", default="fp32", choices=PRECISIONS, help="(default: fp32, as DataComp's)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help="(default: cuda, or cpu where there is none)")
@@ -81,16 +80,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 @dataclass
 class Job:
-    """What process 0 finds out for all.
+    """What process 0 has checked and sends to all.
 
     Args:
-        checkpoints: what is evaluated.
-        outs: their files of results.
-        picture: for the comparison, or None.
+        checkpoints: the checkpoints to evaluate.
+        outs: file of results of each checkpoint.
+        picture: path of the figure that compares checkpoints, or None.
         table: name of the table of tasks.
-        tasks: all of it.
-        folders: of the tasks that are there, by key.
-        todo: by checkpoint, the keys to evaluate; own classes have a key as well.
+        tasks: all tasks of the table.
+        folders: by task key, the folder; tasks without one are left out.
+        todo: for each checkpoint the keys to evaluate; the user's own classes have a key, too.
     """
 
     checkpoints: list[Checkpoint]
@@ -103,16 +102,16 @@ class Job:
 
 
 def run(argv: list[str]) -> None:
-    """The command.
+    """Run the evaluation; every process calls it.
 
     Raises:
-        InputError: one line; nothing was written before it unless it is about what is in the data.
+        InputError: one line. Nothing has been written, unless it is about the contents of the data.
     """
     args = parse(argv)
     open_clip.add_model_config(preflight.MODEL_CONFIGS)
     job: Job | None = None
     results: list[Results] = []
-    # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
+    # As in the training, process 0 checks the command line while the others wait for it in the process group.
     if world_info_from_env()[1] == 0:
         job, results = check(args)
     device = init_distributed_device(args)
@@ -136,7 +135,7 @@ def run(argv: list[str]) -> None:
 
 
 def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
-    """All that can be wrong with the command line; the sources are opened, and their images not read.
+    """Check the command line and open the data sets, without reading their images.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
@@ -145,22 +144,21 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         if (value := getattr(args, setting)) < least:
             raise InputError(f"{flag_of(setting)}: {value} is out of range; it must be at least {least}")
     if args.data is None and args.zeroshot_data is None:
-        raise InputError("--data: nothing to evaluate on; give it, or --zeroshot-data")
+        raise InputError("--data: is missing, and there is nothing to evaluate on; give it, or --zeroshot-data")
     several = len(args.checkpoint) > 1
     if several and args.out.endswith(LINES):
-        raise InputError(f"--out: {args.out!r} for {len(args.checkpoint)} checkpoints; give a folder")
+        raise InputError(f"--out: {args.out!r} is one file for {len(args.checkpoint)} checkpoints; give a folder")
     if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
         raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     labels = [one.label for one in checkpoints]
     if len(set(labels)) < len(labels):
-        raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, or their results would be mixed")
+        raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, since results are filed by name")
     if args.out.endswith(LINES):
         outs = [args.out]
     else:
         outs = [os.path.join(args.out, label.replace("/", "-") + LINES) for label in labels]
     results = [Results(out, about(args, one)) for out, one in zip(outs, checkpoints, strict=True)]
-    name = DATACOMP
     name, tasks, folders = DATACOMP, list[Task](), dict[str, str]()
     sources: dict[str, Source] = {}
     if args.data is not None:
@@ -168,7 +166,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         wanted = [task for task in tasks if task.key in folders and is_wanted(task, args)]
         sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
     elif args.tasks:
-        raise InputError(f"--tasks: {' '.join(args.tasks)} without --data")
+        raise InputError(f"--tasks: {' '.join(args.tasks)} has no effect without --data; give the folder of the tasks")
     if args.zeroshot_data is not None:
         own = open_own_classes("--zeroshot-data", args.zeroshot_data)
         sources[KEY + name_of(own)] = own
@@ -182,15 +180,15 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
 
 
 def about(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
-    """What a score depends on beside the data."""
-    settings = json.loads(json.dumps(checkpoint.flags))  # JSON has lists for tuples
+    """What a score depends on besides the data; results of anything else in the same file are refused."""
+    settings = json.loads(json.dumps(checkpoint.flags))  # tuples become lists, as in the file
     return {
         "checkpoint": checkpoint.digest, "model": checkpoint.model, "precision": args.precision, "settings": settings
     }
 
 
 def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str]]:
-    """The table of tasks, and the folders of those that are there."""
+    """Name of the table of tasks, all its tasks, and by key the folders that exist."""
     if not os.path.isdir(args.data):
         raise InputError(f"--data: there is no folder {args.data!r}")
     name, every = read_tasks(args.data)
@@ -209,7 +207,7 @@ def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str
     wanted = [task for task in tasks if is_wanted(task, args)]
     if not any(task.key in folders for task in wanted):
         looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
-        raise InputError(f"--data: {args.data!r} has the folder of no task, such as {looked_for}")
+        raise InputError(f"--data: {args.data!r} has no folder of a task, such as {looked_for}")
     return name, tasks, folders
 
 
@@ -220,7 +218,7 @@ def is_wanted(task: Task, args: argparse.Namespace) -> bool:
 def evaluate_checkpoint(
     args: argparse.Namespace, device: torch.device, job: Job, number: int, results: Results | None
 ) -> None:
-    """All that is to do for one of the checkpoints; results on process 0."""
+    """Evaluate checkpoint `number` on its tasks to do; `results` is None except on process 0."""
     checkpoint = job.checkpoints[number]
     model, transform, tokenizer = load_model(checkpoint, args)
     encoder = Encoder(
@@ -260,7 +258,7 @@ def confusion_path(out: str, source: Source) -> str:
 
 
 def finish(job: Job, results: list[Results]) -> None:
-    """The table and the picture."""
+    """Print the table and draw the figure."""
     labels = [checkpoint.label for checkpoint in job.checkpoints]
     if job.tasks:
         missing = [

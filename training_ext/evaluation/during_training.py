@@ -1,4 +1,4 @@
-"""`--zeroshot-data` in the training: one's own classes after each epoch."""
+"""`--zeroshot-data` in the training: zero-shot classification of the user's own classes after each epoch."""
 
 import logging
 import os
@@ -18,29 +18,30 @@ PICTURES = "confusion"  # folder of the experiment
 
 
 def check_own_classes(args: Namespace) -> None:
-    """Raise InputError unless the images can be found, and are evaluated; they are not read yet."""
+    """Raise InputError if the images of --zeroshot-data cannot be found or would never be evaluated."""
     if args.zeroshot_data is None:
         return
     if not args.val_frequency:
-        raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave one of the two out")
+        raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave out one of the two")
     open_own_classes(FLAG, args.zeroshot_data)
 
 
 def marked(data: dict[str, Any], args: Namespace) -> dict[str, Any]:
-    """OpenCLIP evaluates where it has validation data or ImageNet; an empty entry stands for one's own classes."""
+    """Add an empty entry to `data` if OpenCLIP, which evaluates validation data and ImageNet only, has none of them."""
     if args.zeroshot_data is None or set(data) & set(VALIDATION):
         return data
     return {**data, VALIDATION[-1]: None}
 
 
 def unmarked(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` without the empty entry of `marked`."""
     return {name: info for name, info in data.items() if info is not None}
 
 
 def score_epoch(
     model: torch.nn.Module, transform: Any, tokenizer: Any, epoch: int, args: Namespace
 ) -> dict[str, float]:
-    """Accuracy and balanced accuracy, and the picture of the confusion; on process 0 alone.
+    """Accuracy and balanced accuracy in [0, 1] and the number of images; draws the confusion. On process 0 only.
 
     Args:
         model: without wrappers, in evaluation mode.
@@ -51,8 +52,8 @@ def score_epoch(
     try:
         source = open_own_classes(FLAG, args.zeroshot_data)
         scores = score_own_classes(encoder, source)
-    except InputError as error:  # the data were good at the start: an epoch of training is worth more
-        logging.error(f"No accuracy on one's own classes after epoch {epoch}: {error}")
+    except InputError as error:  # the data were readable at the start; do not lose the training now
+        logging.error(f"{FLAG} was not evaluated after epoch {epoch}: {error}")
         return {}
     assert scores is not None
     if args.save_logs:
@@ -61,7 +62,7 @@ def score_epoch(
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"epoch_{epoch}.png")
             write_confusion(path, source, scores, f"epoch {epoch}")
-            logging.info(f"Which classes are taken for which: {path}")
+            logging.info(f"Confusion matrix of {FLAG}: {path}")
         except Exception as error:
-            logging.warning(f"No picture of the confusion: {error!r}")
+            logging.warning(f"The confusion matrix was not drawn: {error!r}")
     return dict(zip((*METRICS, IMAGES), (scores.top1, scores.balanced, int(scores.counts.sum())), strict=True))

@@ -1,5 +1,7 @@
-"""Reading of evaluation folders. Nothing in them is executed, and nothing is left out in silence: a score over fewer
-samples is another score."""
+"""Read evaluation data sets from folders.
+
+Nothing in them is executed. A sample that cannot be read is an error: without it the score would be another one.
+"""
 
 import csv
 import hashlib
@@ -24,7 +26,7 @@ from training_ext.loading import one_line
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
 TYPES = ("classification", "multilabel", "retrieval")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
-IMAGE_FILES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # those of ImageFolder
+IMAGE_FILES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")  # as ImageFolder's
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
 
@@ -34,10 +36,10 @@ class Sample:
     """One image.
 
     Args:
-        place: where it is, for an error's message.
-        image: the bytes of its file.
-        target: class, captions, or one number for each class.
-        fields: the numbers of its .npy, or None.
+        place: its file, for error messages.
+        image: contents of the image file.
+        target: class number, list of captions, or for several labels (C,) of 0 and 1.
+        fields: contents of its .npy, or None.
     """
 
     place: str
@@ -48,14 +50,14 @@ class Sample:
 
 @dataclass
 class Source:
-    """Images with what is to be found for them.
+    """A data set: images with their targets.
 
     Args:
-        flag: that named it, for messages.
-        folder: where it is.
-        type: one of `TYPES`.
-        classes: their names, of a classification.
-        templates: with `{c}` where the name goes.
+        flag: the flag that names it, for error messages.
+        folder: its folder.
+        type: one of `TYPES`, or "winogavil".
+        classes: names of the classes, for a classification.
+        templates: prompts with `{c}` in place of the class name.
     """
 
     flag: str
@@ -65,25 +67,27 @@ class Source:
     templates: list[str] = field(default_factory=list)
 
     def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
-        """Number and sample of those whose number is one's own; numbers count from 0 without gaps."""
+        """Number and sample for all numbers, 0, 1, ..., for which `own(number)` is true."""
         raise NotImplementedError
 
     def files(self) -> list[str]:
+        """Paths of the files that the digest depends on."""
         raise NotImplementedError
 
     def digest(self) -> str:
-        """Of names and sizes of the files and of the texts: the same data have the same."""
+        """Digest of the files' names and sizes and of the class names and templates, 16 hex digits."""
         found = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
         for path in self.files():
             found.update(f"{os.path.relpath(path, self.folder)} {os.path.getsize(path)}\n".encode())
         return found.hexdigest()[:16]
 
     def wrong(self, what: str) -> InputError:
+        """An error that names the flag."""
         return InputError(f"{self.flag}: {what}")
 
 
 class Shards(Source):
-    """A folder in the form of DataComp and clip_benchmark: DIR/test/nshards.txt, DIR/test/0.tar, ..."""
+    """Shards in the format of DataComp and clip_benchmark: DIR/test/nshards.txt, DIR/test/0.tar, ..."""
 
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
@@ -92,15 +96,15 @@ class Shards(Source):
             with open(path, encoding="utf-8") as file:
                 number = int(file.read(32))
         except (OSError, ValueError) as error:
-            raise self.wrong(f"{path!r} is no number of shards: {one_line(error)}") from None
+            raise self.wrong(f"{path!r} must have the number of shards: {one_line(error)}") from None
         self.shards = [os.path.join(folder, "test", f"{index}.tar") for index in range(number)]
         missing = next((path for path in self.shards if not os.path.isfile(path)), None)
         if missing is not None or not self.shards:
-            raise self.wrong(f"{missing or path!r} is missing; {number} shards are announced")
+            raise self.wrong(f"{missing or path!r} is missing; nshards.txt says {number} shards")
         kind = lines_of(self, TYPE) or ["classification"]
         self.type = kind[0].lower()
         if self.type not in TYPES:
-            raise self.wrong(f"{os.path.join(folder, TYPE)!r} has {kind[0]!r}, which is none of {', '.join(TYPES)}")
+            raise self.wrong(f"{os.path.join(folder, TYPE)!r} has {kind[0]!r}, which is not one of {', '.join(TYPES)}")
         if self.type != "retrieval":
             self.classes, self.templates = lines_of(self, CLASSNAMES, needed=True), templates_of(self, needed=True)
 
@@ -150,8 +154,11 @@ class Shards(Source):
 
 
 class ClassFolders(Source):
-    """A folder of images for each class, as torchvision's ImageFolder reads it; the classes are the folders in
-    alphabetical order, named by classnames.txt beside them or by themselves."""
+    """A folder of images for each class, as for torchvision's ImageFolder.
+
+    Classes are in alphabetical order of the folders; their names are the lines of classnames.txt beside them, or else
+    the folders' names.
+    """
 
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
@@ -180,10 +187,10 @@ class ClassFolders(Source):
 
 
 class Candidates(Source):
-    """WinoGAViL's folder: winogavil_dataset.csv, and the candidates' pictures as images/NAME.jpg.
+    """WinoGAViL's folder: winogavil_dataset.csv, and the candidates' images as images/NAME.jpg.
 
     Attributes:
-        instances: cue, numbers of the candidates' pictures, which of them are associations.
+        instances: cue, image numbers of the n candidates, and (n,) bool: which of them are associations.
     """
 
     def __init__(self, flag: str, folder: str):
@@ -218,12 +225,12 @@ class Candidates(Source):
 
 
 class Images(IterableDataset):
-    """The decoded samples of one process, shared among a loader's workers.
+    """The decoded samples of one process, divided among the loader's workers.
 
     Args:
-        source: what is read.
+        source: the data set.
         transform: from an RGB image to a tensor.
-        rank, world_size: every world_size-th sample is read, from rank on.
+        rank, world_size: the process reads every world_size-th sample, starting at rank.
     """
 
     def __init__(self, source: Source, transform: Callable[[Image.Image], Tensor], rank: int, world_size: int):
@@ -236,23 +243,23 @@ class Images(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, Tensor, Any, NDArray | None]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        share, shares = self.rank * workers + worker, self.world_size * workers
-        for number, sample in self.source.samples(lambda number: number % shares == share):
+        first, step = self.rank * workers + worker, self.world_size * workers
+        for number, sample in self.source.samples(lambda number: number % step == first):
             try:
                 with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
                     tensor = self.transform(image.convert("RGB"))
             except Exception as error:  # decoders raise whatever they like
                 unknown = isinstance(error, UnidentifiedImageError)
-                reason = f"it is none of {', '.join(FORMATS)}" if unknown else one_line(error)
+                reason = f"it is not one of {', '.join(FORMATS)}" if unknown else one_line(error)
                 raise self.source.wrong(f"the image of {sample.place!r} cannot be read: {reason}") from None
             yield number, tensor, sample.target, sample.fields
 
 
 def open_own_classes(flag: str, folder: str) -> Source:
-    """One's own zero-shot classification: class folders, or shards.
+    """Open the user's own data set for zero-shot classification: class folders, or shards.
 
     Raises:
-        InputError: it is neither.
+        InputError: the folder has neither, or is of another type.
     """
     if not os.path.isdir(folder):
         raise InputError(f"{flag}: there is no folder {folder!r}")
@@ -262,7 +269,7 @@ def open_own_classes(flag: str, folder: str) -> Source:
     else:
         source = ClassFolders(flag, folder)
     if source.type != "classification":
-        raise source.wrong(f"{folder!r} is of type {source.type}; give one class for each image")
+        raise source.wrong(f"{folder!r} is of type {source.type}; give a classification with one class per image")
     return source
 
 
@@ -281,7 +288,7 @@ def lines_of(source: Source, name: str, needed: bool = False) -> list[str]:
 
 
 def templates_of(source: Source, needed: bool = False) -> list[str]:
-    """The file's lines, or OpenCLIP's 80 for ImageNet where no file is needed and there is none."""
+    """Templates of the data set; OpenCLIP's 80 for ImageNet if it has none and `needed` is False."""
     lines = [line for line in lines_of(source, TEMPLATES, needed) if line]
     for line in lines:
         if "{c}" not in line:
@@ -290,7 +297,7 @@ def templates_of(source: Source, needed: bool = False) -> list[str]:
 
 
 def grouped(tar: tarfile.TarFile) -> Iterator[dict[str, tarfile.TarInfo]]:
-    """The members of each sample by extension: neighbours whose names are equal up to the first dot."""
+    """The members of each sample by extension: consecutive files whose names are equal up to the first dot."""
     key: tuple[str, str] | None = None
     members: dict[str, tarfile.TarInfo] = {}
     for member in tar:
@@ -308,7 +315,7 @@ def grouped(tar: tarfile.TarFile) -> Iterator[dict[str, tarfile.TarInfo]]:
 
 
 def check_end(tar: tarfile.TarFile) -> None:
-    """tarfile takes an archive that was cut between or in headers for a whole one."""
+    """Raise ReadError for a truncated archive, which tarfile accepts if it is cut at or in a header."""
     assert tar.fileobj is not None
     tar.fileobj.seek(tar.offset)
     if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):

@@ -1,6 +1,6 @@
-"""What a model answers on a source: one process's share, gathered on process 0.
+"""Inference of a model on a data set, divided over processes and gathered on process 0.
 
-Shapes: N = samples, C = classes, K = answers kept, d = dimension of the embeddings.
+Shapes: b = samples of a batch, N = samples, C = classes, K = top classes kept, d = dimension of the embeddings.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,21 +22,21 @@ from open_clip_ext.errors import InputError
 from training_ext.evaluation.folders import Candidates, Images, Source
 from training_ext.hosts import taken
 
-RANKED = 5  # answers kept for each sample
+RANKED = 5  # top classes kept for each sample
 
 
 @dataclass
 class Encoder:
-    """A model that is ready to answer.
+    """A model with its preprocessing, on one of the processes that divide the samples.
 
     Args:
         model: OpenCLIP's without wrappers, on `device`.
         transform, tokenizer: OpenCLIP's, for evaluation.
         precision: OpenCLIP's name of it.
-        batch_size: images, and texts, at a time.
-        workers: loader processes.
-        rank, world_size: of the processes that share the samples.
-        show: progress bars.
+        batch_size: images or texts per batch.
+        workers: data loader workers.
+        rank, world_size: of the processes that divide the samples.
+        show: whether to show progress bars.
     """
 
     model: Any
@@ -54,11 +54,16 @@ class Encoder:
         return get_autocast(self.precision, **taken(get_autocast, device_type=self.device.type))()
 
     def batches(self, source: Source, name: str, size: int | None) -> Iterator[tuple[list[int], Tensor, list, list]]:
-        """Numbers, unit embeddings (b, d), targets and fields of this process's samples."""
+        """Batches of this process: sample numbers, unit embeddings (b, d) float32, targets and fields.
+
+        Args:
+            name: label of the progress bar.
+            size: samples of all processes, for the progress bar; None if unknown.
+        """
         loader = DataLoader(
             Images(source, self.transform, self.rank, self.world_size), self.batch_size, num_workers=self.workers,
             collate_fn=list,
-            generator=torch.Generator(),  # an evaluation does not change what a training draws
+            generator=torch.Generator(),  # leaves the global random state of a training alone
         )
         share = None if size is None else -(-size // self.world_size)
         with tqdm(total=share, desc=name, unit=" images", disable=not self.show, leave=False) as bar:
@@ -71,7 +76,7 @@ class Encoder:
                 bar.update(len(batch))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Unit embeddings (texts, d)."""
+        """Unit embeddings of the texts, (texts, d) float32."""
         parts = []
         for start in range(0, len(texts), self.batch_size):
             tokens = self.tokenizer(list(texts[start : start + self.batch_size])).to(self.device)
@@ -80,8 +85,8 @@ class Encoder:
         return torch.cat(parts)
 
     def classifier(self, source: Source) -> Tensor:
-        """(d, C): of each class the normalized mean of the unit embeddings of its name in every template."""
-        # Not str.format, which would let a template ask for attributes of its argument.
+        """Zero-shot classifier (d, C): per class the normalized mean of its unit embeddings over templates."""
+        # Not str.format, with which a template could read attributes of its argument.
         templates = [lambda name, line=line: line.replace("{c}", name) for line in source.templates]
         at_once = max(1, self.batch_size // len(templates))
         with self.autocast():
@@ -100,13 +105,13 @@ def finite(features: Tensor) -> Tensor:
 
 @dataclass
 class Answers:
-    """To a classification, on process 0.
+    """Predictions of a classification.
 
     Args:
-        ranked: (N, K) classes, the best first; K = min(5, C).
+        ranked: (N, K) classes, the most similar first; K = min(5, C).
         labels: (N,), or (N, C) of 0 and 1 for several labels.
-        scores: (N, C) cosine similarities where samples have several labels, else None.
-        fields: (N, columns) int64 where every sample has them, else None.
+        scores: (N, C) cosine similarities for several labels, else None.
+        fields: (N, columns) int64 if the samples have fields, else None.
     """
 
     ranked: NDArray
@@ -117,7 +122,7 @@ class Answers:
 
 @torch.inference_mode()
 def classify(encoder: Encoder, source: Source, name: str, size: int | None = None) -> Answers | None:
-    """The answers, on process 0; None on the others."""
+    """Classify all samples; the predictions on process 0, None on the others."""
     classifier = encoder.classifier(source)
     several = source.type == "multilabel"
     rows: dict[str, list] = {"number": [], "ranked": [], "labels": [], "scores": [], "fields": []}
@@ -139,7 +144,11 @@ def classify(encoder: Encoder, source: Source, name: str, size: int | None = Non
 
 @torch.inference_mode()
 def retrieve(encoder: Encoder, source: Source, name: str, size: int | None = None) -> dict[str, NDArray] | None:
-    """`image` (I, d), `text` (T, d) and `image_of_text` (T,) on process 0; None on the others."""
+    """Embed all images and captions; the result on process 0, None on the others.
+
+    Returns:
+        `image` (I, d) and `text` (T, d), unit vectors; `image_of_text` (T,), the number of each text's image.
+    """
     images: dict[str, list] = {"number": [], "image": []}
     texts: dict[str, list] = {"number": [], "text": []}
     for numbers, features, targets, _ in encoder.batches(source, name, size):
@@ -156,7 +165,7 @@ def retrieve(encoder: Encoder, source: Source, name: str, size: int | None = Non
 
 @torch.inference_mode()
 def associate(encoder: Encoder, source: Candidates, name: str) -> list[NDArray] | None:
-    """Similarities of each instance's candidates with its cue, on process 0; None on the others."""
+    """Cosine similarities (n,) of each instance's n candidates with its cue, on process 0; None on the others."""
     rows: dict[str, list] = {"number": [], "image": []}
     for numbers, features, *_ in encoder.batches(source, name, len(source.images)):
         rows["number"].append(np.asarray(numbers, np.int64))
@@ -169,17 +178,17 @@ def associate(encoder: Encoder, source: Candidates, name: str) -> list[NDArray] 
 
 
 def prompt_of(cue: str) -> str:
-    """As DataComp asks: "An eagle", "A bald"."""
+    """The prompt for a cue, as in DataComp: "An eagle", "A bald"."""
     cue = cue.lower()
     return f"An {cue}" if cue[0] in "aeiou" else f"A {cue}"
 
 
 def table_of(source: Source, fields: list[NDArray | None]) -> NDArray:
-    """(b, columns) int64 of a batch; no columns where samples have none."""
+    """The fields of a batch, (b, columns) int64; no columns if its samples have none."""
     try:
         return np.stack([np.empty(0) if one is None else np.atleast_1d(one) for one in fields]).astype(np.int64)
     except ValueError:
-        raise source.wrong(f"{source.folder!r}: the .npy of its samples differ in length, or some have none") from None
+        raise source.wrong(f"{source.folder!r}: samples have .npy of different lengths, or none") from None
 
 
 def gather(
@@ -189,10 +198,10 @@ def gather(
 
     Args:
         own: this process's batches by name.
-        several: a number may have several rows.
+        several: whether a number may have several rows.
 
     Raises:
-        InputError: there is no sample, or a process saw others than it should.
+        InputError: there are no samples, or the processes read different data.
     """
     every: list[Any] = [own]
     if encoder.world_size > 1:
@@ -206,8 +215,8 @@ def gather(
     try:
         whole = {name: np.concatenate(parts) for name, parts in batches.items()}
     except ValueError:
-        raise source.wrong(f"{source.folder!r}: some samples have an .npy of another length than others") from None
+        raise source.wrong(f"{source.folder!r}: samples have .npy of different lengths") from None
     order = np.argsort(whole["number"], kind="stable")
     if not several and not np.array_equal(whole["number"][order], np.arange(len(order))):
-        raise source.wrong(f"{source.folder!r}: the processes see different samples; give each the same folder")
+        raise source.wrong(f"{source.folder!r}: the processes see different samples; give all the same folder")
     return {name: values[order] for name, values in whole.items()}

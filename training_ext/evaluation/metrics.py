@@ -1,4 +1,4 @@
-"""What a score is: pure functions of numpy arrays, in float64.
+"""Metrics of classification, retrieval and association: pure functions of numpy arrays, in float64.
 
 Shapes: N = samples, C = classes, I = images, T = texts, d = dimension. Every value returned is in [0, 1].
 """
@@ -12,34 +12,34 @@ CHUNK = 1 << 24  # similarities held at once: 128 MiB
 
 
 def top_k_accuracy(ranked: NDArray, labels: NDArray, k: int) -> float:
-    """Share of the samples whose label is among the first k answers.
+    """Fraction of the samples whose label is among the first k predictions.
 
     Args:
-        ranked: (N, at least k) classes, the best answer first.
+        ranked: (N, at least k) classes, the best prediction first.
         labels: (N,).
     """
     return float(is_among(ranked, labels, k).mean())
 
 
 def is_among(ranked: NDArray, labels: NDArray, k: int) -> NDArray:
-    """Whether each label is among the first k answers, (N,) float64 of 0 and 1."""
+    """Whether each label is among the first k predictions, (N,) float64 of 0 and 1."""
     return (ranked[:, :k] == labels[:, None]).any(axis=1).astype(np.float64)
 
 
 def confusion(predicted: NDArray, labels: NDArray, num_classes: int) -> NDArray:
-    """(C, C) counts: row the label, column the prediction."""
+    """Confusion matrix (C, C) of counts: row the label, column the prediction."""
     counts = np.bincount(labels * num_classes + predicted, minlength=num_classes**2)
     return counts.reshape(num_classes, num_classes)
 
 
 def mean_per_class_recall(predicted: NDArray, labels: NDArray) -> float:
-    """Mean over the classes that occur among the labels of the share of their samples that are found."""
+    """Mean recall over the classes that occur among the labels."""
     right = (predicted == labels).astype(np.float64)
     return float(np.mean([right[labels == label].mean() for label in np.unique(labels)]))
 
 
 def macro_f1(predicted: NDArray, labels: NDArray) -> float:
-    """Mean F1 over the classes that occur among the labels; a class that is only predicted is no term of its own."""
+    """Mean F1 over the classes that occur among the labels; classes that are only predicted are not in the mean."""
     scores = []
     for label in np.unique(labels):
         true, found = labels == label, predicted == label
@@ -48,7 +48,7 @@ def macro_f1(predicted: NDArray, labels: NDArray) -> float:
 
 
 def by_group(values: NDArray, groups: NDArray) -> dict[int, tuple[float, int]]:
-    """Mean and number of the values (N,) of each group that occurs in `groups` (N,)."""
+    """Mean and number of the `values` (N,) by group, for each group in `groups` (N,)."""
     own = {int(group): values[groups == group] for group in np.unique(groups)}
     return {group: (float(part.mean()), len(part)) for group, part in own.items()}
 
@@ -57,7 +57,7 @@ def mean_average_precision(scores: NDArray, targets: NDArray) -> float:
     """Mean over all classes of the average precision; a class without positives counts as 0.
 
     Args:
-        scores: (N, C); of equal scores the earlier sample comes first.
+        scores: (N, C); ties go to the earlier sample.
         targets: (N, C), 1 where the class is in the sample.
     """
     order = np.argsort(-scores, axis=0, kind="stable")
@@ -69,13 +69,12 @@ def mean_average_precision(scores: NDArray, targets: NDArray) -> float:
 def retrieval_recall(image: NDArray, text: NDArray, image_of_text: NDArray, ks: Iterable[int]) -> dict[str, float]:
     """Recall at k in both directions, under clip_benchmark's names.
 
-    An image is found for its text if it is among the k most similar images, a text for its image if any of the image's
-    texts is among the k most similar texts. Of equal similarities the earlier one comes first, so that a model whose
-    embeddings are all alike finds what chance would.
+    A text counts as a hit if its image is among the k most similar images, an image if any of its texts is among the k
+    most similar texts. Ties go to the earlier candidate, so a model whose embeddings are all equal scores as chance.
 
     Args:
         image: (I, d). text: (T, d).
-        image_of_text: (T,) index of the image that each text belongs to; each image has a text.
+        image_of_text: (T,) index of each text's image; each image has at least one text.
     """
     image, text = image.astype(np.float64), text.astype(np.float64)
     image_rank = first_positive(text, image, lambda rows: image_of_text[rows, None] == np.arange(len(image)))
@@ -88,17 +87,17 @@ def retrieval_recall(image: NDArray, text: NDArray, image_of_text: NDArray, ks: 
 
 
 def first_positive(queries: NDArray, candidates: NDArray, positives: Callable[[NDArray], NDArray]) -> NDArray:
-    """For each query the number of candidates that come before its best positive, (queries,).
+    """Rank from 0 of each query's best positive among the candidates, (queries,).
 
     Args:
-        positives: from the indices of some queries, (q,), to which candidates are theirs, (q, candidates) bool.
+        positives: maps indices of queries, (q,), to (q, candidates) bool: which candidates are positives.
     """
     step = max(1, CHUNK // len(candidates))
     ranks = []
     for start in range(0, len(queries), step):
         rows = np.arange(start, min(start + step, len(queries)))
         scores = queries[rows] @ candidates.T
-        best = np.where(positives(rows), scores, -np.inf).argmax(axis=1)  # the earliest of equals
+        best = np.where(positives(rows), scores, -np.inf).argmax(axis=1)  # ties: the earliest
         level = scores[np.arange(len(rows)), best][:, None]
         ahead = (scores > level) | ((scores == level) & (np.arange(len(candidates)) < best[:, None]))
         ranks.append(ahead.sum(axis=1))
@@ -106,11 +105,10 @@ def first_positive(queries: NDArray, candidates: NDArray, positives: Callable[[N
 
 
 def jaccard_of_picks(similarities: NDArray, is_association: NDArray) -> float:
-    """WinoGAViL's score of one instance: as many candidates are picked as there are associations, the most similar
-    first; the size of the intersection over that of the union.
+    """WinoGAViL's score of one instance: Jaccard index of the associations and as many most similar candidates.
 
     Args:
-        similarities: (n,) of the candidates with the cue.
+        similarities: (n,) similarities of the candidates with the cue.
         is_association: (n,) bool, true at least once.
     """
     picks = np.argsort(-similarities, kind="stable")[: is_association.sum()]

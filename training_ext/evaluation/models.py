@@ -1,4 +1,4 @@
-"""The model of a checkpoint, ours or any of OpenCLIP's."""
+"""Load the model of a checkpoint: of this package's training or any of OpenCLIP's."""
 
 import ast
 import hashlib
@@ -21,7 +21,7 @@ from training_ext.loading import load_mapped, one_line, without_remote_code
 from training_ext.patching import replaced
 
 PARAMS = "params.txt"
-# What of a training's command line the model and its transform depend on.
+# The training's flags that the model and its transform depend on.
 MODEL_FLAGS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length", "image_mean", "image_std",
     "image_interpolation", "image_resize_mode",
@@ -30,15 +30,15 @@ MODEL_FLAGS = (
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A file of weights and what its model is.
+    """A file of weights, and what is needed to build its model.
 
     Args:
-        path: of the file.
-        label: short and readable, such as `NAME/epoch_3`.
-        model: OpenCLIP's name.
-        flags: of `MODEL_FLAGS`, as the training had them, and the preprocessing of the tag it began from.
-        digest: SHA-256 of the file's bytes.
-        has_logit_bias: its model was made for SigLIP's loss.
+        path: the file.
+        label: short name for tables, such as `NAME/epoch_3`.
+        model: OpenCLIP's name of the model.
+        digest: SHA-256 (hex) of the file.
+        has_logit_bias: whether the weights have SigLIP's logit_bias.
+        flags: the training's values of `MODEL_FLAGS`, and the preprocessing of the pretrained weights it started from.
     """
 
     path: str
@@ -50,31 +50,32 @@ class Checkpoint:
 
 
 def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Checkpoint:
-    """What is known of a checkpoint without loading it.
+    """Describe a checkpoint without loading its weights.
 
     Args:
-        model: OpenCLIP's name of it, or None if params.txt beside the checkpoint is to say.
-        tag: of OpenCLIP's pretrained weights, whose preprocessing the model takes; None if params.txt is to say, or
-            if it is the model's own.
+        model: OpenCLIP's name of the model; None: from params.txt beside the checkpoint.
+        tag: OpenCLIP's tag of the pretrained weights whose preprocessing is used; None: from params.txt, or else the
+            model's own preprocessing.
 
     Raises:
-        InputError: there is no such file, no weights in it, or no model's name for it.
+        InputError: the file does not exist or has no weights, the model's name is not known, or the tag is not one of
+            the model's.
     """
     if not os.path.isfile(path):
-        raise InputError(f"--checkpoint: {path!r} is no file")
+        raise InputError(f"--checkpoint: {path!r} is not a file")
     folder, name = os.path.split(os.path.abspath(path))
     inside = os.path.basename(folder) == "checkpoints"
     experiment = os.path.dirname(folder) if inside else folder
     params = read_params(os.path.join(experiment, PARAMS))
     if model is None and not isinstance(params.get("model"), str):
-        raise InputError(f"--model: there is no {PARAMS} with a model's name beside {path!r}; give the name")
+        raise InputError(f"--model: there is no {PARAMS} with the model's name beside {path!r}; give the name")
     own = model is None or model == params.get("model")
     name_of_model = str(model or params["model"])
     if tag is not None and not is_pretrained_cfg(name_of_model.replace("/", "-"), tag):
         known = ", ".join(open_clip.list_pretrained_tags_by_model(name_of_model)) or "none"
-        raise InputError(f"--pretrained: {tag!r} is no tag of {name_of_model!r}, which has {known}")
+        raise InputError(f"--pretrained: {tag!r} is not a tag of {name_of_model!r}, which has {known}")
     if tag is None and own:
-        tag = str(params.get("pretrained"))  # a training's may also be a file, or nothing
+        tag = str(params.get("pretrained"))  # may also be a file or empty
     preprocessing = {} if tag is None else preprocessing_of(name_of_model, tag)
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -92,14 +93,14 @@ def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Che
 
 
 def preprocessing_of(model: str, tag: str) -> dict[str, Any]:
-    """What OpenCLIP would set for the pretrained weights of this tag; {} if it has no such weights."""
+    """OpenCLIP's preprocessing flags for the pretrained weights with this tag; {} if there are none."""
     settings = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
     names = ("mean", "std", "interpolation", "resize_mode")
     return {f"image_{name}": settings[name] for name in names if settings.get(name) is not None}
 
 
 def read_params(path: str) -> dict[str, Any]:
-    """OpenCLIP's `name: value` lines; {} where there is no such file."""
+    """Parse OpenCLIP's params.txt, lines of `name: value`; {} if it cannot be read."""
     found: dict[str, Any] = {}
     try:
         with open(path, encoding="utf-8") as file:
@@ -121,11 +122,11 @@ def names_of_weights(path: str) -> list[str]:
             with safe_open(path, framework="pt") as file:
                 return list(file.keys())
         content = load_mapped(path)
-    except (SafetensorError, Exception) as error:  # archives raise whatever they like
+    except (SafetensorError, Exception) as error:  # a damaged archive may raise anything
         raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {one_line(error)}") from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise InputError(f"--checkpoint: {path!r} holds no model's weights")
+        raise InputError(f"--checkpoint: {path!r} has no weights of a model")
     return [plain_name(name) for name in weights]
 
 
@@ -133,10 +134,10 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
     """The model in evaluation mode, the transform for evaluation, and the tokenizer.
 
     Args:
-        args: for precision and device.
+        args: precision and device are used.
 
     Raises:
-        InputError: OpenCLIP does not know the model, or the weights are of another.
+        InputError: OpenCLIP does not know the model, or the weights belong to another.
     """
     given = f"--model: {checkpoint.model!r}"
     seams = {
@@ -150,7 +151,7 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
         **({"init_logit_bias": 0.0} if checkpoint.has_logit_bias else {}),
     }
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # of a training's settings, which do not matter here
+    logging.disable(logging.WARNING)  # warnings about settings of the training
     try:
         with replaced(seams):
             model, _, transform = open_clip.create_model_and_transforms(
@@ -162,7 +163,7 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
             tokenizer = open_clip.get_tokenizer(checkpoint.model, context_length=length)
     except InputError:
         raise
-    except Exception as error:  # a model's name may lead anywhere
+    except Exception as error:  # a wrong model name may raise anything
         reason = str(error).strip().splitlines()[-1].strip()[:200] if str(error).strip() else repr(error)
         if open_clip.get_model_config(checkpoint.model) is None and ":" not in checkpoint.model:
             reason = "OpenCLIP does not know it"

@@ -1,4 +1,4 @@
-"""Zero-shot classification of one's own classes: `--zeroshot-data`, here and in the training."""
+"""Zero-shot classification of the user's own classes: `--zeroshot-data` of the evaluation and of the training."""
 
 import os
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from training_ext.evaluation.pictures import draw_confusion
 
 KEY = "zeroshot-data/"
 METRICS = ("zeroshot-data-top1", "zeroshot-data-balanced")  # in the training's log
-IMAGES = "zeroshot-data-images"  # their number, beside them
+IMAGES = "zeroshot-data-images"  # the number of images, logged with the metrics
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class OwnScores:
     """Accuracies in [0, 1].
 
     Args:
-        top1, top5: share of the images whose class is the best answer, and among the best five; None below 5 classes.
-        balanced: mean over the classes of the share of their images that are right.
-        counts: (C, C) images by class and answer.
+        top1, top5: top-1 and top-5 accuracy; `top5` is None for fewer than 5 classes.
+        balanced: mean per-class recall.
+        counts: confusion matrix (C, C) of counts: row the class, column the prediction.
     """
 
     top1: float
@@ -37,7 +37,7 @@ def name_of(source: Source) -> str:
 
 
 def score_own_classes(encoder: Encoder, source: Source) -> OwnScores | None:
-    """On process 0; None on the others."""
+    """Score the classification; the scores on process 0, None on the others."""
     answers = classify(encoder, source, name_of(source))
     if answers is None:
         return None
@@ -51,7 +51,7 @@ def score_own_classes(encoder: Encoder, source: Source) -> OwnScores | None:
 
 
 def write_confusion(path: str, source: Source, scores: OwnScores, label: str) -> None:
-    """The picture, whole or not at all."""
+    """Draw the confusion matrix to `path`; the file is complete or absent."""
     title = f"{name_of(source)}, {label}: accuracy {100 * scores.top1:.1f} %, balanced {100 * scores.balanced:.1f} %"
     with whole_file(path) as file:
         draw_confusion(file, scores.counts, source.classes, title)

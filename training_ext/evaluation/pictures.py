@@ -1,4 +1,4 @@
-"""Pictures: checkpoints side by side, and which classes are taken for which."""
+"""Figures: the scores of several checkpoints, and confusion matrices."""
 
 from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING
@@ -19,7 +19,7 @@ Rows = Sequence[tuple[str, Sequence[float | None]]]
 
 
 def new_figure(width: float, height: float) -> "Figure":
-    # Here, for a run that draws nothing: the import takes long.
+    # Imported here because it is slow, and most runs draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -29,11 +29,11 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, averages: Rows, title: str) -> None:
-    """Write a PNG: a line for each task and, below, for each average; a mark for each checkpoint.
+    """Write a PNG with a row for each task and each average, and a marker for each checkpoint.
 
     Args:
-        labels: of the checkpoints.
-        tasks, averages: names and one score in [0, 1] for each checkpoint, None where there is none.
+        labels: names of the checkpoints.
+        tasks, averages: names, and one score in [0, 1] per checkpoint, None if it is missing.
     """
     rows = [*tasks, *averages]
     figure = new_figure(9, 1.6 + 0.27 * len(rows) + 0.2 * len(labels))
@@ -50,7 +50,7 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
         points = np.array([(100 * value, place) for value, place in known_places if value is not None])
         if len(points):
             axis.scatter(
-                # Smaller and smaller: of equal scores each is seen.
+                # Each marker is smaller than the one before, so that equal scores stay visible.
                 points[:, 0], points[:, 1], s=20 + 60 / (number + 1), zorder=2, label=label, linewidths=0,
                 color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
             )
@@ -65,11 +65,11 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
 
 
 def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], title: str) -> None:
-    """Write a PNG: of each class's images, the share that is taken for each class.
+    """Write a PNG of the confusion matrix, each row in percent of the class's images.
 
     Args:
-        counts: (C, C), row the label, column the answer.
-        classes: their names. Of more than 30, those with most errors are drawn.
+        counts: (C, C), row the label, column the prediction.
+        classes: their names. Of more than 30 the 30 with most errors are drawn.
     """
     samples = counts.sum(axis=1)
     errors = samples + counts.sum(axis=0) - 2 * counts.diagonal()

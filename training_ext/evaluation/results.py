@@ -1,4 +1,4 @@
-"""Results of a checkpoint: a file in DataComp's form, and the table for the terminal."""
+"""Results of a checkpoint: a file in DataComp's format, and the table for the terminal."""
 
 import json
 import os
@@ -18,10 +18,10 @@ class Row:
     """One task's result.
 
     Args:
-        key, name: of the task.
-        metrics: by DataComp's names; `main_metric` is the score, None for what is in no average.
-        samples: how many there were.
-        data: digest of the source.
+        key, name: key and name of the task.
+        metrics: by DataComp's names; `main_metric` is the score, None to keep it out of the averages.
+        samples: number of samples.
+        data: digest of the data set.
     """
 
     key: str
@@ -32,11 +32,14 @@ class Row:
 
 
 class Results:
-    """One checkpoint's rows by key, kept in a file of a JSON object a line, as DataComp's evaluate.py writes it.
+    """One checkpoint's results by task key, kept in a JSON Lines file as DataComp's evaluate.py writes it.
 
     Args:
-        path: of the file.
-        about: what the rows are of: checkpoint, model, precision, settings. A file of something else is refused.
+        path: the file; existing results are read from it.
+        about: checkpoint, model, precision and settings of the results.
+
+    Raises:
+        InputError: the file cannot be read, or has results of something else.
     """
 
     def __init__(self, path: str, about: dict[str, Any]):
@@ -53,13 +56,13 @@ class Results:
                 self.rows[row.key] = row
             others = {name for line in lines for name, value in about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"--out: {path!r} has lines of another program: {one_line(error)}") from None
+            raise InputError(f"--out: {path!r} is not a file of results: {one_line(error)}") from None
         if others:
             names = ", ".join(sorted(others))
             raise InputError(f"--out: {path!r} has the results of another {names}; choose another file, or delete it")
 
     def add(self, row: Row) -> None:
-        """Keep a row, in the file as well, which is complete at any time."""
+        """Add a result and rewrite the file, which is complete at any time."""
         self.rows[row.key] = row
         with whole_file(self.path, text=True) as file:
             for row in self.rows.values():
@@ -67,7 +70,7 @@ class Results:
                 file.write(json.dumps({**line, **self.about, "samples": row.samples, "data": row.data}) + "\n")
 
     def scores(self) -> dict[str, float]:
-        """By key, of the tasks that count."""
+        """Scores in [0, 1] by task key, without those that are kept out of the averages."""
         found = {key: row.metrics.get("main_metric") for key, row in self.rows.items()}
         return {key: value for key, value in found.items() if value is not None}
 
@@ -75,12 +78,12 @@ class Results:
 def table(
     name: str, tasks: Sequence[Task], labels: Sequence[str], results: Sequence[Results], missing: Sequence[Task]
 ) -> str:
-    """What goes to stdout: a column for each checkpoint, in percent.
+    """The table for stdout: a column for each checkpoint, in percent.
 
     Args:
-        name: of the table of tasks.
-        labels, results: of the checkpoints.
-        missing: the tasks that have no folder.
+        name: name of the table of tasks.
+        labels, results: name and results of each checkpoint.
+        missing: tasks without a folder.
     """
     scores = [one.scores() for one in results]
     width = max(12, *(len(label) + 2 for label in labels))
@@ -105,7 +108,7 @@ def table(
         cells = [percent(own.get(task.key)) for own in scores]
         lines.append(line(task.name, task.main_metric, f"{samples}{mark}", cells))
     if odd:
-        lines.append("* another number of samples than the task has: not comparable with published scores")
+        lines.append("* not the task's number of samples: not comparable with published scores")
     lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
     for first, values in zip(names, averages, strict=True):
         if any(one.value is not None for one in values):

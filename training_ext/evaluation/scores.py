@@ -1,4 +1,4 @@
-"""A task's metrics under DataComp's names."""
+"""Compute a task's metrics, under DataComp's names."""
 
 from typing import Any
 
@@ -16,19 +16,23 @@ Metrics = dict[str, Any]
 
 
 def open_task(task: Task, folder: str) -> Source:
-    """Its data.
+    """Open the data set of a task.
 
     Raises:
-        InputError: the folder is not of the task's kind.
+        InputError: the folder is incomplete, or not of the task's kind.
     """
     source = Candidates("--data", folder) if task.kind == "winogavil" else Shards("--data", folder)
     if task.kind != "winogavil" and (source.type == "retrieval") != (task.kind == "retrieval"):
-        raise source.wrong(f"{folder!r} is of type {source.type}, where {task.name} is a {task.kind}")
+        raise source.wrong(f"{folder!r} is of type {source.type}, but {task.name} is a {task.kind} task")
     return source
 
 
 def score(encoder: Encoder, task: Task, source: Source) -> tuple[Metrics, int] | None:
-    """Metrics and number of samples, on process 0; None on the others."""
+    """Metrics in [0, 1] and number of samples, on process 0; None on the others.
+
+    Raises:
+        InputError: the data lack what the task's main metric needs.
+    """
     found: Metrics
     if isinstance(source, Candidates):
         similarities = associate(encoder, source, task.name)
@@ -72,10 +76,10 @@ def classification_metrics(task: Task, answers: Answers, source: Source) -> Metr
 
 
 def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
-    """Accuracy of each group that occurs, and of the worst one, with WILDS's names.
+    """Accuracy of each group that occurs, and of the worst one, under WILDS's names.
 
-    FMoW's region "Other" is a region as any: DataComp's script means to leave it out by its name, but its groups have
-    numbers, so that its published scores have it in.
+    FMoW's region "Other" is included: DataComp's script means to exclude it by name, but compares with group numbers,
+    so DataComp's published scores include it.
     """
     if answers.fields is None or answers.fields.shape[1] != len(task.fields):
         raise InputError(
@@ -100,7 +104,7 @@ def retrieval_metrics(image: NDArray, text: NDArray, image_of_text: NDArray) -> 
 
 
 def association_metrics(similarities: list[NDArray], source: Candidates) -> Metrics:
-    """Means of the Jaccard index, of all instances and by their number of candidates."""
+    """Mean Jaccard index of all instances, and by the number of candidates; None where there are none."""
     values = np.array([
         metrics.jaccard_of_picks(own, truth) for own, (_, _, truth) in zip(similarities, source.instances, strict=True)
     ])

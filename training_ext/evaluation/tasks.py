@@ -1,4 +1,4 @@
-"""The tasks as data: DataComp's 38, or those that a folder's tasks.json names."""
+"""The tables of tasks: DataComp's 38, or those in a folder's tasks.json."""
 
 import json
 import os
@@ -16,16 +16,16 @@ class Task:
     """One row of a table of tasks.
 
     Args:
-        key: DataComp's key; results are kept by it.
-        name: DataComp's name, unique as well.
-        size: samples, or instances of WinoGAViL; None if it is not known.
-        main_metric: the score, one of the names that `scores` gives.
-        folders: names of its folder, in any of the forms of `folder_names`; the key's own if empty.
-        kind: classification, with one label or several as its folder says, retrieval or winogavil.
-        fields: what the columns of each sample's .npy are.
-        group_by: the fields whose groups are scored apart.
-        top_k: how many answers a group's accuracy allows.
-        macro: report F1 and recall over the classes, too.
+        key: DataComp's key, under which results are kept.
+        name: DataComp's name; unique, too.
+        size: number of samples, or of instances of WinoGAViL; None if it is not known.
+        main_metric: the metric that is the score, one of the names in `scores`.
+        folders: names of its folder, see `folder_names`; derived from the key if empty.
+        kind: "classification" (of one label or several, as its folder says), "retrieval" or "winogavil".
+        fields: names of the columns of each sample's .npy.
+        group_by: the fields by whose groups accuracy is reported.
+        top_k: the k of that top-k accuracy.
+        macro: whether to report macro F1 and recall, too.
     """
 
     key: str
@@ -40,8 +40,8 @@ class Task:
     macro: bool = False
 
     def folder_names(self) -> list[str]:
-        """Where it may lie below the data's folder: `wds_NAME_test` as DataComp downloads it, `wds_NAME` as
-        clip_benchmark's collection has it, or NAME."""
+        """Names that its folder may have: `wds_NAME_test` as DataComp downloads it, `wds_NAME` as in clip_benchmark's
+        collection, or NAME."""
         names = self.folders or (self.key.removeprefix("fairness/").replace("/", "-"),)
         return [form.format(name) for name in names for form in ("wds_{}_test", "wds_{}", "{}")]
 
@@ -101,10 +101,10 @@ DATACOMP_TASKS = (
 
 
 def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
-    """The table's name and tasks: those of FOLDER/tasks.json where there is one, else DataComp's.
+    """Name and tasks of the table: that of FOLDER/tasks.json if it exists, else DataComp's.
 
     Raises:
-        InputError: the file is no such table.
+        InputError: the file is not such a table.
     """
     path = os.path.join(folder, TASKS_FILE)
     if not os.path.exists(path):
@@ -112,7 +112,7 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        # JSON has lists where a task has tuples.
+        # JSON has no tuples.
         rows: list[dict[str, Any]] = [
             {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
             for row in content["tasks"]
@@ -122,11 +122,11 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(field.name for field in fields(Task))
         raise InputError(
-            f"--data: {path!r} is no table of tasks: {error!r}; give a name and tasks of {names}"
+            f"--data: {path!r} is not a table of tasks: {error!r}; give a name and tasks with {names}"
         ) from None
     if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
         raise InputError(f"--data: {path!r} must have a name other than {DATACOMP} and tasks of different keys")
     for task in tasks:
         if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
-            raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or groups by none of its fields")
+            raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or group_by is not in its fields")
     return name, tasks

@@ -1,1 +1,1 @@
-"""Recovery of optimizer statistics (TuneCLIP, Section 4.1): its epochs, and the file of what they gave."""
+"""Recovery of optimizer statistics (TuneCLIP, Section 4.1): its epochs and the file of the recovered statistics."""

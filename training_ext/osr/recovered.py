@@ -1,6 +1,6 @@
-"""The file of a recovery of optimizer statistics: `--osr-save`, `--osr-load`, and the one of an interrupted recovery.
+"""The file of recovered optimizer statistics: `--osr-save`, `--osr-load`, and that of an interrupted recovery.
 
-Plain tensors, numbers and strings, by the parameters' names, so that it does not depend on the number of processes.
+It has tensors, numbers and strings, by parameter name, so it does not depend on the number of processes.
 """
 
 import logging
@@ -21,17 +21,19 @@ from training_ext.row_folders import MARK, remove_unnamed
 KIND = "open_clip_ext statistics recovery"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
 TRANSFERS = ("both", "moments", "table", "none")
-# What makes another model of the same name and weights.
+# With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
 
 def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
-    """What statistics are of, as far as the command line tells. The margin, rates and schedules are not part of it:
-    they may be swept over the same statistics."""
+    """What the statistics belong to, from the command line: model, data, loss and optimizer, as text.
+
+    The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
+    """
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
-        "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without a local one's folder
+        "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
         "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
         "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
@@ -39,13 +41,13 @@ def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """The loss's other settings, which may differ where the statistics are loaded."""
+    """The loss's settings; when statistics are loaded, a difference is only a warning."""
     options = factory.options_of(factory.parts_of(args.loss, vars(args)))
     return {option.name: getattr(args, option.name) for option in options}
 
 
 def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> None:
-    """Log which settings of the loss are not those that the statistics were recovered with."""
+    """Warn about settings of the loss that differ from those of the recovery."""
     own = settings(args)
     others = [f"{name} {value}, now {own[name]}" for name, value in content["settings"].items() if own[name] != value]
     if others:
@@ -53,22 +55,22 @@ def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> Non
 
 
 def save(path: str, content: dict[str, Any]) -> None:
-    """Write `content`, complete or not at all, and remove what it replaces beside it."""
+    """Write `content` to `path`, complete or not at all, and remove the folders of rows of the file it replaces."""
     version = FORMAT if content["rows"] is None else IN_FILES
     atomic_save(torch.save, {"kind": KIND, "format": version, **content}, path)
     remove_folders(path)
 
 
 def remove_folders(path: str) -> None:
-    """Remove the folders of rows that files at `path` had, but for that which the file now there names."""
+    """Remove the folders of rows of earlier files at `path`, except that of the present file."""
     remove_unnamed(os.path.dirname(path) or ".", [path], begin=f"{os.path.basename(path)}{MARK}")
 
 
 def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
-    """The file's content; its tensors stay on disk.
+    """Read the file; its tensors stay on disk until they are used.
 
     Raises:
-        InputError: it is missing, torn, or another file.
+        InputError: the file is missing, damaged, or not one of recovered statistics.
     """
     try:
         content = load_mapped(path)
@@ -87,11 +89,11 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
 
 
 def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
-    """Raise InputError unless the statistics are of what `own` says: one or more entries of an identity."""
+    """Raise InputError unless the statistics have the entries `own` of an `identity`."""
     saved = content["identity"]
     instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
     for name, value in own.items():
         if saved[name] != value:
             raise InputError(
-                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, and not {value}; {instead}"
+                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}"
             )

@@ -1,6 +1,6 @@
-"""The recovery of optimizer statistics (OSR, see `open_clip_ext.recovery`) in the command: its data, log and files.
+"""The recovery of optimizer statistics (OSR, see `open_clip_ext.recovery`) in the training command.
 
-Its epochs are OpenCLIP's own, at learning rate 0. Their data come in other orders than those of the training's epochs.
+Its epochs are OpenCLIP's, at learning rate 0. Their order of the data differs from that of the training's epochs.
 """
 
 import hashlib
@@ -25,16 +25,18 @@ from training_ext.data import DataRows
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.osr import recovered
 
-FIRST_EPOCH = 1 << 20  # the recovery's epochs are numbered from here, where numbers seed the order of the data
-UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would pick
+FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
+UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
 
 
 class ShortLoader:
     """The first `num_batches` batches of a train loader.
 
     Args:
-        loader: with `num_batches` and `num_samples`.
-        after_step: called when the optimizer has made its first step.
+        loader: a train loader with `num_batches` and `num_samples`.
+        num_batches: batches to take.
+        accum_freq: batches per optimizer step.
+        after_step: called once, after the optimizer's first step.
     """
 
     def __init__(self, loader: Any, num_batches: int, accum_freq: int, after_step: Callable[[], None]):
@@ -58,13 +60,13 @@ class ShortLoader:
 
 
 class StatisticsRecovery:
-    """Recovers, saves and hands over the optimizer's and the loss's statistics of a model that stands still.
+    """Recovers the optimizer's and the loss's statistics for fixed weights, saves them and passes them to the training.
 
     Args:
         args: as `params.parse_args` gives them, completed by OpenCLIP.
-        rows: of the train data.
-        loss: ours, or None for OpenCLIP's own.
-        model, optimizer, scaler: as OpenCLIP trains them.
+        rows: the rows of the train data.
+        loss: this package's loss, or None for OpenCLIP's.
+        model, optimizer, scaler: those that OpenCLIP trains with.
     """
 
     def __init__(
@@ -86,11 +88,11 @@ class StatisticsRecovery:
     # Algorithm 1
 
     def recover(self, run_epoch: Callable[..., None], loader: Any) -> None:
-        """Run the epochs that are left and save what they recover.
+        """Run the remaining epochs and save the recovered statistics.
 
         Args:
-            run_epoch: OpenCLIP's epoch over a loader, with no schedule of learning rates, by the epoch's number and the
-                batches of all epochs; with the last two arguments of `midepoch.Interruptions.epoch`.
+            run_epoch: runs OpenCLIP's epoch without a schedule of learning rates; its arguments are the loader, the
+                epoch's number, the batches of all epochs, and the last two of `midepoch.Interruptions.epoch`.
             loader: the train loader.
         """
         lengths = self._lengths(loader)
@@ -110,7 +112,7 @@ class StatisticsRecovery:
             self._save(self.args.osr_save, len(lengths))
 
     def _lengths(self, loader: Any) -> list[int]:
-        """Batches of each epoch."""
+        """Number of batches of each epoch."""
         accum_freq = self.args.accum_freq
         return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
 
@@ -118,27 +120,28 @@ class StatisticsRecovery:
         loss = None if self.loss is None else self.loss.loss
         check_still(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
 
-    # What the training takes over
+    # Passing the statistics to the training
 
     def hand_over(self) -> None:
-        """Keep of what was recovered or loaded what --osr-transfer says; the rest is as if never recovered."""
+        """Keep the statistics that --osr-transfer names, and reset the others to their state before the recovery."""
         transfer = self.args.osr_transfer
         if transfer not in ("both", "moments"):
             self.optimizer.state.clear()
             for group in self.optimizer.param_groups:
                 group.pop("step", None)
         if self.loss is not None and transfer not in ("both", "table"):
-            del self.loss.loss  # two tables at a time may be one too many
+            del self.loss.loss  # first, since memory may not hold two tables
             self.loss.loss = build_loss(self.args, self.rows.num_rows, self.args.device)
 
     # Files
 
     @property
     def _unfinished(self) -> str | None:
-        """Where an interrupted recovery goes on from; None if the run keeps nothing."""
+        """The file from which an interrupted recovery resumes; None if the run writes no files."""
         return unfinished_path(self.args)
 
     def identity(self) -> dict[str, str]:
+        """What the statistics belong to, including the weights and the trained parameters."""
         trained = hashlib.sha256(" ".join(self._trained()).encode()).hexdigest()
         return {
             **recovered.identity(self.args, self.rows),
@@ -155,11 +158,11 @@ class StatisticsRecovery:
         self._save(self._unfinished, epoch, **place)
 
     def _save(self, path: str | None, done: int, **place: Any) -> None:
-        """Every process calls it; process 0 writes.
+        """Write the statistics on process 0; every process calls this.
 
         Args:
-            done: whole epochs.
-            place: within the next, as in `midepoch`.
+            done: number of completed epochs.
+            place: position within the next epoch, as in `midepoch`.
         """
         if path is None:
             return
@@ -184,10 +187,10 @@ class StatisticsRecovery:
         recovered.save(path, content)
 
     def load(self, path: str, flag: str = "--osr-load") -> dict[str, Any]:
-        """Take over a file; what it says of how far the recovery went.
+        """Load the statistics in a file, and return how far its recovery went: `done`, `order`, `position`.
 
         Raises:
-            InputError: it is of another model, data set, loss or optimizer.
+            InputError: the file cannot be read, or belongs to another model, data set, loss or optimizer.
         """
         content = recovered.read(path, flag)
         recovered.check(content, self.identity(), path, flag)
@@ -207,7 +210,7 @@ class StatisticsRecovery:
         return {name: content.get(name) for name in ("done", "order", "position")}
 
     def _resume(self) -> dict[str, Any] | None:
-        """What an interrupted run of this experiment has saved."""
+        """Load what an interrupted run of this experiment saved; None if there is nothing."""
         path = self._unfinished
         found = path is not None and os.path.exists(path)
         if self.args.distributed:
@@ -217,7 +220,7 @@ class StatisticsRecovery:
         epochs = recovered.read(path, "--resume")["epochs"]
         if epochs != self.args.osr_epochs:
             raise InputError(
-                f"--osr-epochs: {self.args.osr_epochs:g} where the interrupted recovery {path!r} has {epochs:g}; give "
+                f"--osr-epochs: {self.args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give "
                 "that, or remove the file"
             )
         saved = self.load(path, "--resume")
@@ -230,7 +233,7 @@ def unfinished_path(args: Namespace) -> str | None:
 
 
 def remove_unfinished(args: Namespace) -> None:
-    """The training's own checkpoint has come."""
+    """Remove the file of an interrupted recovery, once the training has a checkpoint of its own."""
     path = unfinished_path(args)
     if args.rank == 0 and path is not None:
         with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Recipes: the flags of a published training, as defaults below the flags that are given."""
+"""Recipes: the flags of a published training as defaults, which flags on the command line override."""
 
 from training_ext.recipes.recipe import Recipe, arguments, find, listing, names
 from training_ext.recipes.resolved import resolved_flags, save

@@ -1,4 +1,4 @@
-"""What a training would do, told from its flags alone: `--dry-run`."""
+"""`--dry-run`: the flags, schedule, memory and files of a training, computed from its flags only."""
 
 import copy
 import logging
@@ -26,14 +26,14 @@ from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
 
 MIB = 2**20
-TOGETHER = "\0"  # a space at which no line breaks
+TOGETHER = "\0"  # a non-breaking space
 
 
 def show(args: Namespace) -> None:
-    """Print the plan on process 0; nothing is written, and no data are looked at.
+    """Print the plan on process 0, without writing files or reading data.
 
     Raises:
-        InputError: what the training would refuse of the flags, or the number of samples is not known.
+        InputError: the training would refuse the flags, or the number of samples is not known.
     """
     _, rank, processes = world_info_from_env()
     if rank == 0:
@@ -41,7 +41,7 @@ def show(args: Namespace) -> None:
 
 
 def lines(args: Namespace, processes: int) -> list[str]:
-    """The plan of a training by so many processes.
+    """Lines of the plan of a training on `processes` processes.
 
     Args:
         args: as `params.parse_args` gives them.
@@ -62,7 +62,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
     if args.uses_ext_loss and (warnings := advise(args, samples, steps)):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
-    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # of one row, so that no table is made
+    loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
         loss.limit_to(samples)
     parts = model_bytes(args)
@@ -76,12 +76,12 @@ def lines(args: Namespace, processes: int) -> list[str]:
 
 
 def number_of_samples(args: Namespace, recipe: Recipe | None) -> int:
-    """Pairs of the train data: as given, else as in the recipe."""
+    """Number of pairs in the train data: --train-num-samples, or else the recipe's."""
     if args.train_num_samples is not None:
         return args.train_num_samples
     if recipe is not None and recipe.samples is not None:
         return recipe.samples
-    raise InputError("--train-num-samples: --dry-run does not look at the data; give their number")
+    raise InputError("--train-num-samples: is missing, and --dry-run does not read the data; give their number")
 
 
 def about(recipe: Recipe) -> list[str]:
@@ -91,7 +91,7 @@ def about(recipe: Recipe) -> list[str]:
 
 
 def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
-    """Every flag, by where its value is from; the rest of OpenCLIP's are at their defaults."""
+    """The flags, grouped by the origin of their values; flags that are not listed are at OpenCLIP's defaults."""
     given = args.given_flags - args.recipe_flags
     groups: dict[str, list[str]] = {"given": [], "recipe": [], "default": []}
     for name, value in {**flags, "batch_size": args.batch_size}.items():
@@ -106,26 +106,26 @@ def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
 def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[str]:
     batch = args.batch_size * processes * args.accum_freq
     factors = f"{processes} process(es) x {args.batch_size} x --accum-freq {args.accum_freq}"
-    passes = f"{args.epochs}" + (f" after {args.osr_epochs:g} of recovery" if args.osr_epochs > 0 else "")
+    passes = f"{args.epochs}" + (f", after {args.osr_epochs:g} of recovery" if args.osr_epochs > 0 else "")
     return [
         "Training",
         _item("global batch", f"{batch:,} = {factors}"),
-        _item("samples", f"{samples:,} an epoch"),
-        _item("steps", f"{steps:,} an epoch, {steps * args.epochs:,} in all, {args.warmup:,} of them warm-up"),
+        _item("samples", f"{samples:,} per epoch"),
+        _item("steps", f"{steps:,} per epoch, {steps * args.epochs:,} in total, {args.warmup:,} of them warm-up"),
         _item("epochs", passes),
-        _item("in all", f"{steps * args.epochs * batch:,} samples"),
+        _item("total", f"{steps * args.epochs * batch:,} samples"),
     ]
 
 
 def model_bytes(args: Namespace) -> dict[str, int]:
-    """Bytes of the model and of what its training keeps; empty where the model would have to be fetched."""
+    """Bytes of the weights, gradients and moments; {} for a model that would have to be downloaded."""
     known = None if ":" in args.model else open_clip.get_model_config(args.model)
     if known is None and ":" not in args.model:
         raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
     if known is None or "hf_model_name" in known["text_cfg"]:
         return {}
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # that no weights were loaded
+    logging.disable(logging.WARNING)  # the warning that no weights were loaded
     try:
         with torch.device("meta"):
             model = open_clip.create_model(args.model, precision=args.precision, device="meta")
@@ -142,22 +142,22 @@ def model_bytes(args: Namespace) -> dict[str, int]:
 
 
 def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int]:
-    """Bytes that each process keeps for the loss, by part, without rows per sample."""
+    """Bytes that each process keeps for the loss, by part, except the rows per sample."""
     config = None if ":" in args.model else open_clip.get_model_config(args.model)
     return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
 
 
 def memory(parts: Mapping[str, int]) -> list[str]:
     lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in (*parts.items(), ("total", sum(parts.values())))]
-    unknown = [] if "model" in parts else ["  the model would have to be fetched, and is not counted"]
+    unknown = [] if "model" in parts else ["  not counted: the model, which would have to be downloaded"]
     return ["State of each process, without activations", *lines, *unknown]
 
 
 def files(args: Namespace, saved: int | None) -> list[str]:
-    """Where files would go.
+    """Lines on the files that the training would write.
 
     Args:
-        saved: bytes of a checkpoint, if known.
+        saved: size of a checkpoint in bytes, if known.
     """
     folder = Path(args.logs) / (args.name or f"DATE-model_{args.model.replace('/', '-')}-...")
     size = "" if saved is None else f", about {saved / MIB:,.1f} MiB each"
@@ -181,7 +181,7 @@ def _item(name: str, text: str) -> str:
 
 
 def _wrapped(text: str, first: str, rest: str) -> str:
-    """The text broken where the terminal ends, lines indented by `first` and `rest`; flags stay with their values."""
+    """Wrap the text to the terminal, indented by `first` and then `rest`; flags stay with their values."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
     wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text).replace(TOGETHER, " ")

@@ -1,14 +1,14 @@
-"""Recipe files, and the command-line arguments that a recipe stands for.
+"""Read recipe files, and turn a recipe into command-line arguments.
 
 A recipe is a YAML mapping, one of those in `published` or the user's own:
 
     source: NeuCLIP, Tables 1, 3 and 4          # where the values are from
-    data: CC12M, 9,187,328 pairs                # what to train on
-    samples: 9187328                            # pairs of it, for --dry-run
-    score: DataComp average 31.89               # what was published for it
+    data: CC12M, 9,187,328 pairs                # the train data
+    samples: 9187328                            # its number of pairs, for --dry-run
+    score: DataComp average 31.89               # the published result
     notes: [what the sources leave open, and where they disagree]
-    global_batch_size: 2048                     # divided by processes and --accum-freq
-    flags: {loss: neuclip, lr: 4e-4}            # of the command, with underscores
+    global_batch_size: 2048                     # is divided by processes and --accum-freq
+    flags: {loss: neuclip, lr: 4e-4}            # the command's flags, with underscores
 
 Only `flags` is required.
 """
@@ -33,12 +33,14 @@ NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run")
 
 @dataclass(frozen=True)
 class Recipe:
-    """Args:
-    name: as given to `--recipe`.
-    flags: values by the flags' names with underscores; None stands for the flag's own default.
-    source, data, score, notes: for people.
-    samples: pairs of the data set.
-    global_batch_size: pairs per optimiser step, over all processes and accumulated batches.
+    """A recipe.
+
+    Args:
+        name: as given to `--recipe`.
+        flags: values by the flags' names with underscores; None stands for the flag's default.
+        source, data, score, notes: text for the reader.
+        samples: number of pairs in the train data.
+        global_batch_size: pairs per optimizer step, over all processes and accumulated batches.
     """
 
     name: str
@@ -51,32 +53,32 @@ class Recipe:
     global_batch_size: int | None = None
 
     def batch_size(self, processes: int, accum_freq: int) -> int | None:
-        """Pairs per process and batch, None where the recipe does not say.
+        """Value for `--batch-size`: pairs per process and batch; None if the recipe has no global batch.
 
         Raises:
-            InputError: the global batch does not divide.
+            InputError: the global batch cannot be divided evenly.
         """
         if self.global_batch_size is None:
             return None
         parts = processes * accum_freq
         if self.global_batch_size % parts:
             raise InputError(
-                f"--recipe: {self.name!r} has a global batch of {self.global_batch_size}, which does not divide by "
+                f"--recipe: {self.name!r} has a global batch of {self.global_batch_size}, which is not divisible by "
                 f"{processes} process(es) x --accum-freq {accum_freq}; change one of the two, or give --batch-size"
             )
         return self.global_batch_size // parts
 
 
 def names() -> list[str]:
-    """Every published recipe."""
+    """Names of the published recipes."""
     return sorted(path.stem for path in PUBLISHED.glob("*.yaml"))
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name, or of a file that ends in .yaml or .yml.
+    """The published recipe of this name, or the recipe in a file whose name ends in .yaml or .yml.
 
     Raises:
-        InputError: there is no such recipe, or the file is not one; one line.
+        InputError: there is no such recipe, or the file is not one.
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name), name)
@@ -95,7 +97,11 @@ TYPES: dict[str, tuple[type, str]] = {
 
 
 def read(path: Path, name: str) -> Recipe:
-    """The recipe in a file; InputError, one line, if it is not one."""
+    """Read the recipe in a file; `name` is what --recipe gave.
+
+    Raises:
+        InputError: the file cannot be read or is not a recipe.
+    """
     given = f"--recipe: {name!r}"
     try:
         declared: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -104,28 +110,28 @@ def read(path: Path, name: str) -> Recipe:
     except (yaml.YAMLError, UnicodeError, ValueError, RecursionError) as error:
         raise InputError(f"{given} is not YAML: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(declared, dict) or "flags" not in declared:
-        raise InputError(f"{given} holds no mapping with the key 'flags'; see docs/recipes.md")
+        raise InputError(f"{given} is not a mapping with the key 'flags'; see docs/recipes.md")
     for key, value in declared.items():
         if key not in TYPES:
             raise InputError(f"{given}: {key!r} is not one of {', '.join(TYPES)}; flags belong under 'flags'")
-        kind, wanted = TYPES[key]
+        kind, expected = TYPES[key]
         fits = type(value) is kind
         if key == "notes":
             fits = fits and all(isinstance(note, str) for note in value)
         elif kind is int:
             fits = fits and value >= 1
         if not fits:
-            raise InputError(f"{given}: {key} is {value!r}; it must be {wanted}"[:300])
+            raise InputError(f"{given}: {key} is {value!r}; it must be {expected}"[:300])
     if "global_batch_size" in declared and declared["flags"].get("batch_size") is not None:
         raise InputError(f"{given} has both global_batch_size and the flag batch_size; keep one of the two")
     return Recipe(name, **{**declared, "notes": tuple(declared.get("notes", ()))})
 
 
 def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
-    """The command-line arguments that the recipe stands for.
+    """The recipe's flags as command-line arguments.
 
     Args:
-        actions: the command's flags.
+        actions: the command's flags, as argparse has them.
 
     Raises:
         InputError: a key is no flag, or its value has the wrong type.
@@ -149,12 +155,12 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
         elif isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise InputError(f"{where} is {value!r}; {flag} takes one number or text"[:300])
         else:
-            given.append(f"{flag}={value}")  # one word, so that no value is taken for a flag
+            given.append(f"{flag}={value}")  # one argument, so that a value such as -1 is not read as a flag
     return given
 
 
 def _values(value: Any, where: str) -> list[str]:
-    """Of a flag that takes several; of a mapping, such as that of --aug-cfg, key=value."""
+    """Arguments of a flag that takes several values; a mapping, as for --aug-cfg, becomes key=value."""
     if isinstance(value, dict):
         value = [f"{key}={item}" for key, item in value.items()]
     if not isinstance(value, list) or any(type(item) not in (str, int, float) for item in value):
@@ -163,7 +169,7 @@ def _values(value: Any, where: str) -> list[str]:
 
 
 def listing() -> str:
-    """What `--list-recipes` prints: name, data, published score and source, no wider than the terminal."""
+    """The text of `--list-recipes`: name, data, published score and source, wrapped to the terminal."""
     width = min(100, shutil.get_terminal_size().columns)
     lines = []
     for name in names():

@@ -1,4 +1,4 @@
-"""The flags of a run as a recipe: what was given, what the recipe gave, and the defaults they were completed with."""
+"""Write the flags of a run as a recipe: those given, those of its recipe, and the defaults of the loss."""
 
 import os
 from argparse import Namespace
@@ -14,19 +14,21 @@ from open_clip_ext.files import whole_file
 from training_ext.recipes.recipe import find
 
 RECIPE = "recipe.yaml"  # in the run's folder
-# In the namespace, but no flags of the command.
+# Entries of the namespace that are not flags.
 NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs", "absent_flags"})
-# Of one run or machine; another run has its own.
+# These belong to one run or machine.
 OF_ONE_RUN = frozenset(
     {"recipe", "dry_run", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
 )
 
 
 def resolved_flags(args: Namespace) -> dict[str, Any]:
-    """Every flag's value that the command takes again, by name with underscores, but those of one run.
+    """The flags that repeat this run, by name with underscores, without those of one run or machine.
+
+    The batch size is left out, see `Recipe.global_batch_size`.
 
     Args:
-        args: as `params.parse_args` gives them. The batch size is not among them, see `Recipe.global_batch_size`.
+        args: as `params.parse_args` gives them.
     """
     own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN | args.absent_flags}
     values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
@@ -40,7 +42,7 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
         try:
             factory.resolve_options(args.loss, {**kept, name: values[name]}, args.loss_epochs)
         except InputError:
-            continue  # has no effect beside the others, and is refused where it is given
+            continue  # has no effect beside the others, so the command would refuse it
         kept[name] = values[name]
     return {name: value for name, value in values.items() if name not in settings or name in kept}
 
@@ -49,9 +51,9 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
     """Write the run's recipe as recipe.yaml.
 
     Args:
-        folder: of the run's log.
-        flags: as `resolved_flags` gave them before OpenCLIP added to `args`.
-        samples: rows of the train data, if known.
+        folder: the run's folder.
+        flags: result of `resolved_flags`, taken before OpenCLIP added to `args`.
+        samples: number of rows of the train data, if known.
     """
     processes = world_info_from_env()[2]
     base = None if args.recipe is None else find(args.recipe)

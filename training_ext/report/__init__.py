@@ -1,4 +1,4 @@
-"""The report on a checkpoint's normalizers: `python -m open_clip_ext.normalizers_report`."""
+"""The report on how good a checkpoint's normalizers are: `python -m open_clip_ext.normalizers_report`."""
 
 from training_ext.report.command import run
 

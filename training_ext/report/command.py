@@ -1,4 +1,4 @@
-"""The command line of a report, and its steps."""
+"""The command `open_clip_ext.normalizers_report`: its flags and its steps."""
 
 import argparse
 import os
@@ -37,47 +37,49 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
-    """The report's own flags, and the training command's as `params.parse_args` gives them.
+    """Parse into the report's own flags and the training's, the latter as `params.parse_args` gives them.
 
     Raises:
         InputError: a wrong flag or value.
     """
-    # Without abbreviations, or --batch-size would be taken for --batch-sizes.
+    # With abbreviations --batch-size would mean --batch-sizes.
     parser = Parser(
         prog=PROG,
         allow_abbrev=False,
         description="Compares the estimated log-normalizers of a checkpoint with the true ones over all train data.",
-        epilog="All other flags are those of open_clip_ext.main. Where recipe.yaml lies beside the checkpoints, it has "
-        "the training's, and flags that are given count instead; else repeat them. What matters of them is the model, "
-        "the data, the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
+        epilog="All other flags are those of open_clip_ext.main, read from recipe.yaml beside the checkpoints; "
+        "flags given here override it. Without that file repeat the training's flags. The report uses those of the "
+        "model, the data and the loss, --precision, --device, --batch-size (of the embedding) and --workers.",
     )
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
-    parser.add_argument("--anchors", type=int, default=10_000, metavar="INT", help="anchors to draw (default: 10000)")
+    parser.add_argument("--anchors", type=int, default=10_000, metavar="INT", help="random anchors (default: 10000)")
     parser.add_argument(
         "--batch-sizes", metavar="INT,INT,...",
-        help="minibatch estimators to compare with; none: an empty string (default: those of 64,256,1024 that the "
-        "data allow)",
+        help="batch sizes of the minibatch estimates to compare with; an empty string for none (default: those of "
+        "64,256,1024 that the data allow)",
     )
     parser.add_argument(
         "--gradient-batches", type=int, default=0, metavar="INT",
-        help=f"compare the gradients of {PAIRS} pairs, too, each in so many random batches of each size, such as 64; "
-        "that takes the true log-normalizers of all rows (default: 0, do not)",
+        help=f"also compare the gradients of {PAIRS} pairs, each in this many random batches of each size, such as 64; "
+        "this computes the exact log-normalizers of all rows (default: 0, no comparison)",
     )
     parser.add_argument(
         "--out", metavar="FOLDER",
-        help=f"where {REPORT}, {PICTURE} and the embeddings go (default: normalizers/NAME beside the checkpoints)",
+        help=f"folder for {REPORT}, {PICTURE} and the embeddings (default: normalizers/NAME beside the checkpoints)",
     )
-    parser.add_argument("--report-seed", type=int, default=0, metavar="INT", help="of anchors and batches (default: 0)")
+    parser.add_argument(
+        "--report-seed", type=int, default=0, metavar="INT", help="seed of anchors and batches (default: 0)"
+    )
     parser.add_argument(
         "--chunk-mib", type=float, default=exact.CHUNK_MIB, metavar="FLOAT",
-        help=f"size of a block of similarities (default: {exact.CHUNK_MIB})",
+        help=f"size of a block of similarities in MiB (default: {exact.CHUNK_MIB})",
     )
     parser.add_argument("--shard-sizes", metavar="FILE", help="as in the training")
     options, rest = parser.parse_known_args(argv)
     args = params.parse_args(training_flags(options.checkpoint, rest))
     check_data_of_recipe(args, rest)
     if args.dry_run:
-        raise InputError("--dry-run: is of the training; the report has none")
+        raise InputError("--dry-run: the report has no dry run; leave the flag out")
     return options, args
 
 
@@ -91,16 +93,16 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def run(argv: list[str]) -> None:
-    """The command.
+    """Run the report; every process calls it.
 
     Raises:
-        InputError: one line; nothing was written before it unless it is about what is in the data.
+        InputError: one line. Nothing has been written, unless it is about the contents of the data.
     """
     options, args = parse(argv)
     check_options(options)
     open_clip.add_model_config(MODEL_CONFIGS)
     preflight.prepare_shapes(args)
-    # As in the training: process 0 looks for what can be wrong, and the others wait for it in the process group.
+    # As in the training, process 0 checks the command line while the others wait for it in the process group.
     job: Job | None = None
     saved: Saved | None = None
     if world_info_from_env()[1] == 0:
@@ -128,7 +130,7 @@ def run(argv: list[str]) -> None:
 
 
 def cache_key(args: argparse.Namespace, job: Job, transform: Any) -> dict[str, Any]:
-    """What embeddings depend on."""
+    """What the embeddings depend on; a cache with another key is refused."""
     return {
         "weights": job.weights,
         "data": job.rows.digest if job.shards is None else job.shards.digest,
@@ -139,7 +141,7 @@ def cache_key(args: argparse.Namespace, job: Job, transform: Any) -> dict[str, A
 
 
 def embed_all(model: torch.nn.Module, source: Any, cache: EmbeddingCache, args: argparse.Namespace) -> Embedded:
-    """The embeddings of all rows, those that are missing computed by all processes.
+    """Embeddings of all rows; the processes divide those that are not in the cache.
 
     Raises:
         InputError: the cache is of other weights or data, or no row can be read.

@@ -1,5 +1,4 @@
-"""The picture of a report: estimates against true log-normalizers, the distribution of each estimator's error, and the
-estimators' gradients against the exact one."""
+"""The report's figure: estimated against true log-normalizers, each estimator's errors, and its gradient's bias."""
 
 from typing import IO, TYPE_CHECKING, Any
 
@@ -11,22 +10,22 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 IMAGE, TEXT, INK, GRID = "#2a6f97", "#d1702b", "#222222", "#d9d9d9"
-FEW, MANY = "#a9cfe5", "#08243d"  # a single anchor must still be seen
+FEW, MANY = "#a9cfe5", "#08243d"  # of the density; FEW is dark enough to show a single anchor
 BINS = 80
 
 
 def draw(
     file: IO[bytes], exact: Tensor, estimates: dict[str, Tensor], title: str, gradients: dict[str, Any] | None = None
 ) -> None:
-    """Write a PNG.
+    """Write the figure as PNG.
 
     Args:
         exact: true log-normalizers, (2, k).
-        estimates: by name, (2, k); NaN where there is none. The first is shown against the truth.
+        estimates: by name, (2, k); NaN where there is none. The first is plotted against `exact`.
         title: one line.
-        gradients: what `gradients.compare_gradients` found, if it was asked to.
+        gradients: result of `gradients.compare_gradients`, or None to leave that panel out.
     """
-    # Here, for a run that is refused: the import takes longer than all else.
+    # Imported here because it is slow, and a refused run draws nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,7 +48,7 @@ def draw(
 
 
 def draw_estimate(figure: "Figure", axis: "Axes", exact: Tensor, estimate: Tensor, name: str) -> None:
-    """Density of (true, estimated) over both sides' anchors, or the anchors themselves where they are few."""
+    """Scatter plot of (true, estimate) over the anchors of both directions; a density for more than 2000."""
     from matplotlib.colors import LinearSegmentedColormap
 
     known = ~estimate.isnan()
@@ -76,8 +75,10 @@ def draw_estimate(figure: "Figure", axis: "Axes", exact: Tensor, estimate: Tenso
 
 
 def draw_errors(axis: "Axes", differences: dict[str, Tensor]) -> None:
-    """A ridge per estimator: images as anchors above its line, texts below; bars from the 5 % to the 95 % quantile with
-    the mean, whose distance from 0 is the bias."""
+    """Histogram of each estimator's errors: images as anchors above its line, texts below.
+
+    Bars span the 5 % to the 95 % quantile; the dot is the mean, that is, the bias.
+    """
     names = list(differences)
     values = [torch.cat([side[~side.isnan()] for side in difference]) for difference in differences.values()]
     if not values:
@@ -112,8 +113,10 @@ def draw_errors(axis: "Axes", differences: dict[str, Tensor]) -> None:
 
 
 def shared_range(values: list[Tensor]) -> tuple[float, float]:
-    """From the lowest 0.5 % quantile of all estimators to the highest 99.5 %, with 0 in it; what lies beyond is counted
-    in the outermost bins."""
+    """Limits of the axis: the lowest 0.5 % and the highest 99.5 % quantile of all estimators, and 0.
+
+    Values beyond them are counted in the outermost bins.
+    """
     ends = [value.quantile(torch.tensor([0.005, 0.995], dtype=value.dtype)).tolist() for value in values]
     low, high = min(0.0, *(end[0] for end in ends)), max(0.0, *(end[1] for end in ends))
     margin = 0.04 * (high - low) or 0.5
@@ -121,7 +124,7 @@ def shared_range(values: list[Tensor]) -> tuple[float, float]:
 
 
 def draw_gradients(axis: "Axes", gradients: dict[str, Any]) -> None:
-    """Bias by batch size with its standard error, a line per estimator; dashed what an unbiased one would show."""
+    """Bias by batch size with its standard error, a line per estimator; dashed: what noise alone would show."""
     known = [row for row in gradients["estimators"] if row["bias"] is not None]
     names = list(dict.fromkeys(row["name"] for row in known))
     colours = {"minibatch": TEXT, "exact": INK}

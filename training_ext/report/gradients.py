@@ -1,19 +1,19 @@
-"""What the estimators do to the gradient: each one's against the exact gradient of the global objective.
+"""Bias and variance of the gradient under each estimator of the normalizers, against the exact gradient.
 
-The exact gradient is that of NeuCLIP's Eq. 2 in the embeddings of some pairs, with the true log-normalizers of all n
-rows. An estimator's is what the loss takes over a batch B (Eq. 4; for the unified objective Eq. 12, through alpha too).
-A row is in few batches, so the two are compared given that it is in one:
+The exact gradient is that of NeuCLIP's Eq. 2 in the embeddings of some pairs, with the exact log-normalizers of all n
+rows. An estimator's gradient is that of the loss over a batch B (Eq. 4; for the unified objective Eq. 12, also through
+alpha). A row is in few batches, so the two are compared on batches that contain it:
 
     E[ B dF_B/de_a | a in B ] = n dF/de_a
 
-where F_B is the batch's estimate and alpha the true log-normalizers (`exact.embedding_gradients` says why). With any
-other alpha the difference of the two sides is the estimator's bias. The batches are those of an epoch: consecutive rows
-of a random order of all, so that the others in a row's batch are a random choice.
+where F_B is the objective over the batch and alpha the exact log-normalizers (see `exact.embedding_gradients`). With
+any other alpha the difference of the two sides is the estimator's bias. The batches are those of a shuffled epoch, so
+the other rows of a batch are a random sample.
 
-alpha is what a training step over the batch takes, so a copy of the estimator takes the batch in first: a table's u_i
-contains the share gamma of the batch's own estimate (Eq. 3), and a network is updated T_u times (Algorithm 1), which
-counts for much: it predicts far worse for a batch that it has not been updated with. A restart that would be due is
-left out. `mixing` is applied. A queue shows an anchor nothing of its own batch, though it may hold pairs of it.
+alpha is that of a training step over the batch, so a copy of the estimator is updated with the batch first: a table's
+u_i contains the batch's own estimate with weight gamma (Eq. 3), and a network makes T_u updates (Algorithm 1), without
+which its predictions for the batch are far worse. A restart that would be due is skipped. `mixing` is applied. Pairs
+that are both in a queue and in the batch are left out of the queue.
 """
 
 import copy
@@ -38,7 +38,7 @@ from open_clip_ext.surrogates import Surrogate
 from training_ext.embeddings import Embedded
 from training_ext.report.queues import nearest_places, queue_without
 
-PAIRS = 32  # in whose embeddings the gradients are compared
+PAIRS = 32  # the gradients are compared in their embeddings
 
 
 @dataclass
@@ -46,10 +46,10 @@ class Objective:
     """The global objective of a data set.
 
     Args:
-        image, text: embeddings of the n pairs.
+        image, text: unit embeddings of the n pairs, (n, d).
         index: their rows in the data set, (n,).
-        tau, scale: temperatures and the factors of log(eps + g_i), 0-d or (2, n).
-        surrogate, eps, intra_modal, one_per_pair: as the loss has them.
+        tau, scale: temperatures, and the factors of log(eps + g_i), 0-d or (2, n).
+        surrogate, eps, intra_modal, one_per_pair: as in the loss.
     """
 
     image: exact.Embeddings
@@ -63,14 +63,14 @@ class Objective:
     one_per_pair: bool = False
 
     def gradients(self, rows: Tensor, alpha: Tensor) -> Tensor:
-        """`exact.embedding_gradients` of some of its pairs, (2, k, d)."""
+        """Gradients in the embeddings of `rows` (k,), (2, k, d), see `exact.embedding_gradients`."""
         return exact.embedding_gradients(
             self.image, self.text, rows, alpha, self.tau, self.scale, self.surrogate, self.intra_modal,
             device=self.tau.device,
         )
 
     def batch(self, places: Tensor) -> "Objective":
-        """The same over some of its pairs, (B,)."""
+        """The objective over the pairs at `places` (B,) only."""
         image, text = (exact.Rows(side, self.tau.device).take(places) for side in (self.image, self.text))
         tau, scale = (values[:, places] if values.dim() else values for values in (self.tau, self.scale))
         return Objective(
@@ -80,11 +80,11 @@ class Objective:
 
 @dataclass
 class Step:
-    """A batch as a training step of one process sees it.
+    """A batch as in a training step of one process.
 
     Args:
-        places: which of the n pairs it has, (B,).
-        batch: as the loss has it.
+        places: its positions among the n pairs, (B,).
+        batch: the batch as the loss receives it.
     """
 
     places: Tensor
@@ -92,8 +92,11 @@ class Step:
 
     @classmethod
     def of(cls, objective: Objective, places: Tensor) -> "Step":
-        """Args:
-        objective: over the batch.
+        """The step over a batch.
+
+        Args:
+            objective: the objective over the batch's pairs, see `Objective.batch`.
+            places: as above.
         """
         assert isinstance(objective.image, Tensor) and isinstance(objective.text, Tensor)
         index = objective.index.to(objective.tau.device)
@@ -106,12 +109,13 @@ class Step:
         return cls(places, batch)
 
 
-# alpha of a batch's anchors, (2, B), and what comes through alpha of B times the gradient, (2, B, d) or 0.
+# Returns alpha of the batch's anchors, (2, B), and B times the part of the gradient that flows through alpha, (2, B, d)
+# or 0.
 Estimator = Callable[[Step], tuple[Tensor, Tensor | float]]
 
 
 def given(alpha: Tensor) -> Estimator:
-    """Constants, (2, n)."""
+    """The estimator that returns the constants `alpha` (2, n)."""
     return lambda step: (alpha[:, step.places], 0.0)
 
 
@@ -121,10 +125,10 @@ def minibatch(step: Step) -> tuple[Tensor, float]:
 
 
 def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
-    """As the checkpoint's loss takes it.
+    """The estimator of the checkpoint's loss.
 
     Args:
-        queued: for a queue, which of the n pairs it holds, (m,).
+        queued: positions among the n pairs of those in the queue, (m,); None if it has no queue.
     """
 
     def estimate(step: Step) -> tuple[Tensor, Tensor | float]:
@@ -148,9 +152,9 @@ def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
 
 
 def batches_with(rows: Tensor, num_rows: int, size: int, generator: torch.Generator) -> Iterator[tuple[Tensor, Tensor]]:
-    """The batches of one random epoch that some rows are in: places of a batch, (B,), and which of `rows` it has, (m,).
+    """Batches of one shuffled epoch that contain any of `rows`: positions (B,), and which of `rows` are in them, (m,).
 
-    Each of `rows` comes once, and each other row is in its batch with probability (B - 1)/(n - 1); the last batch of
+    Each of `rows` occurs once, and any other row is in its batch with probability (B - 1)/(n - 1); the last batch of
     the epoch is filled up with rows of the one before.
     """
     order = torch.randperm(num_rows, generator=generator)
@@ -166,7 +170,7 @@ def draw(
     objective: Objective, rows: Tensor, size: int, batches: int, seed: int, estimators: dict[str, Estimator],
     progress: Callable[[], object] = lambda: None,
 ) -> dict[str, Tensor]:
-    """B times the gradient of random batches in the embeddings of `rows` (k,), by estimator, (batches, 2, k, d)."""
+    """B times the gradient over random batches in the embeddings of `rows` (k,); by estimator, (batches, 2, k, d)."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = len(objective.index)
     shape = (batches, 2, len(rows), exact.Rows(objective.image).dimension)
@@ -188,17 +192,17 @@ def draw(
 
 
 def statistics(draws: Tensor, true: Tensor) -> dict[str, float | None]:
-    """Bias, variance and direction of an estimator's gradient, all pairs' embeddings taken as one vector.
+    """Bias, variance and cosine of an estimator's gradient, with all pairs' embeddings as one vector.
 
     Args:
         draws: R >= 2 independent estimates, (R, ...).
         true: the exact gradient, (...).
 
     Returns:
-        `bias`: |mean - exact| / |exact|; `bias_noise`: what an unbiased estimator of the same variance would show in
-        its place, sqrt(variance / R). `variance`: mean squared distance from the mean, over |exact|^2. `cosine`:
-        between mean and exact; `batch_cosine`: between one draw and exact, mean over draws. With `_error` their
-        standard errors, jackknifed for `bias` and `cosine`. None where it is not a number, as where `true` is 0.
+        `bias`: |mean - exact| / |exact|; `bias_noise`: the bias that an unbiased estimator of the same variance would
+        show, sqrt(variance / R). `variance`: mean squared distance from the mean, over |exact|^2. `cosine`: between
+        mean and exact; `batch_cosine`: between one draw and exact, mean over draws. `..._error`: their standard errors,
+        by jackknife for `bias` and `cosine`. None if not finite, for example where `true` is 0.
     """
     draws, true = draws.double().flatten(1), true.double().flatten()
     norm, count = true.norm(), len(draws)
@@ -229,10 +233,10 @@ def compare_gradients(
     options: Namespace, args: Namespace, sizes: list[int], loss: GlobalContrastiveLoss | None, objective: Objective,
     true: Tensor, embedded: Embedded,
 ) -> dict[str, Any]:
-    """What the JSON file says of the gradients; the same on every process, each of which computes all.
+    """The gradients' entry in the JSON file; every process computes all of it.
 
     Args:
-        true: log-normalizers of all n rows, (2, n).
+        true: exact log-normalizers of all n rows, (2, n).
     """
     num_rows = len(objective.index)
     draw_rows = torch.Generator().manual_seed(options.report_seed)

@@ -1,4 +1,4 @@
-"""What a report is about: the checkpoint, its model and loss, the data."""
+"""What a report reads: the checkpoint, its model and loss, and the data."""
 
 import hashlib
 import logging
@@ -35,9 +35,9 @@ class Saved:
     """A checkpoint.
 
     Args:
-        weights: the model's, by names without wrappers.
-        entry: of `training_ext.checkpoint`, or None.
-        epoch: completed epochs, or None.
+        weights: the model's, by parameter name without the prefixes of wrappers such as DDP.
+        entry: what `training_ext.checkpoint` added, or None.
+        epoch: number of completed epochs, or None if the file does not say.
     """
 
     weights: dict[str, Tensor]
@@ -46,10 +46,10 @@ class Saved:
 
     @classmethod
     def read(cls, path: str) -> "Saved":
-        """Tensors stay on disk until they are used.
+        """Read a checkpoint; its tensors stay on disk until they are used.
 
         Raises:
-            InputError: there is no such file, or no model in it.
+            InputError: the file does not exist, is damaged, or has no CLIP model.
         """
         try:
             content = load_mapped(path)
@@ -61,7 +61,7 @@ class Saved:
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
         weights = {plain_name(name): value for name, value in weights.items()}
         if "logit_scale" not in weights:
-            raise InputError(f"--checkpoint: {path!r} holds no CLIP model")
+            raise InputError(f"--checkpoint: {path!r} has no CLIP model")
         return cls(weights, checkpoint.take_entry(content), content.get("epoch"))
 
     @property
@@ -79,14 +79,14 @@ class Saved:
 
 @dataclass
 class Job:
-    """What process 0 finds out for all.
+    """What process 0 has checked and sends to all.
 
     Args:
-        rows: of the train data.
-        shards: their shards, if they have any.
-        weights: digest of the checkpoint's.
-        sizes: of the minibatch estimators.
-        out: folder.
+        rows: the rows of the train data.
+        shards: the shards of the train data, or None if they are not in shards.
+        weights: digest of the checkpoint's weights.
+        sizes: batch sizes of the minibatch estimates.
+        out: folder of the report.
     """
 
     rows: DataRows
@@ -97,24 +97,24 @@ class Job:
 
 
 def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
-    """All that can be wrong with the command line.
+    """Check the command line against the checkpoint and the data.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
     if not trains(args):
-        raise InputError("--train-data: the report is about train data; repeat the flags of the training")
+        raise InputError("--train-data: is missing, and the report needs it; repeat the flags of the training")
     if args.horovod:
         raise InputError("--horovod: the report runs under torch.distributed only; use torchrun")
     if args.loss is not None and issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
         raise InputError(
-            f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, and "
-            "has no true value over all data; give a checkpoint of another loss"
+            f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, so "
+            "there is no exact value over all data; give a checkpoint of another loss"
         )
     if args.uses_ext_loss and getattr(args, "reference_gap", None):
         raise InputError(
-            f"--loss: the normalizers of {args.loss!r} are about gaps less a reference model's, and not about the "
-            "checkpoint's embeddings alone; give a checkpoint of another loss"
+            f"--loss: the normalizers of {args.loss!r} also depend on the reference model, and the report has the "
+            "checkpoint's embeddings only; give a checkpoint of another loss"
         )
     check_ranges(args)
     rows, shards = find_all_rows(options, args)
@@ -127,7 +127,7 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
         raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
     sizes = batch_sizes(options.batch_sizes, num_rows)
     if options.gradient_batches > 0 and not sizes:
-        raise InputError(f"--batch-sizes: none, and --gradient-batches {options.gradient_batches} needs at least one")
+        raise InputError(f"--batch-sizes: is empty, but --gradient-batches {options.gradient_batches} needs a size")
     out = options.out or default_folder(options.checkpoint)
     if os.path.exists(out) and not os.path.isdir(out):
         raise InputError(f"--out: {out!r} is a file; give a folder")
@@ -135,13 +135,13 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
 
 
 def batch_sizes(given: str | None, num_rows: int) -> list[int]:
-    """The sizes that `--batch-sizes` asks for, ascending."""
+    """The batch sizes of `--batch-sizes`, ascending; None: the default ones up to `num_rows`."""
     if given is None:
         return [size for size in BATCH_SIZES if size <= num_rows]
     try:
         sizes = sorted({int(part) for part in given.split(",")}) if given.strip() else []
     except ValueError:
-        raise InputError(f"--batch-sizes: {given!r} is no list of numbers such as 64,256") from None
+        raise InputError(f"--batch-sizes: {given!r} is not a list of integers such as 64,256") from None
     for size in sizes:
         if not 2 <= size <= num_rows:
             raise InputError(f"--batch-sizes: {size} is out of range; it must be from 2 to the {num_rows} rows")
@@ -155,14 +155,14 @@ def experiment_of(path: str) -> str:
 
 
 def default_folder(path: str) -> str:
-    """normalizers/epoch_3 in the experiment's folder, for its checkpoints/epoch_3.pt."""
+    """For example EXPERIMENT/normalizers/epoch_3 for EXPERIMENT/checkpoints/epoch_3.pt."""
     return os.path.join(experiment_of(path), "normalizers", os.path.splitext(os.path.basename(path))[0])
 
 
 def training_flags(path: str, given: list[str]) -> list[str]:
-    """The flags of the run that wrote a checkpoint, as its recipe.yaml, and after them those that are given.
+    """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then the flags `given`, which override it.
 
-    With --model, --loss or --recipe all flags are given.
+    With --model, --loss or --recipe among `given`, or without a recipe.yaml, `given` alone.
     """
     flags = {word.partition("=")[0] for word in given}
     recipe = os.path.join(experiment_of(path), RECIPE)
@@ -172,15 +172,15 @@ def training_flags(path: str, given: list[str]) -> list[str]:
 
 
 def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
-    """Raise InputError for remote data that no one has typed: their urls reach a shell."""
+    """Raise InputError for remote train data from a recipe.yaml that the user did not name: a shell opens URLs."""
     if args.recipe in given or args.recipe is None or "train_data" not in args.recipe_flags:
         return
     if not all(map(is_local, args.train_data.split("::"))):
-        raise InputError(f"--train-data: {args.train_data!r} of {args.recipe!r} is not local; give it as a flag")
+        raise InputError(f"--train-data: {args.train_data!r} in {args.recipe!r} is not local; give it as a flag")
 
 
 def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards | None]:
-    """The rows as the training finds them, and the shards also where its loss does not need to look into them."""
+    """The rows as the training finds them, and the shards, even if the training's loss does not read their sizes."""
     if kind_of(args, args.train_data) != "webdataset":
         args.shard_sizes = options.shard_sizes
         return find_rows(args), None
@@ -194,10 +194,10 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
     """The checkpoint's model in evaluation mode, the transforms for training and evaluation, and the tokenizer.
 
     Raises:
-        InputError: the weights are of another model.
+        InputError: the weights belong to another model.
     """
     size = args.force_image_size
-    logging.disable(logging.WARNING)  # of random weights, which they are for a moment
+    logging.disable(logging.WARNING)  # the warning of random weights; they are loaded below
     hub_tokenizer = without_remote_code(open_clip.factory.HFTokenizer)
     with replaced({("open_clip.factory", "HFTokenizer"): hub_tokenizer}):
         tokenizer = open_clip.get_tokenizer(
@@ -233,22 +233,22 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
         model.load_state_dict(saved.weights)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()[:200]
-        raise InputError(f"--model: {path!r} holds another model than {args.model!r}: {reason}") from None
+        raise InputError(f"--model: {path!r} is of another model than {args.model!r}: {reason}") from None
     return model.eval(), tuple(transforms), tokenizer
 
 
 def load_loss(args: Namespace, saved: Saved, rows: DataRows, path: str) -> GlobalContrastiveLoss | None:
-    """The checkpoint's loss with its state, in evaluation mode; None for one without normalizers.
+    """The checkpoint's loss with its state, in evaluation mode; None if the loss has no normalizers.
 
     Args:
-        path: of the checkpoint.
+        path: file of the checkpoint.
 
     Raises:
         InputError: the state does not fit the settings.
     """
     if args.loss is None or not factory.find_preset(args.loss).has_parts:
         return None
-    # Every process asks for all anchors, and a divided network answers each process for its own.
+    # Every process asks for all anchors; a network that is split over processes would answer only for its own.
     args.given_settings.pop("npn_split", None)
     loss = build_loss(args, rows.num_rows, args.device)
     assert isinstance(loss, GlobalContrastiveLoss) and saved.entry is not None
@@ -259,5 +259,5 @@ def load_loss(args: Namespace, saved: Saved, rows: DataRows, path: str) -> Globa
         raise
     except ValueError as error:
         raise InputError(f"--checkpoint: its state does not fit: {error}") from None
-    loss.set_epoch(math.ceil(args.osr_epochs) + (saved.epoch or 0))  # gamma is that of the next step
+    loss.set_epoch(math.ceil(args.osr_epochs) + (saved.epoch or 0))  # for gamma of the next step
     return loss.eval()

@@ -1,9 +1,10 @@
-"""How far the estimated normalizers of a checkpoint are from the true ones (NeuCLIP, Eq. 9, Appendix B.6).
+"""Errors of a checkpoint's estimated log-normalizers, against the true ones over all train data.
 
-The train data are embedded once in the checkpoint's weights, without augmentation. For a random sample of anchors the
-true log-normalizers are computed over all rows, and compared with what the checkpoint's estimator gives for the same
-embeddings and with minibatch estimates. All at the checkpoint's own temperature, eps and surrogate; `mixing` is part of
-the loss rather than of the estimator, and is not applied. `gradients` says what the estimates do to the gradient.
+The measure is that of NeuCLIP, Eq. 9 and Appendix B.6. The train data are embedded once with the checkpoint's weights,
+without augmentation. For a random sample of anchors the true log-normalizers are computed over all rows and compared
+with the checkpoint's estimates for the same embeddings and with minibatch estimates, all at the checkpoint's
+temperature, eps and surrogate. `mixing` is part of the loss, not of the estimator, and is not applied. `gradients`
+compares the resulting gradients.
 """
 
 import math
@@ -30,7 +31,7 @@ from training_ext.report.inputs import Job, Saved
 from training_ext.report.queues import nearest_places, queue_without
 from training_ext.report.verdict import verdict
 
-EPS = 1e-14  # of the losses that have none
+EPS = 1e-14  # for losses that have none
 QUANTILES = (5, 50, 95)
 SIDES = ("image", "text")
 ESTIMATED_AT_ONCE, EXACT_AT_ONCE = 1024, 4096  # anchors
@@ -38,11 +39,13 @@ ESTIMATED_AT_ONCE, EXACT_AT_ONCE = 1024, 4096  # anchors
 
 @dataclass
 class Result:
-    """Args:
-    summary: what goes into the JSON file.
-    anchors: rows of the anchors, (k,).
-    exact: true log-normalizers, (2, k) float64.
-    estimates: by name, (2, k) float64; NaN where the estimator has none.
+    """The numbers of a report.
+
+    Args:
+        summary: the contents of the JSON file.
+        anchors: rows of the anchors, (k,).
+        exact: true log-normalizers, (2, k) float64.
+        estimates: by estimator, (2, k) float64; NaN where it has no estimate.
     """
 
     summary: dict[str, Any]
@@ -109,11 +112,12 @@ def compare(
 
 def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace, unit: int, what: str,
              total: int | None = None, **settings: Any) -> Tensor:
-    """A function of `exact` for all anchors, (2, k) on the CPU, the anchors divided over processes.
+    """Apply a function of `exact` to all anchors, divided over processes; (2, k) float64 on the CPU.
 
     Args:
-        unit: anchors that must stay together.
-        what: names the progress bar; `total`: its length, by default the process's anchors.
+        unit: number of consecutive anchors that one process must compute together.
+        what: label of the progress bar.
+        total: its length; by default the process's number of anchors.
     """
     units = math.ceil(len(places) / unit)
     start, stop = (unit * (units * rank // args.world_size) for rank in (args.rank, args.rank + 1))
@@ -133,7 +137,7 @@ def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor
 def objective_of(
     loss: GlobalContrastiveLoss | None, embedded: Embedded, saved_tau: Tensor, common: dict[str, Any]
 ) -> Objective:
-    """The global objective over all rows: the loss's own, or Eq. 1 for one that has another."""
+    """The global objective over all rows; for losses without parts (`loss` is None) that of NeuCLIP's Eq. 1."""
     tau = scale = saved_tau
     if loss is not None:
         tau = temperatures(loss, saved_tau, embedded, torch.arange(len(embedded.rows)), saved_tau.device)
@@ -147,7 +151,7 @@ def objective_of(
 def temperatures(
     loss: GlobalContrastiveLoss, saved_tau: Tensor, embedded: Embedded, places: Tensor, device: torch.device | str
 ) -> Tensor:
-    """Of the anchors at `places` (k,) of what was embedded, (2, k), or 0-d where all are one."""
+    """Temperatures of the anchors at `places` (k,) among the embedded rows: (2, k), or 0-d if there is only one."""
     image, text = (exact.Rows(side, device) for side in (embedded.image, embedded.text))
     parts = []
     for some in places.split(EXACT_AT_ONCE):
@@ -163,7 +167,7 @@ def all_log_normalizers(
     image: exact.Embeddings, text: exact.Embeddings, anchors: Tensor, tau: Tensor,
     progress: Callable[[int], object], **settings: Any,
 ) -> Tensor:
-    """`exact.exact_log_normalizers` of so many anchors that their embeddings are not kept all at once."""
+    """`exact.exact_log_normalizers` in parts, for more anchors than fit in memory at once."""
     parts = []
     for start in range(0, len(anchors), EXACT_AT_ONCE):
         part = slice(start, start + EXACT_AT_ONCE)
@@ -176,9 +180,9 @@ def all_log_normalizers(
 def checkpoint_estimate(
     loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace
 ) -> Tensor:
-    """alpha of all anchors from the checkpoint's normalizer, (2, k) float64, NaN where it has none.
+    """alpha of all anchors from the checkpoint's normalizer, (2, k) float64; NaN where it has no estimate.
 
-    Every process computes all, in the same order: a normalizer may communicate.
+    Every process computes all of them in the same order, since a normalizer may communicate.
     """
     image, text = (exact.Rows(side, args.device).take(places) for side in (embedded.image, embedded.text))
     index = embedded.rows[places].to(args.device)
@@ -193,7 +197,7 @@ def checkpoint_estimate(
             if queued is not None and isinstance(normalizer, Queue):
                 normalizer = queue_without(normalizer, torch.isin(queued, places[part]))
             part_tau = tau[:, part] if tau.dim() else tau
-            # What falls back on its batch's own estimate has none.
+            # A normalizer without an estimate falls back on the batch's own; NaN marks these anchors.
             unknown = torch.full((2, len(index[part])), math.nan, device=image.device)
             batch = Batch.of_process(image[part], text[part], part_tau, index[part], log_batch=unknown)
             parts.append(normalizer(batch).double().cpu())
@@ -203,7 +207,7 @@ def checkpoint_estimate(
 def settings(
     args: Namespace, loss: GlobalContrastiveLoss | None, tau: Tensor, common: dict[str, Any]
 ) -> dict[str, Any]:
-    """What the normalizers depend on, for the JSON file."""
+    """The settings that the normalizers depend on, for the JSON file."""
     surrogate = common["surrogate"]
     shown = {
         "loss": args.loss or ("siglip" if args.siglip else "clip"),
@@ -231,8 +235,10 @@ def spread_of(values: Tensor) -> dict[str, Any]:
 
 
 def errors(estimate: Tensor, true: Tensor) -> dict[str, Any]:
-    """Of images, of texts and of both as anchors: `mse`, `bias` (mean of estimate - true) and `spread` (standard
-    deviation of the same), so that mse = bias^2 + spread^2, its quantiles, and how many anchors had an estimate.
+    """Errors for images, texts and both as anchors.
+
+    `mse`; `bias` and `spread`, the mean and standard deviation of estimate - true, so that mse = bias^2 + spread^2; its
+    `quantiles`; the number of `anchors` with an estimate and of those `without_estimate`. None if no anchor has one.
 
     Args:
         estimate, true: (2, k) float64.

@@ -1,4 +1,4 @@
-"""A report's files and what it prints."""
+"""The files that a report writes and the table that it prints."""
 
 import json
 import os
@@ -14,7 +14,7 @@ REPORT, PICTURE, VALUES = "normalizers.json", "normalizers.png", "normalizers.sa
 
 
 def write(folder: str, result: Result) -> None:
-    """The picture, the anchors' values and, last, the report, each complete or absent."""
+    """Write the figure, the anchors' values and, last, the JSON file; each is complete or absent."""
     values = {"anchors": result.anchors, "exact": result.exact, **result.estimates}
     with whole_file(os.path.join(folder, PICTURE)) as file:
         draw(file, result.exact, result.estimates, title(result.summary), result.summary.get("gradients"))
@@ -36,7 +36,7 @@ def title(summary: dict[str, Any]) -> str:
 
 
 def table(result: Result, folder: str) -> str:
-    """What goes to stdout."""
+    """The table for stdout."""
     summary = result.summary
     lines = [title(summary)]
     if summary["rows_left_out"]:
@@ -59,7 +59,7 @@ def table(result: Result, folder: str) -> str:
 
 
 def gradient_table(gradients: dict[str, Any]) -> list[str]:
-    """Its lines, with the standard errors in brackets."""
+    """Lines of the gradients' table, with standard errors in brackets."""
     lines = [
         f"Gradients ({gradients['encoder_objective']}) in the embeddings of {gradients['pairs']} pairs, each in "
         f"{gradients['batches']} batches, against the exact ones (standard errors)",

@@ -1,4 +1,4 @@
-"""A checkpoint's queue without the pairs that it must not show to their own anchors."""
+"""A checkpoint's queue without the pairs of a batch, which must not be their own negatives."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from training_ext.embeddings import Embedded
 
 
 def nearest_places(normalizer: Normalizer, embedded: Embedded, device: torch.device | str) -> Tensor | None:
-    """Which of the embedded pairs a queue holds, (m,) int64; None for other normalizers and while it holds none."""
+    """Positions in `embedded` of the pairs in a queue, (m,) int64; None for other normalizers and an empty queue."""
     if not isinstance(normalizer, Queue) or normalizer.ring.active == 0:
         return None
     texts, images = normalizer.ring.rows[:, : normalizer.ring.active]
@@ -17,10 +17,10 @@ def nearest_places(normalizer: Normalizer, embedded: Embedded, device: torch.dev
 
 
 def queue_without(queue: Queue, left_out: Tensor) -> Queue:
-    """A queue of what is not `left_out` of this one, (m,) bool.
+    """A copy of the queue without the entries that `left_out` (m,) bool marks.
 
-    As in a training step the pairs of the step's own batch must not count: an anchor's own positive would hide every
-    log-normalizer below -log m.
+    As in a training step, the pairs of the step's own batch are no negatives: with an anchor's own positive among them
+    no log-normalizer could be below -log m.
     """
     kept = queue.ring.rows[:, : queue.ring.active][:, ~left_out.to(queue.ring.rows.device)]
     smaller = Queue(queue_size=max(1, kept.shape[1]), eps=queue.eps, surrogate=queue.surrogate)

@@ -1,9 +1,9 @@
-"""What a report's numbers mean for the training, in a few sentences."""
+"""The verdict of a report: how large a batch would estimate the normalizers as well, and what to change."""
 
 from math import exp, log, sqrt
 from typing import Any
 
-# What to change where the estimates are worse than those of a small batch.
+# What to change if the estimates are worse than those of a small batch.
 INSTEAD = {
     "queue": "lower --queue-size, whose oldest embeddings are stale",
     "table": "raise --gamma, since the averages lag behind",
@@ -14,10 +14,10 @@ GOOD = "good is a batch larger than the one that you train with"
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """One line.
+    """The verdict, one line.
 
     Args:
-        summary: of `numbers.compare`, with the errors of the estimators.
+        summary: as `numbers.compare` fills it, up to the errors of the estimators.
     """
     found = {estimator["name"]: estimator["both"]["mse"] for estimator in summary["estimators"]}
     batches = {int(name.removeprefix("batch of ")): mse for name, mse in found.items() if name.startswith("batch of ")}
@@ -34,12 +34,12 @@ def verdict(summary: dict[str, Any]) -> str:
 
 
 def off(mse: float) -> str:
-    """A log-normalizer's error as what it does to the weight of an anchor's gradient."""
+    """The root mean squared error as a factor: by how much it changes the weight of an anchor's gradient."""
     return f"off by a factor of {exp(min(sqrt(mse), 99)):.3g}"
 
 
 def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
-    """The batch whose own estimates have the same error, between those that were compared by interpolation of logs."""
+    """The batch size whose own estimates have the same error, interpolated in logs between those compared."""
     if not batches:
         return "no batch was compared"
     (small, most), (large, least) = min(batches.items()), max(batches.items())

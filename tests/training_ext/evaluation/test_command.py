@@ -174,7 +174,7 @@ def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path
     assert error.startswith("--out: ") and "another checkpoint" in error
     assert refused(arguments + " --precision bf16").endswith("or delete it")
     path.write_text("{}\n")
-    assert "another program" in refused(arguments)
+    assert "not a file of results" in refused(arguments)
 
 
 def test_other_data_are_done_again(tasks, checkpoints, tmp_path, capsys):
@@ -243,7 +243,7 @@ def test_two_processes_find_the_same(pair, evalset, checkpoints, results, tmp_pa
 
 def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, refused):
     good = f"--checkpoint {checkpoints[0]} --data {evalset} --out {tmp_path}/new.jsonl"
-    assert "--checkpoint: 'no.pt' is no file" in refused(good.replace(str(checkpoints[0]), "no.pt"))
+    assert "--checkpoint: 'no.pt' is not a file" in refused(good.replace(str(checkpoints[0]), "no.pt"))
     assert "--data: there is no folder" in refused(good.replace(str(evalset), str(tmp_path / "no")))
     assert "such as wds_vtab-caltech101_test" in refused(good.replace(str(evalset), str(tmp_path)))
     assert "--out: " in refused(good.replace("--data", f"{checkpoints[1]} --data"))
