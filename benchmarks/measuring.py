@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -71,6 +72,22 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def resident() -> int:
+    """Bytes of this process in memory, now. Linux only."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident(function: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds, and the most bytes in memory at a time beyond those before, mapped files included. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, start = resident(), time.perf_counter()
+    function()
+    seconds = time.perf_counter() - start
+    lines = Path("/proc/self/status").read_text().splitlines()
+    most = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return seconds, max(0, most - before)
 
 
 def reference_of(loss: Any, image: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
