@@ -82,6 +82,8 @@ def check_model(args: Namespace) -> nn.Module | None:
         InputError: the model cannot be built, does not take a batch, or its weights do not fit.
     """
     config = model_config(args)
+    if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
+        raise InputError(f"--model: {args.model!r} has captions of variable length; --loss {args.loss} takes no such")
     if config is None or "hf_model_name" in config["text_cfg"]:  # a part of it would have to be fetched
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:

@@ -33,8 +33,13 @@ def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None
             f"optimizer has another order; {right}, or give it as --pretrained for its weights only"
         )
     first = content["optimizer"]["param_groups"][0]["params"][0]
-    if divides_model(args, world_info_from_env()[2]) and not isinstance(first, str):
-        raise InputError(f"--resume: {path!r} was written without --fsdp; leave it out, or give that as --pretrained")
+    divided = isinstance(first, str)
+    if divided != divides_model(args, world_info_from_env()[2]):
+        right = "train with it in several processes" if divided else "leave it out"
+        raise InputError(
+            f"--resume: {path!r} was written {'with' if divided else 'without'} --fsdp; {right}, or give the file as "
+            "--pretrained for its weights only"
+        )
 
 
 def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:
