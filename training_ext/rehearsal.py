@@ -15,7 +15,6 @@ import open_clip
 import torch
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
-from open_clip_train.distributed import world_info_from_env
 from PIL import Image
 from torch import nn
 
@@ -27,7 +26,7 @@ from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
 from training_ext.patching import replaced
-from training_ext.task_flags import check_same_loop, divides_model
+from training_ext.task_flags import check_same_loop
 
 # What makes the model and its transforms; each is left out in turn to find the one that fails.
 TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")
@@ -83,6 +82,8 @@ def check_model(args: Namespace) -> nn.Module | None:
         InputError: the model cannot be built, does not take a batch, or its weights do not fit.
     """
     config = model_config(args)
+    if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
+        raise InputError(f"--model: {args.model!r} has captions of variable length; --loss {args.loss} takes no such")
     if config is None or "hf_model_name" in config["text_cfg"]:  # a part of it would have to be fetched
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
@@ -226,7 +227,7 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     if epoch >= args.epochs and args.resume != "latest":  # a job that is requeued may find that it is done
         raise InputError(f"--epochs: {args.epochs}, and --resume {path!r} has {epoch} behind it; give more")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
-    check_same_loop(path, content, divides_model(args, world_info_from_env()[2]))
+    check_same_loop(path, content, args)
 
 
 def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Namespace) -> None:
