@@ -1,4 +1,4 @@
-"""Counts what a block of code sends between processes."""
+"""Count the bytes that a block of code sends between processes."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The argument that holds this process's own data, by position and name; and the bytes that it sends with a ring of W
-# processes for N of its own.
+# The argument with this process's own data, by position and name; and the bytes that a process with N bytes of data
+# sends in a ring of W processes.
 COLLECTIVES: dict[str, tuple[int, str, Callable[[int, int], float]]] = {
     "all_gather": (1, "tensor", lambda size, world: (world - 1) * size),
     "all_gather_into_tensor": (1, "input_tensor", lambda size, world: (world - 1) * size),
@@ -26,13 +26,13 @@ COLLECTIVES: dict[str, tuple[int, str, Callable[[int, int], float]]] = {
 
 
 class CollectiveCounter:
-    """Calls and bytes of torch.distributed's collectives while it is entered, forward and backward.
+    """A context manager that counts calls and bytes of torch.distributed's collectives, forward and backward.
 
         with CollectiveCounter() as counter:
             loss(...).backward()
         counter.calls["all_gather"], counter.sent
 
-    What DistributedDataParallel sends for the model's gradients is not counted.
+    DistributedDataParallel's own communication, for the model's gradients, is not counted.
 
     Attributes:
         calls: number of calls by collective.
@@ -72,7 +72,7 @@ class CollectiveCounter:
 
 
 def _size(tensors: Tensor | list[Tensor] | None) -> int:
-    if tensors is None:  # of a scatter, on a process that only receives
+    if tensors is None:  # a process that only receives in a scatter
         return 0
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()

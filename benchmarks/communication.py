@@ -1,9 +1,10 @@
-"""What a step's loss sends between processes, against OpenCLIP's ClipLoss, and what a table takes on each of them.
+"""Communication of each loss in a step, against OpenCLIP's ClipLoss, and the memory of a table on each process.
 
     python benchmarks/communication.py --json communication.json
 
-Counts calls and bytes that one process sends in a step, forward and backward, without the model's own gradients;
-ClipLoss with `local_loss` and `gather_with_grad`, its exact form. Sizes do not change them, so that a CPU will do.
+Counts the calls of one process and the bytes it sends in a step, forward and backward, without the model's gradients.
+ClipLoss has `local_loss` and `gather_with_grad`, its exact form. The counts do not depend on the device, so a CPU will
+do.
 """
 
 import argparse
@@ -37,7 +38,7 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
     losses["neuclip, split"] = create_loss("neuclip", npn_split=True, **small["neuclip"])
     results = []
     for name, loss in losses.items():
-        for step in range(2):  # the first also sends what is sent once in hundreds of steps
+        for step in range(2):  # the first includes what is sent once in hundreds of steps; the second is counted
             features = [normalize(torch.randn(args.batch_size, args.dim), dim=1).requires_grad_() for _ in range(2)]
             more = {} if name == "clip" else {"index": torch.arange(args.batch_size) + rank * args.batch_size}
             more |= reference_of(loss, *features)
@@ -56,12 +57,12 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
 
 def main(argv: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch-size", type=int, default=256, help="pairs of each process")
-    parser.add_argument("--dim", type=int, default=512, help="of the embeddings")
-    parser.add_argument("--prototypes", type=int, default=4096, help="of neuclip, and length of the queue")
-    parser.add_argument("--rows", type=int, default=10_000_000, help="of the table")
+    parser.add_argument("--batch-size", type=int, default=256, help="pairs per process")
+    parser.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
+    parser.add_argument("--prototypes", type=int, default=4096, help="prototypes of neuclip, length of the queue")
+    parser.add_argument("--rows", type=int, default=10_000_000, help="rows of the table")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--json", help="also write the results to this file")
     args = parser.parse_args(argv)
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             mp.start_processes(measure, (world, port, args, path), nprocs=world, start_method="spawn")
             with open(path) as file:
                 results += json.load(file)
-    print(f"{args.batch_size} pairs of dimension {args.dim} in each process; calls and KiB that one sends in a step")
+    print(f"{args.batch_size} pairs of dimension {args.dim} per process; calls and KiB that one process sends per step")
     names = dict.fromkeys(r["loss"] for r in results if "loss" in r)
     print(f"{'loss':14}" + "".join(f"{f'W = {world}':>24}" for world in args.processes))
     by_key = {(r["loss"], r["processes"]): r for r in results if "loss" in r}
@@ -89,7 +90,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         print(f"W = {world}: all-reducing the prototypes' gradient would send {network:.1f} KiB in each of 10 updates")
     for r in results:
         if "rows" in r:
-            print(f"table of {r['rows']:,} rows, W = {r['processes']}: {r['table_bytes'] / 2**20:.1f} MiB on a process")
+            print(f"table of {r['rows']:,} rows, W = {r['processes']}: {r['table_bytes'] / 2**20:.1f} MiB per process")
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)

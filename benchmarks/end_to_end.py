@@ -2,9 +2,9 @@
 
     python benchmarks/end_to_end.py --json end_to_end.json
 
-Both train for one epoch, again and again in turn, each in a process of its own: data pipeline, model, loss, optimizer,
-logging. The rate is the batch size over the mean time of a step that OpenCLIP logs every 10 steps, the median over the
-lines of the log but the first.
+Both train in turn for one epoch each, several times, in processes of their own: data pipeline, model, loss, optimizer,
+logging. OpenCLIP logs the mean time of a step every 10 steps; the rate is the batch size divided by the median of these
+times, without the first.
 """
 
 import os
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from open_clip_ext import MODEL_CONFIGS
 
 LINE = re.compile(r"Train Epoch: 0 .*? Batch \(t\): ([\d.]+),")
-# OpenCLIP does not know our tiny model's configuration without being told.
+# OpenCLIP itself does not have the tiny model's configuration.
 OPEN_CLIP = """import sys, open_clip
 open_clip.add_model_config(sys.argv.pop(1))
 from open_clip_train.main import main
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--losses", nargs="+", default=["clip", "fastclip-v3", "neuclip", "queue"])
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=128)
-    flags.add_argument("--samples", type=int, default=5120, help="of an epoch")
+    flags.add_argument("--samples", type=int, default=5120, help="samples per epoch")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--workers", type=int, default=1)
     flags.add_argument("--precision", default="fp32")
-    flags.add_argument("--flags", default="", help="more flags for every run")
+    flags.add_argument("--flags", default="", help="flags added to every run")
     args = flags.parse_args(argv)
     device = begin(args)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Everything that has to be measured on a GPU, in parts of at most 8 minutes, about 20 in all on an H100.
+# All measurements that need a GPU, in parts of at most 8 minutes; about 20 minutes in all on an H100.
 #
 #   bash benchmarks/gpu.sh                        all parts; tables on the terminal, JSON in gpu-results/
-#   bash benchmarks/gpu.sh parity loss            some of them
+#   bash benchmarks/gpu.sh parity loss            these parts
 #   ICONS=icons bash benchmarks/gpu.sh icons      with the folder of `make_shards icons` (docs/icons.md)
-#   PEERS=peers.py bash benchmarks/gpu.sh loss    beside losses of other code, see benchmarks/loss.py
-#   TINY=1 bash benchmarks/gpu.sh                 the same commands on a CPU in a few minutes, for a look at the script
+#   PEERS=peers.py bash benchmarks/gpu.sh loss    also losses of other code, see benchmarks/loss.py
+#   TINY=1 bash benchmarks/gpu.sh                 the same commands on a CPU in a few minutes, to try the script
 #
-# PYTHON names the interpreter (default: python), OUT the folder of the results. Nothing is downloaded. A part that fails
-# does not stop the others; the exit code is the number of those that did.
+# PYTHON is the interpreter (default: python), OUT the folder of the results. Nothing is downloaded. A part that fails
+# does not stop the others; the exit code is the number of failed parts.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python} OUT=${OUT:-gpu-results} LIMIT=${LIMIT:-480}
@@ -33,21 +33,21 @@ else
 fi
 common=(--device "$device" --seconds "$seconds")
 
-parity() {  # every loss finite and equal to the CPU's
+parity() {  # whether every loss is finite and equal to the CPU's
     "$PYTHON" benchmarks/parity.py --device "$device" "${parity[@]}" --json "$OUT/parity.json"
 }
-loss() {  # time and memory against ClipLoss, and other code's losses
+loss() {  # time and memory of each loss against ClipLoss
     "$PYTHON" benchmarks/loss.py "${common[@]}" "${sizes[@]}" ${PEERS:+--peers "$PEERS"} --json "$OUT/loss.json"
 }
-network() {  # the network's updates against their products: as they are, compiled, as a CUDA graph, in bfloat16
+network() {  # the network's updates against bare matrix products: plain, compiled, as a CUDA graph, in bfloat16
     "$PYTHON" benchmarks/network.py "${common[@]}" "${network[@]}" --json "$OUT/network.json"
 }
-rows() {  # tables on the device and on the host
+rows() {  # tables on the device and in host memory
     for where in device host; do
         "$PYTHON" benchmarks/rows.py "${common[@]}" "${rows[@]}" --rows-on $where --json "$OUT/rows-$where.json"
     done
 }
-steps() {  # whole training steps; the goal for neuclip is 1.01 of clip's time and memory
+steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's time and memory
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
@@ -60,10 +60,10 @@ precision() {  # what TF32 and bfloat16 do to the estimates
 demo() {
     "$PYTHON" examples/demo.py "${demo[@]}" --folder "$OUT/demo" --device "$device" --precision "$precision"
 }
-tests() {  # the library's own tests on the machine at hand
+tests() {  # the library's tests on this machine
     "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext ${TINY:+-k test_queue}
 }
-icons() {  # the comparison's main methods, one seed each, on as many icons as are there
+icons() {  # the main methods of the comparison on icons, one seed each
     if [[ -z ${ICONS:-} ]]; then
         echo "icons: give ICONS=FOLDER; left out"
         return 0
@@ -86,7 +86,7 @@ for part in "${@:-}"; do
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS
-        # A function cannot be given to timeout; its own shell is, with the arrays that a shell does not export.
+        # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models parity \
             demo epochs samples batch common); $name"; then
             echo "$name: failed"

@@ -1,11 +1,11 @@
-"""Kills a training at random moments, resumes it each time, and compares the weights with an uninterrupted run's.
+"""Kill a training at random moments, resume it each time, and compare the result with an uninterrupted run's.
 
     python benchmarks/kills.py --kills 100 --seed 0
 
-Each case is a tiny training on the CPU with `--save-every-steps`. A kill is SIGKILL, or every other time SIGTERM, at a
-moment drawn from the time that the whole run takes, start-up included; of two processes it hits one, and the other must
-end by itself. Equal means every weight and every number of the optimizer and the loss, bit for bit. The exit code is 1
-if a run is not. Needs fork, so not Windows.
+Each case is a tiny training on the CPU with `--save-every-steps`. Kills are SIGKILL and SIGTERM in turn, at a random
+moment of the whole run, start-up included. With two processes one is killed, and the other must end by itself. A run is
+equal if all weights and all state of the optimizer and the loss are, bit for bit. The exit code is 1 if a run is not
+equal. Needs fork, so not Windows.
 """
 
 import argparse
@@ -41,13 +41,13 @@ MODEL = {
 }
 COMMON = "--model kills-tiny --precision fp32 --device cpu --dist-backend gloo --batch-size 8 --warmup 2 --lr 1e-3"
 COMMON += " --epochs 2 --log-every-n-steps 1 --force-patch-dropout 0.25 --save-every-steps 5 --resume latest"
-SAMPLES, DEADLINE = 160, 300  # seconds until a process that should have ended counts as one that hangs
+SAMPLES, DEADLINE = 160, 300  # seconds after which a process that should have ended counts as hanging
 PHASES = {"recovery": "recovery", "train": "training", "eval": "evaluation"}
 
 
 @dataclass
 class Case:
-    """One command line, and what became of it.
+    """One command line, and its results.
 
     Args:
         name: in the table.
@@ -89,7 +89,7 @@ def make_data(folder: Path) -> None:
 
 
 class Run:
-    """The processes of a run, forked, each the leader of a group of its own."""
+    """The forked processes of a run, each the leader of its own process group."""
 
     def __init__(self, case: Case, folder: Path, name: str):
         with socket.socket() as free:
@@ -124,7 +124,7 @@ class Run:
         return None not in self.codes.values()
 
     def wait(self, until: float | None = None) -> bool:
-        """Whether all have ended, by the time `until` or in any case."""
+        """Wait until all processes have ended, or until the time `until`; return whether all have."""
         deadline = time.monotonic() + DEADLINE
         while not self.ended():
             if until is not None and time.monotonic() >= until:
@@ -135,7 +135,7 @@ class Run:
         return True
 
     def clean(self) -> None:
-        """Loaders' workers see only after a while that their process is gone."""
+        """Kill the loaders' workers, which notice only after a while that their process has ended."""
         for process in self.codes:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
@@ -146,7 +146,7 @@ def checkpoint(folder: Path, name: str) -> Any:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """To the last bit, but for the experiment's name."""
+    """Whether two checkpoints are equal to the last bit, except for the experiment's name."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one if key != "name")
     if isinstance(one, list | tuple):
@@ -155,20 +155,20 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def phase(folder: Path, name: str, size: int) -> str:
-    """What was measured last when the run ended, `size` bytes of the file being of earlier runs."""
+    """The phase in which the run ended, from the metrics file, whose first `size` bytes are earlier runs'."""
     path = folder / f"logs/{name}" / FILE
     lines = path.read_bytes()[size:].splitlines() if path.exists() else []
     return PHASES[json.loads(lines[-1])["stage"]] if lines else "start-up"
 
 
 def kill(run: Run, draw: random.Random, kind: signal.Signals, phase_now: Callable[[], str]) -> None:
-    """Kill one process; all must end, with the codes that docs/resume.md names."""
+    """Kill one process; check that all end, with the exit codes of docs/resume.md."""
     victim = draw.choice(list(run.codes))
     if run.codes[victim] is None:
         os.kill(victim, kind)
     expected = {-9, 1, 0} if kind == signal.SIGKILL else {-15, 143, 1, 0}
     if not run.wait(time.monotonic() + 20) and phase_now() == "start-up":
-        run.clean()  # it waits for the other to join, for which torchrun does the same
+        run.clean()  # the other process waits for this one to join; torchrun would kill it, too
         expected.add(-9)
     run.wait()
     if not set(run.codes.values()) <= expected:
@@ -176,7 +176,7 @@ def kill(run: Run, draw: random.Random, kind: signal.Signals, phase_now: Callabl
 
 
 def go_through(case: Case, folder: Path, kills: int, draw: random.Random) -> None:
-    """Train once without a kill; then start, kill and resume until there were enough kills, and all runs are done."""
+    """Train once without a kill; then start, kill and resume runs until there were `kills` kills and all runs ended."""
     whole = Run(case, folder, "whole")
     whole.wait()
     whole.clean()
@@ -213,10 +213,10 @@ def row(case: Case) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--kills", type=int, default=100, help="in all cases together")
+    flags.add_argument("--kills", type=int, default=100, help="kills in all cases together (default: 100)")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="numbers from 0")
-    flags.add_argument("--folder", help="for data and logs, new; the default is a temporary one")
+    flags.add_argument("--cases", type=int, nargs="+", default=[*range(len(CASES))], help="numbers of cases, from 0")
+    flags.add_argument("--folder", help="new folder for data and logs (default: a temporary one)")
     args = flags.parse_args(argv)
     torch.set_num_threads(1)
     draw = random.Random(args.seed)

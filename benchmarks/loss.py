@@ -1,31 +1,47 @@
-"""Forward and backward of every loss, time and peak memory, as ratios to OpenCLIP's ClipLoss.
+"""Time and peak memory of every loss, forward and backward, as ratios to OpenCLIP's ClipLoss.
 
     python benchmarks/loss.py --json loss.json
 
-Ours and ClipLoss alternate on the same features in one process; ratios of the medians, with the quartiles of the single
-rounds' ratios. Memory is what a call has allocated at a time beyond what was there before. A network's updates are left
-out here (`network.py` has them). What compares anchors with m other vectors is also compared with ClipLoss plus the
-bare matrix products which that takes: forward, and backward in the anchors where alpha has a gradient. `amorlip` and
-what it is compared with are called eight times, one of which trains its networks.
+Our loss and ClipLoss alternate on the same features in one process. The ratio is that of the medians; the quartiles are
+those of the rounds' ratios. Memory is the largest amount that a call has allocated at a time. A network's updates are
+left out (see `network.py`). Losses that compare anchors with m other vectors are also compared with ClipLoss plus the
+bare matrix products that this takes: forward, and backward in the anchors if alpha has a gradient. `amorlip` and
+ClipLoss are called eight times, since one call in eight trains AmorLIP's networks.
 
-`--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, functions of (rows, device) by name, each of
-which returns what is called like our losses, with features, logit scale and `index=`.
+"Of the limit" is the time of the matrix products alone over that of the loss: four of B x B x d in two passes, and
+those with the m other vectors. No loss of this form can be faster than 100 %; the same is given for ClipLoss.
+
+`--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, a dict from name to a function of
+(rows, device) that returns a loss, called as ours with features, logit scale and `index=`.
 """
 
 import runpy
 from collections.abc import Callable
 
 import torch
-from measuring import BareProducts, alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
+from measuring import (
+    BareProducts,
+    BatchProducts,
+    alternate,
+    begin,
+    finish,
+    parser,
+    peak_memory,
+    reference_of,
+    shown,
+    summary,
+    table,
+)
 from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
 import open_clip_ext
+from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.memory import total_memory
 from open_clip_ext.normalizers import Prototypes, Queue
 
-CLIP_BLOCKS = 8  # B x B numbers that ClipLoss holds at a time, to leave out what cannot be
+CLIP_BLOCKS = 8  # B x B matrices that ClipLoss holds at a time; larger batches than fit are left out
 
 
 class Call:
@@ -56,7 +72,7 @@ class Call:
 
 
 class Repeated:
-    """A function several times."""
+    """Calls a function several times."""
 
     def __init__(self, function: Callable[[], None], times: int):
         self.function = function
@@ -68,14 +84,14 @@ class Repeated:
 
 
 def fill(call: Call, m: int, batch: int) -> None:
-    """Call until the ring of a network or a queue is full."""
+    """Call until the ring buffer of a network or a queue is full."""
     for _ in range(-(-m // batch)):
         call()
 
 
 def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.device, args) -> dict:
     settings, m = ({"npn_updates": 0} if name == "neuclip" else {}), args.m
-    if name == "queue":  # else it holds nothing but the batch
+    if name == "queue":  # a shorter one would hold only the batch
         m = max(m, 4 * batch)
         settings["queue_size"] = m
     if name == "neuclip":
@@ -89,11 +105,11 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     clip = Call(ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
-    functions = {"ours": ours, "clip": clip}
+    functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device)}
     if settings:
         back = "anchors" if loss.objective.through_alpha else None
         functions["products"] = BareProducts(batch, dim, m, back, device)
-    if name == "amorlip":  # all steps from one training of its networks to the next, beyond the first epoch
+    if name == "amorlip":  # the steps between two trainings of its networks, after the first epoch
         ours()
         loss.set_epoch(1)
         functions = {name: Repeated(function, loss.networks.online_every) for name, function in functions.items()}
@@ -102,17 +118,22 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     result |= summary(times, "ours", "clip")
     if settings:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
+    if isinstance(loss, GlobalContrastiveLoss):
+        result["limit"] = summary(times, "ours", ["batch", "products"] if settings else "batch")
+        result["clip_limit"] = summary(times, "clip", "batch")
     result["bytes"], result["base_bytes"] = (peak_memory(functions[name], device) for name in ("ours", "clip"))
     return result
 
 
 def cells(result: dict) -> dict[str, str]:
-    extra = result.get("to_clip_and_products")
+    extra, limit = result.get("to_clip_and_products"), result.get("limit")
     return {
         "loss": result["loss"], "B": result["batch"], "d": result["dim"], "features": result["dtype"], **shown(result),
         "clip ms": f"{1e3 * result['base_seconds']:.1f}",
         "memory": f"{result['bytes'] / result['base_bytes']:.2f}", "MiB": f"{result['bytes'] / 2**20:.1f}",
         "to clip + products": f"{extra['ratio']:.2f}" if extra else "",
+        "of the limit": f"{100 / limit['ratio']:.0f} %" if limit else "",
+        "clip": f"{100 / result['clip_limit']['ratio']:.0f} %" if limit else "",
     }
 
 
@@ -122,9 +143,11 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     flags.add_argument("--dims", type=int, nargs="+", default=[512])
     flags.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
-    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue where B is less")
+    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue (at least 4 B)")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
-    flags.add_argument("--peers", default={}, type=lambda path: runpy.run_path(path)["PEERS"], help="see above")
+    flags.add_argument(
+        "--peers", default={}, type=lambda path: runpy.run_path(path)["PEERS"], help="file with losses of other code"
+    )
     args = flags.parse_args(argv)
     device = begin(args)
     names = args.losses or [preset.name for preset in open_clip_ext.list_losses() if not preset.is_open_clip]

@@ -1,9 +1,10 @@
-"""Time and memory of functions, measured in turn so that whatever else the machine does meets all of them."""
+"""Measure time and memory of functions in turn, so that other load on the machine affects all of them alike."""
 
 import argparse
 import gc
 import json
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -23,11 +24,11 @@ def now(device: torch.device) -> float:
 def alternate(
     functions: dict[str, Callable[[], Any]], device: torch.device, least: int = 5, seconds: float = 4.0
 ) -> dict[str, list[float]]:
-    """Seconds of each function, one after the other, again and again.
+    """Call all functions in turn, repeatedly; return the seconds of each call by function.
 
     Args:
-        least: rounds at least, after one that does not count.
-        seconds: rounds go on until this time has passed.
+        least: minimum number of rounds, after one for warm-up.
+        seconds: minimum total time.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
@@ -42,7 +43,7 @@ def alternate(
 
 
 def summary(times: dict[str, list[float]], name: str, base: str | list[str]) -> dict[str, Any]:
-    """The median of `name` over that of `base`, or of several together, with the quartiles of the rounds' ratios."""
+    """The median of `name` divided by that of `base` (of the sum, if several), and quartiles of the rounds' ratios."""
     bases = [base] if isinstance(base, str) else base
     together = [sum(values) for values in zip(*(times[b] for b in bases), strict=True)]
     rounds = [ours / theirs for ours, theirs in zip(times[name], together, strict=True)]
@@ -52,7 +53,7 @@ def summary(times: dict[str, list[float]], name: str, base: str | list[str]) -> 
 
 
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
-    """Bytes that `function` has allocated at a time, at most, beyond what was there before."""
+    """The most bytes that `function` holds at a time, beyond those allocated before."""
     function()
     gc.collect()
     if device.type == "cuda":
@@ -62,7 +63,7 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    # The allocator's own record: temporary memory inside an operation counts too.
+    # The allocator's record includes temporary memory inside operations.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         function()
     events = record.profiler.kineto_results.events()
@@ -73,18 +74,34 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
+def resident() -> int:
+    """Bytes of this process in memory, now. Linux only."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident(function: Callable[[], Any]) -> tuple[float, int]:
+    """Seconds, and the most bytes in memory at a time beyond those before, mapped files included. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before, start = resident(), time.perf_counter()
+    function()
+    seconds = time.perf_counter() - start
+    lines = Path("/proc/self/status").read_text().splitlines()
+    most = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+    return seconds, max(0, most - before)
+
+
 def reference_of(loss: Any, image: torch.Tensor, text: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The features of a reference model where the loss takes them: the same, without a graph."""
+    """Arguments for a loss that takes a reference model's features: the same features, detached; else none."""
     if not getattr(loss, "takes_reference", False):
         return {}
     return {"dist_image_features": image.detach(), "dist_text_features": text.detach()}
 
 
 class BareProducts:
-    """Matrix products of the anchors of both sides with m vectors, and back: to the anchors, to the vectors or neither.
+    """Matrix products of both directions' anchors with m vectors, and backward in the anchors, the vectors, or neither.
 
-    On a CPU 512 anchors at a time, in memory that is there, and in the layout of which the way back makes use: nothing
-    faster was found. Elsewhere all at once.
+    On a CPU 512 anchors at a time, in preallocated memory, in the layout that the backward product needs: the fastest
+    way that was found. On other devices all at once.
     """
 
     CPU_ROWS = 512
@@ -114,7 +131,7 @@ class BareProducts:
                     torch.mm(products, others, out=sums[start : start + self.rows])
 
     def all_at_once(self) -> None:
-        """Both sides, too."""
+        """All anchors of both directions in one product."""
         if self.back == "others":
             products = self.products.view(2, -1, self.anchors.shape[1])
             torch.bmm(self.others, self.anchors.mT, out=products)
@@ -125,15 +142,38 @@ class BareProducts:
             torch.bmm(products, self.others, out=self.sums)
 
 
+class BatchProducts:
+    """The matrix products that a loss of two passes needs in a batch: four of B x B x d.
+
+    These are the similarities, once for the normalizers and once for the gradient, and the gradients of images and
+    texts. On a CPU in blocks of 512 rows, in memory that is allocated once.
+    """
+
+    def __init__(self, batch: int, dim: int, device: torch.device):
+        self.image, self.text, self.grad_text = (torch.randn(batch, dim, device=device) for _ in range(3))
+        self.rows = min(BareProducts.CPU_ROWS, batch) if device.type == "cpu" else batch
+        self.block = torch.empty(self.rows, batch, device=device)
+        self.grad_image = torch.empty_like(self.image)
+
+    def __call__(self) -> None:
+        for start in range(0, len(self.image), self.rows):
+            some = self.image[start : start + self.rows]
+            block = self.block[: len(some)]
+            for _ in range(2):
+                torch.mm(some, self.text.T, out=block)
+            torch.mm(block, self.text, out=self.grad_image[start : start + self.rows])
+            torch.addmm(self.grad_text, block.T, some, out=self.grad_text)
+
+
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The hardware and software of the measurement."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     elif cpuinfo.exists():
-        wanted = ("model name", "flags")
-        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if line.startswith(wanted))
+        keys = ("model name", "flags")
+        lines = dict(line.split(":", 1) for line in cpuinfo.read_text().splitlines() if line.startswith(keys))
         lines = {key.strip(): value.strip() for key, value in lines.items()}
         name = lines.get("model name", name) + (" with AVX-512" if "avx512f" in lines.get("flags", "") else "")
     tf32 = device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
@@ -141,19 +181,20 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
-    """With the flags that all benchmarks share."""
+    """A parser with the flags that all benchmarks share."""
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    result.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
-    result.add_argument("--seconds", type=float, default=4.0, help="each comparison takes at least this long")
-    result.add_argument("--json", help="write the results here, too; - for the standard output")
+    result.add_argument("--threads", type=int, help="CPU threads (default: torch's)")
+    result.add_argument("--seconds", type=float, default=4.0, help="minimum time of each comparison (default: 4)")
+    result.add_argument("--json", help="also write the results to this file; - for the standard output")
     return result
 
 
 def begin(args: argparse.Namespace, tf32: bool = True) -> torch.device:
-    """
+    """Set threads, seed and TF32; return the device.
+
     Args:
-        tf32: whether a GPU may round what it multiplies to TF32, as it may when OpenCLIP trains.
+        tf32: whether a GPU may use TF32 in matrix products, as in OpenCLIP's training.
     """
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -171,14 +212,14 @@ def finish(args: argparse.Namespace, device: torch.device, results: list[dict]) 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Rows of equal keys, aligned."""
+    """Rows with the same keys as an aligned text table."""
     cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(cells[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells)
 
 
 def shown(result: dict[str, Any]) -> dict[str, str]:
-    """A `summary` as cells."""
+    """A `summary` as table cells."""
     low, high = result["quartiles"]
     ms = f"{1e3 * result['seconds']:.1f}"
     return {"time": f"{result['ratio']:.2f}", "quartiles": f"{low:.2f}-{high:.2f}", "ms": ms}

@@ -1,14 +1,15 @@
-"""The ten updates of NeuCLIP's network in a step, against plain autograd and against their bare matrix products.
+"""Time of the ten updates of NeuCLIP's network per step, against plain autograd and against bare matrix products.
 
     python benchmarks/network.py --json network.json
 
-`autograd` is Algorithm 1, lines 6 to 8, as `open_clip_ext.equations` prints it: the graph of the cosines with 2 x m
-prototypes, `backward`, AdaGrad. `products` are the two matrix products a side that an update cannot do without:
-anchors with prototypes, and weights with anchors. Ours is a step's whole `update`, which also takes the batch into the
-ring. Ratios of the medians of rounds in which all alternate.
+`autograd` is Algorithm 1, lines 6 to 8, as in `open_clip_ext.equations`: the graph of the cosines with 2 x m
+prototypes, `backward`, AdaGrad. `products` are the two matrix products per direction that an update needs at least:
+anchors with prototypes, and weights with anchors. `ours` is a step's whole `update`, which also pushes the batch into
+the ring buffer. All alternate; ratios are those of the medians.
 
-`--also compile` adds the update under torch.compile, `graph` (CUDA) as one CUDA graph, `bfloat16` the bare products in
-bfloat16: what could be gained by fewer launches and by smaller numbers. A variant that fails says why and is left out.
+`--also compile` adds the update under torch.compile, `graph` (CUDA) the update as one CUDA graph, and `bfloat16` the
+bare products in bfloat16. They show what fewer launches and lower precision could gain. A variant that fails prints the
+reason and is left out.
 """
 
 import sys
@@ -26,7 +27,7 @@ from open_clip_ext.normalizers import Prototypes
 
 
 class PlainAutograd:
-    """NeuCLIP's network updates by autograd."""
+    """NeuCLIP's network updates with autograd."""
 
     EPS = 1e-14
 
@@ -47,9 +48,9 @@ class PlainAutograd:
 
 
 def captured(normalizer: Prototypes, batch: Batch) -> Callable[[], None]:
-    """An update as a CUDA graph. Places in the ring are those of the capture: good for its time alone."""
+    """An update as a CUDA graph, for timing only: it always writes to the ring buffer where the capture did."""
     for group in normalizer.optimizer.param_groups:
-        group["capturable"] = True  # AdaGrad reads no number of the device without a decay of its rate
+        group["capturable"] = True  # without learning rate decay, AdaGrad reads no value from the device
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -62,7 +63,7 @@ def captured(normalizer: Prototypes, batch: Batch) -> Callable[[], None]:
 
 
 def variant(kind: str, make: Callable[[], Prototypes], batch: Batch, args) -> Callable[[], object] | None:
-    """What `--also` names; None if it cannot be made here."""
+    """The variant `kind` of `--also`; None if it fails here."""
     try:
         if kind == "bfloat16":
             products = BareProducts(len(batch.image), args.dim, args.m, "others", batch.image.device, torch.bfloat16)
@@ -116,10 +117,10 @@ def compare(batch_size: int, m: int, dim: int, device: torch.device, args) -> di
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 1024, 4096])
-    flags.add_argument("-m", type=int, default=4096, help="prototypes a side")
-    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("-m", type=int, default=4096, help="prototypes per direction")
+    flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
     flags.add_argument("--updates", type=int, default=10, help="T_u")
-    flags.add_argument("--also", nargs="*", default=[], choices=("compile", "graph", "bfloat16"), help="see above")
+    flags.add_argument("--also", nargs="*", default=[], choices=("compile", "graph", "bfloat16"), help="more variants")
     args = flags.parse_args(argv)
     device = begin(args)
     results = [compare(batch, args.m, args.dim, device, args) for batch in tqdm(args.batch_sizes, desc="batches")]

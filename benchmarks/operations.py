@@ -1,10 +1,10 @@
-"""Operations that each loss asks of the device in a step, forward and backward, beside OpenCLIP's ClipLoss.
+"""Number of device operations per step of each loss, forward and backward, and of OpenCLIP's ClipLoss.
 
     python benchmarks/operations.py --json operations.json
 
-On a GPU each is a kernel or more, and takes the processor some microseconds to launch, however little it does. They are
-counted on torch's meta device, which computes nothing, in parts of the sizes that a GPU gets; views and allocations are
-left out. A table is looked up and updated, a queue or network is full, a step of `amorlip` does not train its networks.
+On a GPU each operation is at least one kernel, whose launch takes the host some microseconds. They are counted on
+torch's meta device, which computes nothing, with a GPU's block sizes; views and allocations are left out. Tables are
+looked up and updated, queues and networks are full, and `amorlip` does not train its networks in the counted step.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import open_clip_ext
 
-WARM_UP = 20  # steps until rings are full and nothing is made for the first time
+WARM_UP = 20  # steps until ring buffers are full and all state is allocated
 
 
 class OperationCounter(TorchDispatchMode):
@@ -51,7 +51,7 @@ def operations(loss: Callable, batch: int, dim: int) -> int:
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument("--batch-size", type=int, default=512)
-    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
     flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
     args = flags.parse_args(argv)
@@ -64,8 +64,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         common = dict(num_samples=args.num_samples, epochs=8, device="meta")
         losses[name] = open_clip_ext.create_loss(name.split(",")[0], **common, **given)
         losses[name].set_epoch(0)
-        losses[name].steps = 1  # the first step looks at numbers, which meta does not have
-    with patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):  # nor has meta this
+        losses[name].steps = 1  # the first step checks values, which meta tensors do not have
+    with patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):  # meta has no autocast
         results = [
             {"loss": name, "operations": operations(loss, args.batch_size, args.dim)} for name, loss in losses.items()
         ]

@@ -1,10 +1,10 @@
-"""Each loss on a device beside the CPU: how far value and gradients are apart after some steps, with and without TF32.
+"""Compare each loss on a device with the CPU: value and gradients after some steps, with and without TF32.
 
     python benchmarks/parity.py --device cuda
 
-Both get the same features. The first step is the CPU's alone; its state is loaded on the device, and both go on from
-there. A deviation is the largest difference over the largest number of the CPU's, in float32. The exit code is 1 if
-something is not finite, or further off than float32 explains (`BOUND`) where TF32 is off.
+Both get the same features. The CPU makes the first step; its state is loaded on the device, and both continue from it.
+A deviation is the largest absolute difference divided by the CPU's largest absolute value, in float32. The exit code is
+1 if a value is not finite, or without TF32 deviates by more than `BOUND`.
 """
 
 import math
@@ -19,7 +19,7 @@ from tqdm import tqdm
 import open_clip_ext
 
 TAU = 0.05
-# Similarities have errors of some 1e-7, over TAU 1e-5; steps of the networks and temperatures enlarge them.
+# Similarities have errors of about 1e-7, divided by TAU 1e-5; updates of networks and temperatures amplify them.
 BOUND = 1e-3
 
 
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument("--losses", nargs="+", help="default: all")
     flags.add_argument("--batch-size", type=int, default=256)
-    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
     flags.add_argument("-m", type=int, default=1024, help="prototypes of neuclip, length of the queue")
     flags.add_argument("--num-samples", type=int, default=10_000, help="rows of the tables")
     flags.add_argument("--steps", type=int, default=10)

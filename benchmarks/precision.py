@@ -1,11 +1,11 @@
-"""What products in TF32 and bfloat16 would do to the normalizers that prototypes and queues predict.
+"""Error that TF32 and bfloat16 products would cause in the normalizers predicted by prototypes and queues.
 
     python benchmarks/precision.py
 
-Synthetic embeddings of `--batch-size` anchors and m others share 64 directions, so that some are near one another.
-alpha in float64 is the truth. The products' inputs are rounded and summed in float32, as matrix units do; in the last
-column similarities are rounded to bfloat16 as well, as autocast would leave them. The error of alpha as a root mean
-square over anchors. It says nothing of gradients.
+Synthetic embeddings of `--batch-size` anchors and m others share 64 directions, so that some are close to each other.
+The error is the root mean square over anchors of the difference to alpha in float64. The products' inputs are rounded
+and the products summed in float32, as matrix units do. The last column also rounds similarities to bfloat16, as
+autocast would. Gradients are not compared.
 """
 
 import math
@@ -20,7 +20,7 @@ from open_clip_ext.surrogates import Identity
 
 
 def tf32(values: Tensor) -> Tensor:
-    """Float32 numbers rounded to the 10 bits of TF32's fraction."""
+    """Round float32 values to TF32's 10 bits of fraction."""
     return ((values.view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
     flags.add_argument("--batch-size", type=int, default=1024)
     flags.add_argument("-m", type=int, default=4096, help="prototypes, or queued embeddings")
-    flags.add_argument("--dim", type=int, default=512, help="of the embeddings")
+    flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
     flags.add_argument("--taus", type=float, nargs="+", default=[0.07, 0.03, 0.01, 0.005])
     args = flags.parse_args(argv)
     device = begin(args, tf32=False)

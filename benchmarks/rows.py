@@ -1,9 +1,9 @@
-"""A table of n rows: how long it takes to make, and a lookup and an update of a batch of them.
+"""Time to allocate a table of n rows, and to look up and update a batch of them.
 
     python benchmarks/rows.py --json rows.json
 
-A step of a table loss looks its rows up, computes new values and writes them back (`update`); rows are drawn at random
-from all n, so that they are in no cache. Sizes that do not fit into memory are left out.
+A step of a table loss looks up its rows, computes new values and writes them back (`update`). Rows are drawn at random
+from all n, so that they are not cached. Sizes that do not fit in memory are left out.
 """
 
 import torch

@@ -1,47 +1,32 @@
-"""Saving and resuming the state of a loss with n rows: seconds, and the memory that each process needs for it.
+"""Time and memory to save and to resume the state of a loss with n rows.
 
     python benchmarks/saving.py --json saving.json
 
-What the command does at a checkpoint: gather the state on process 0, write one file, rename it; and to resume: every
-process maps the file and takes its rows. Memory is the most that a process held at a time (resident, pages of the
-mapped file included) beyond what it held before, for process 0 and for the largest of the others. Linux only.
+What the command does at a checkpoint, in both forms: gather the state on process 0 and write one file; or every
+process writes its own rows (`rows_in_files`). To resume, each process maps the file, or its parts, and takes its rows.
+Memory is the most that a process held at a time (resident, pages of mapped files included) beyond what it held before,
+for process 0 and for the largest of the others. Linux only.
 """
 
 import argparse
 import json
 import os
-import resource
+import shutil
 import socket
 import tempfile
-import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measuring import table
+from measuring import peak_resident, table
 
-from open_clip_ext import create_loss
+from open_clip_ext import create_loss, rows_in_files
 from training_ext.checkpoint import atomic_save
 from training_ext.loading import load_mapped
 
-
-def resident() -> int:
-    """Bytes, now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def peak(function) -> tuple[float, int]:
-    """Seconds, and bytes beyond those held before."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before, start = resident(), time.perf_counter()
-    function()
-    if dist.is_initialized():
-        dist.barrier()
-    seconds = time.perf_counter() - start
-    lines = Path("/proc/self/status").read_text().splitlines()
-    most = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-    return seconds, max(0, most - before)
+FORMS = ("one file", "files")
 
 
 def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: str) -> None:
@@ -49,32 +34,54 @@ def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: st
     if world > 1:
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
         dist.init_process_group("gloo", rank=rank, world_size=world)
+    file = os.path.join(os.path.dirname(path), "state.pt")
+    folder = f"{file}.rows"
     results = []
+
+    def wait() -> None:
+        if world > 1:
+            dist.barrier()
+
     for name in args.losses:
         for rows in args.rows:
             loss = create_loss(name, num_samples=rows, epochs=2)
-            file = os.path.join(os.path.dirname(path), "state.pt")
+            for form in args.forms:
 
-            def save(loss=loss, file=file) -> None:
-                state = loss.full_state()
-                if rank == 0:
-                    atomic_save(torch.save, state, file)
+                def where(form=form):
+                    return rows_in_files(folder) if form == "files" else nullcontext()
 
-            saved = peak(save)
-            size = os.path.getsize(file)
-            resumed = peak(lambda loss=loss, file=file: loss.load_full_state(load_mapped(file)))
-            everyone = [None] * world
-            if world > 1:
-                dist.all_gather_object(everyone, (saved[1], resumed[1]))
-            else:
+                def save(loss=loss, where=where) -> None:
+                    with where():
+                        state = loss.full_state()
+                    if rank == 0:
+                        atomic_save(torch.save, state, file)
+                    wait()
+
+                def resume(loss=loss, where=where) -> None:
+                    with where():
+                        loss.load_full_state(load_mapped(file))
+                    wait()
+
+                wait()
+                saved = peak_resident(save)
+                size = os.path.getsize(file)
+                size += sum(part.stat().st_size for part in Path(folder).glob("*"))
+                wait()
+                resumed = peak_resident(resume)
                 everyone = [(saved[1], resumed[1])]
-            results.append({
-                "loss": name, "rows": rows, "processes": world, "file_bytes": size,
-                "save_seconds": saved[0], "resume_seconds": resumed[0],
-                "save_memory": everyone[0][0], "resume_memory": everyone[0][1],
-                "others_save_memory": max((other[0] for other in everyone[1:]), default=0),
-                "others_resume_memory": max((other[1] for other in everyone[1:]), default=0),
-            })
+                if world > 1:
+                    everyone *= world
+                    dist.all_gather_object(everyone, (saved[1], resumed[1]))
+                results.append({
+                    "loss": name, "rows": rows, "processes": world, "form": form, "file_bytes": size,
+                    "save_seconds": saved[0], "resume_seconds": resumed[0],
+                    "save_memory": everyone[0][0], "resume_memory": everyone[0][1],
+                    "others_save_memory": max((other[0] for other in everyone[1:]), default=0),
+                    "others_resume_memory": max((other[1] for other in everyone[1:]), default=0),
+                })
+                if rank == 0:
+                    os.remove(file)
+                    shutil.rmtree(folder, ignore_errors=True)
             del loss
     if rank == 0:
         Path(path).write_text(json.dumps(results))
@@ -87,11 +94,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--rows", type=int, nargs="+", default=[10**7, 10**8])
     flags.add_argument("--processes", type=int, nargs="+", default=[1, 4])
     flags.add_argument("--losses", nargs="+", default=["fastclip-v3", "fastclip-v2"])
-    flags.add_argument("--json", help="write the results here, too")
+    flags.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    flags.add_argument("--folder", help="on the disk to measure (default: the system's for temporary files)")
+    flags.add_argument("--json", help="also write the results to this file")
     args = flags.parse_args(argv)
     results = []
     for world in args.processes:
-        with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder, socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
             free.close()

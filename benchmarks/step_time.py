@@ -1,10 +1,10 @@
-"""A whole training step with each loss, time and peak memory, as ratios to the same step with OpenCLIP's ClipLoss.
+"""Time and peak memory of a whole training step with each loss, as ratios to the same step with OpenCLIP's ClipLoss.
 
     python benchmarks/step_time.py --json step_time.json
     python benchmarks/step_time.py --model ViT-B-32 --batch-size 512 --prototypes 4096 --precision amp_bf16
 
-Encoders, loss, backward, AdamW on one model and batch; the two losses alternate. State is what goes into a checkpoint:
-tables, networks and their optimisers.
+A step is encoders, loss, backward and AdamW on one model and batch; the two losses alternate. State is what the loss
+adds to a checkpoint: tables, networks and their optimizers.
 """
 
 import open_clip
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--model", default="ViT-shapes-tiny")
     flags.add_argument("--batch-size", type=int, default=64)
     flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
-    flags.add_argument("--prototypes", type=int, default=1024, help="of neuclip, and length of the queue")
+    flags.add_argument("--prototypes", type=int, default=1024, help="prototypes of neuclip, length of the queue")
     flags.add_argument("--precision", default="fp32", help="as OpenCLIP's flag")
     args = flags.parse_args(argv)
     device = begin(args)

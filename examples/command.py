@@ -1,4 +1,4 @@
-"""Run training commands, follow their logs, and read what they evaluated."""
+"""Run training commands, follow their progress, and read their evaluations."""
 
 import json
 import os
@@ -17,15 +17,15 @@ from tqdm import tqdm
 
 from open_clip_ext.metrics_file import read_metrics
 
-SECONDS = 0.5  # between two looks at how far a run is
+SECONDS = 0.5  # between two reads of a run's progress
 
 
 def run(command: list[str], experiment: Path, show: Callable[[dict], None]) -> None:
-    """Run `command` on one thread a process; end this program with the command's last lines if it fails.
+    """Run `command` with one thread per process; if it fails, end this program with its last lines.
 
     Args:
         experiment: the run's folder.
-        show: called with the latest line of the run's metrics.jsonl, now and then.
+        show: called from time to time with the latest line of the run's metrics.jsonl.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as output:
@@ -37,20 +37,20 @@ def run(command: list[str], experiment: Path, show: Callable[[dict], None]) -> N
         output.seek(0)
         lines = output.readlines()
     if process.returncode:
-        # torchrun's own summary comes after the line that says what is wrong.
+        # torchrun prints a summary of its own after the error line.
         errors = [line for line in lines if line.startswith("open_clip_ext: error: ")]
         sys.exit("".join(errors[-1:] or lines[-40:]) + f"{experiment.name} ended with code {process.returncode}")
 
 
 def evaluations(experiment: Path) -> list[dict]:
-    """The metrics of every evaluation of a run, the last one of each epoch where a run was resumed."""
+    """The metrics of every evaluation of a run; if a resumed run repeated an epoch, its last one."""
     lines = (experiment / "checkpoints" / "results.jsonl").read_text().splitlines()
     by_epoch = {metrics["epoch"]: metrics for metrics in map(json.loads, lines)}
     return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
 def results_of(jobs: dict[Any, Future]) -> dict[Any, Any]:
-    """The jobs' results; after one has failed no other begins."""
+    """The jobs' results; when one fails, the pending ones are cancelled."""
     try:
         for job in as_completed(jobs.values()):
             job.result()
@@ -62,11 +62,11 @@ def results_of(jobs: dict[Any, Future]) -> dict[Any, Any]:
 
 
 class Runs:
-    """Runs of the command in one process each, several at a time; one that has ended before is not run again.
+    """Runs of the command in one process each, several at a time; a finished run is not repeated.
 
     Args:
         logs: folder of the runs.
-        bar: counts pairs.
+        bar: progress in pairs.
     """
 
     def __init__(self, logs: Path, bar: tqdm):
@@ -77,10 +77,11 @@ class Runs:
     def train(
         self, name: str, flags: str, epochs: int, size: int, recovered: float = 0, script: str | None = None
     ) -> Path:
-        """The folder of the run `name`, which shows `size` pairs an epoch on the bar.
+        """Train the run `name`, or resume it, and return its folder.
 
         Args:
             flags: of the command, without --epochs.
+            size: pairs per epoch, for the bar.
             recovered: epochs of a recovery of statistics before the training.
             script: a Python file that adds a loss to the command, in place of the command itself.
         """
@@ -108,7 +109,7 @@ class Runs:
         return experiment
 
     def _note_flags(self, name: str, flags: str) -> None:
-        """What a run was asked for, so that its results are not taken for those of another."""
+        """Store a run's flags, so that results of other flags are not taken for this run's."""
         path = self.logs / f"{name}.flags"
         self.logs.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text() != flags:

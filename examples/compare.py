@@ -4,19 +4,18 @@
 
 | experiment | what is compared |
 |---|---|
-| methods | every method at equal samples, over sizes of the data set and of the batch |
-| leverage | R@1 against the batch size at equal samples, for OpenCLIP's loss and for ours |
+| methods | every method after the same number of samples, over sizes of the data set and of the batch |
+| leverage | R@1 against the batch size after the same number of samples, for OpenCLIP's loss and for ours |
 | neuclip | NeuCLIP's network: objective, resets, updates, size, optimizer, learning rate (tables 14-19, figure 3) |
 | error | the estimators' errors against the batch size and the size of the data set (figures 2c and 4) |
 | amorlip | AmorLIP's schedule, width, target network and objective (tables 2 and 3, figure 4) |
 
-`small` is one cell of data and batch with one seed, `methods` in 35 minutes on 2 CPU cores; `medium` is the
-grid with three seeds, a night; `large` is one GPU with n / B in the thousands. The learning rate is 1e-3 at a batch of
-32 and goes with the root of the batch; warm-up takes 6,400 samples. A run that has ended is not run again, and one that
-was interrupted goes on.
-Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
+`small` is one data set size, one batch size and one seed; `methods` takes 35 minutes on 2 CPU cores. `medium` is the
+grid with three seeds and takes a night; `large` needs a GPU and has n / B in the thousands. The learning rate is 1e-3
+at a batch of 32 and scales with the square root of the batch; warm-up takes 6,400 samples. A finished run is not
+repeated, an interrupted one resumes. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
 
-Other data, here the scans of digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
+With other data, here the digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
 
     python examples/compare.py methods --folder compare-digits --rows 1500 --samples 48000 --data "--val-num-samples 297
         --train-data digits/train-{000000..000001}.tar --val-data digits/val-000000.tar --train-num-samples {n}"
@@ -43,7 +42,7 @@ RECIPE = (
 )
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
 OURS = "--rho 5 --lr-tau 1e-3"
-NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-lr 1"  # docs/results.md was run at the paper's rate
+NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-lr 1"  # the paper's rate, as in docs/results.md
 PAPER = f"{NETWORK} --npn-restart-every 500"
 METHODS = {
     "clip": "--loss clip",
@@ -117,7 +116,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One run."""
+    """A variant with a data set size, a batch size and a seed: one run."""
 
     variant: str
     n: int
@@ -135,15 +134,15 @@ def main() -> None:
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
     parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
-    parser.add_argument("--data", default=SCENES, help="data flags, in place of generated scenes'")
-    parser.add_argument("--flags", default="", help="more flags for every run; they override its own, such as --wd 0.3")
-    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data, in place of the grid's")
-    parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes, in place of the grid's")
-    parser.add_argument("--samples", type=int, help="samples that each run sees, in place of the grid's")
-    parser.add_argument("--seeds", type=int, help="runs of each variant, in place of the grid's")
+    parser.add_argument("--data", default=SCENES, help="data flags (default: generated scenes)")
+    parser.add_argument("--flags", default="", help="flags added to every run, such as --wd 0.3; they override its own")
+    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data set (default: the grid's)")
+    parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes (default: the grid's)")
+    parser.add_argument("--samples", type=int, help="training samples of each run (default: the grid's)")
+    parser.add_argument("--seeds", type=int, help="runs of each variant (default: the grid's)")
     parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
-    parser.add_argument("--folder", type=Path, default=folder, help=f"where everything goes (default: {folder})")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one a core)")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"folder of all output (default: {folder})")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
     args = parser.parse_args()
     variants = EXPERIMENTS[args.experiment]
     if unknown := set(args.variants or ()) - set(variants):
@@ -172,7 +171,7 @@ def main() -> None:
 
 
 def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> dict[Cell, list[dict]]:
-    """Metrics of every evaluation of every run, with the mean error of the log-normalizers in the epoch before it."""
+    """Metrics of every evaluation of every run, with the mean error of the log-normalizers in the preceding epoch."""
     with (
         ThreadPoolExecutor(args.jobs) as pool,
         tqdm(total=len(cells) * samples, desc=args.experiment, unit=" pairs", unit_scale=True) as bar,
@@ -205,7 +204,7 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
 
 
 def last(results: dict[Cell, list[dict]], metric: str, **chosen) -> list[float]:
-    """The last value of a metric, for every run with these properties."""
+    """The last value of a metric in every run whose cell has the values `chosen`; recalls in percent."""
     runs = [metrics for cell, metrics in results.items() if chosen.items() <= vars(cell).items()]
     factor = 1 if metric == "normalizer_mse" else 100
     return [factor * metrics[-1][metric] for metrics in runs if metric in metrics[-1]]
@@ -224,7 +223,7 @@ def table(results: dict[Cell, list[dict]], samples: int) -> str:
 
 
 def leverage(results: dict[Cell, list[dict]]) -> str:
-    """The batch that OpenCLIP's loss needs for the R@1 that ours has, over ours, by interpolation between batches."""
+    """A table of batch leverage: the batch at which OpenCLIP's loss reaches our R@1, interpolated, divided by ours."""
     curves: dict[str, dict[int, float]] = {}
     for cell in results:
         one_point = {"variant": cell.variant, "batch": cell.batch}
@@ -232,7 +231,7 @@ def leverage(results: dict[Cell, list[dict]]) -> str:
         curves.setdefault(cell.variant, {})[cell.batch] = mean(both)
     base = sorted(curves.pop("clip").items()) if "clip" in curves else []
     highest = max((value for _, value in base), default=math.inf)
-    header = "| variant | batch | R@1, mean of both sides, % | batch of clip with the same | leverage |"
+    header = "| variant | batch | R@1, mean of both directions, % | batch of clip with the same | leverage |"
     lines = [header, "|---|---|---|---|---|"]
     for variant, curve in curves.items():
         for batch, value in sorted(curve.items()):
@@ -260,7 +259,7 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
     shown = [metric for metric in METRICS if any(metric in metrics[-1] for metrics in results.values())]
     variants = list(dict.fromkeys(cell.variant for cell in results))
     several = len({(cell.n, cell.batch) for cell in results}) > 1
-    bars = not several and len(variants) > 12  # lines could not be told from one another
+    bars = not several and len(variants) > 12  # too many lines to tell apart
     figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 5.2), constrained_layout=True, sharey=bars)
     for axis, metric in zip(axes, shown, strict=True):
         if bars:
@@ -277,8 +276,8 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
 
 
 def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str, several: bool) -> None:
-    """By epoch, with what lies between the lowest and the highest seed; with several cells their last values by batch
-    size, or by n / B where n differs too."""
+    """Plot a metric by epoch, with a band from the lowest to the highest seed; with several cells, the last values by
+    batch size, or by n / B if n differs, too."""
     one_n = len({cell.n for cell in results}) == 1
     for number, variant in enumerate(variants):
         style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
@@ -312,11 +311,11 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
 
 
 def draw_bars(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str) -> None:
-    """The last values of one cell."""
+    """Plot the last values of one cell as bars."""
     found = [last(results, metric, variant=variant) for variant in variants]
     heights = [mean(values) if values else 0 for values in found]
     spread = [stdev(values) if len(values) > 1 else 0 for values in found]
-    # From the bottom up; the axes share their order.
+    # Reversed, since bars are drawn from the bottom up.
     axis.barh(variants[::-1], heights[::-1], xerr=spread[::-1] if any(spread) else None, color="#2a6f97")
     axis.set_axisbelow(True)
     if metric == "normalizer_mse":

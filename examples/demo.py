@@ -1,9 +1,9 @@
-"""Train NeuCLIP and OpenCLIP's own loss on the same generated pairs, compare their retrieval, and score both zero-shot.
+"""Train with NeuCLIP and with OpenCLIP's own loss on the same generated pairs; compare retrieval and zero-shot scores.
 
     make demo
 
-Two processes on the CPU, about 5 minutes on 2 cores. Everything goes to `demo/`: shards, logs, checkpoints, scores and
-pictures of both. Run it again to start afresh.
+It uses two processes on the CPU and takes about 5 minutes on 2 cores. Shards, logs, checkpoints, scores and plots go to
+`demo/`. A second run starts over.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 from command import evaluations, run
 from tqdm import tqdm
 
-# The papers' settings are for a hundred thousand steps and millions of pairs. In a few hundred steps the temperature
-# has to move faster and the network to keep more of what it knew.
+# The papers' settings are for a hundred thousand steps and millions of pairs. A few hundred steps need a larger
+# learning rate of the temperature and a smaller one of the network.
 LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 512 --npn-restart-every 50 --npn-lr 0.05 --rho 5 --lr-tau 5e-3",
     "clip": "--loss clip",
@@ -31,7 +31,7 @@ RECIPE = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="folder of all output (default: demo)")
     parser.add_argument("--samples", type=int, default=6000, help="training pairs (default: 6000)")
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--batch", type=int, default=64, help="pairs per process and step (default: 64)")
@@ -70,10 +70,10 @@ def make_data(args) -> dict[str, str]:
 
 
 def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
-    """Run the command, showing its progress; the metrics of every epoch."""
+    """Run the command and show its progress; return the metrics of every epoch."""
     logs = args.folder / "logs"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(args.processes)]
-    # The -- keeps torchrun from taking --logs for an abbreviation of its own flags.
+    # Without the --, torchrun takes --logs for an abbreviation of its own flags.
     command += ["-m", "--", "open_clip_ext.main", *flags.split()]
     command += RECIPE.format(**vars(args)).split()
     command += ["--train-data", shards["train"], "--val-data", shards["val"], "--val-num-samples", "1000"]
@@ -90,7 +90,7 @@ def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
 
 
 def score(args) -> None:
-    """Score both on a folder of tasks such as DataComp's; the command prints its table."""
+    """Score both models on a folder of tasks in DataComp's format; the command prints a table."""
     folder = args.folder / "evalset"
     shutil.rmtree(args.folder / "scores", ignore_errors=True)
     checkpoints = [str(args.folder / "logs" / name / "checkpoints" / f"epoch_{args.epochs}.pt") for name in LOSSES]

@@ -1,11 +1,11 @@
-"""Fine-tune a pretrained model on worse data with nine variants, and see what becomes of its zero-shot accuracy.
+"""Fine-tune a pretrained model on lower-quality data with nine variants, and follow its zero-shot accuracy.
 
     python examples/finetune.py
 
-A tiny model is pretrained on generated scenes, then fine-tuned on shifted ones: other colours, short captions that fit
-many images, some of them wrong. It is evaluated on held-out scenes of the first kind: before the first step, and after
-each epoch. Everything goes to `finetune/`: logs, checkpoints, recovered statistics, `results.json` and a picture.
-What is there already is not run again.
+A tiny model is pretrained on generated scenes, then fine-tuned on shifted ones: other colours, and short captions that
+fit many images, some of them wrong. It is evaluated on held-out scenes of the first kind before the first step and
+after each epoch. Logs, checkpoints, recovered statistics, `results.json` and a plot go to `finetune/`. Finished runs
+are not repeated.
 """
 
 import argparse
@@ -24,9 +24,9 @@ MODEL = "--model ViT-shapes-tiny --device cpu --precision fp32 --dataset-type sh
 BATCH = 64
 MODEL += f" --batch-size {BATCH} --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
 PRETRAINING = "--loss clip --train-num-samples 20000 --epochs 10 --lr 1e-3 --wd 0.1 --warmup 200"
-# The optimizer of TuneCLIP's Table 6 for all; the rate suits this model, which was pretrained at 1e-3.
+# All variants use the optimizer of TuneCLIP's Table 6, at a learning rate for this model, which was pretrained at 1e-3.
 OPTIMIZER = "--lr {lr} --beta1 0.9 --beta2 0.98 --wd 0.02 --warmup 0"
-# OSR + HGCL saves the statistics that its ablations load.
+# "OSR + HGCL" saves the statistics that the ablations load.
 SAVE, LOAD = "--osr-epochs {osr_epochs} --osr-save {state}", "--osr-load {state}"
 VARIANTS = {
     "clip": "--loss clip",
@@ -49,15 +49,15 @@ METRICS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("finetune")
-    parser.add_argument("--folder", type=Path, default=folder, help=f"where everything goes (default: {folder})")
+    parser.add_argument("--folder", type=Path, default=folder, help=f"folder of all output (default: {folder})")
     parser.add_argument("--samples", type=int, default=4000, help="pairs to fine-tune on (default: 4000)")
-    parser.add_argument("--epochs", type=int, default=5, help="of the fine-tuning (default: 5)")
-    parser.add_argument("--osr-epochs", type=float, default=5, help="of the recovery of statistics (default: 5)")
+    parser.add_argument("--epochs", type=int, default=5, help="epochs of the fine-tuning (default: 5)")
+    parser.add_argument("--osr-epochs", type=float, default=5, help="epochs of the statistics' recovery (default: 5)")
     parser.add_argument("--lr", default="1e-4", help="learning rate of the fine-tuning (default: 1e-4)")
     parser.add_argument("--seeds", type=int, default=3, help="fine-tunings of each variant (default: 3)")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one a core)")
-    parser.add_argument("--pretrained", type=Path, help="a checkpoint instead of a pretraining")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    parser.add_argument("--pretrained", type=Path, help="start from this checkpoint (default: pretrain one)")
     args = parser.parse_args()
     if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "OSR + HGCL" not in args.variants:
         parser.error("--variants: the ablations load what 'OSR + HGCL' recovers; add it")
@@ -78,7 +78,7 @@ def pretrain(args) -> Path:
 
 
 def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
-    """Metrics of every evaluation, by variant, for each seed."""
+    """Metrics of every evaluation, by variant and seed."""
     common = f"{MODEL} --pretrained {shlex.quote(str(pretrained))} --shapes-shifted --shapes-seed 1"
     common += f" --train-num-samples {args.samples} {OPTIMIZER.format(lr=args.lr)}"
     recovers = {variant: args.osr_epochs * ("--osr-epochs" in flags) for variant, flags in VARIANTS.items()}

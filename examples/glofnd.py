@@ -1,16 +1,16 @@
-"""GloFND (arXiv 2502.20612) as a loss of one's own: a learned threshold per sample, above which a negative is left out.
+"""A custom loss: GloFND (arXiv 2502.20612), which learns a threshold per sample and leaves out the negatives above it.
 
     python examples/glofnd.py --dataset-type shapes --train-num-samples 8000 --loss glofnd --epochs 16 ...
 
-takes every flag of `open_clip_ext.main`; in a package of one's own, PRESET is an entry point of the group
-open_clip_ext.losses. Which negatives count depends on each anchor's own threshold, and none of the library's four parts
-decides that; so this is a `Loss` with its own `compute`. For the sake of few lines every process holds B x B numbers,
-and exponentials stand as they are: tau should be at least 0.025.
+takes every flag of `open_clip_ext.main`. In your own package, PRESET is an entry point of the group
+open_clip_ext.losses. None of the library's four parts chooses an anchor's negatives, so this is a `Loss` with its own
+`compute`. To keep it short, every process holds B x B numbers, and exponentials are not in the log domain: tau should
+be at least 0.025.
 
-For anchor i, lambda_i moves towards the (1 - share) quantile of its similarities with the negatives s_ij of the whole
-data set: the minimum of share * lambda + mean_j max(s_ij - lambda, 0), by Adam on share - mean_j [s_ij > lambda_i], as
-in the authors' code. From `glofnd_start` on g_i is the mean over the negatives with s_ij <= lambda_i alone; all else is
-FastCLIP-v1. As printed: `glofnd_g`, `glofnd_lambda`.
+For anchor i, lambda_i approaches the (1 - share) quantile of its similarities s_ij with the negatives of the whole data
+set. It minimizes share * lambda + mean_j max(s_ij - lambda, 0), by Adam with the gradient
+share - mean_j [s_ij > lambda_i], as in the authors' code. From epoch `glofnd_start` on, g_i is the mean over the
+negatives with s_ij <= lambda_i; the rest is FastCLIP-v1. `glofnd_g` and `glofnd_lambda` are the equations.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ from open_clip_ext.temperatures import FixedLogitScale
 def glofnd_lambda(
     lam: Tensor, m: Tensor, v: Tensor, above: Tensor, share: float, epoch: int, lr: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The thresholds after the step and their moments, by Adam whose bias is corrected by the epoch, (2, B) each.
+    """The thresholds after the step and Adam's moments, (2, B) each; the bias correction counts epochs.
 
     Args:
-        above: the share of each anchor's negatives in the batch that lie above its threshold, (2, B).
+        above: fraction of each anchor's negatives in the batch that are above its threshold, (2, B).
     """
     gradient = share - above
     m, v = 0.9 * m + 0.1 * gradient, 0.98 * v + 0.02 * gradient.square()
@@ -41,39 +41,42 @@ def glofnd_lambda(
 
 
 def glofnd_g(s: Tensor, tau: Tensor, kept: Tensor) -> Tensor:
-    """g over the negatives that are kept, (2, B); 0 where there is none.
+    """g over the kept negatives, (2, B); 0 for an anchor without any.
 
     Args:
-        s: similarities with the anchors along the rows, (2, B, B).
-        kept: the same shape, bool.
+        s: similarities, one anchor per row, (2, B, B).
+        kept: mask of the negatives, (2, B, B) bool.
     """
     gaps = s - s.diagonal(dim1=1, dim2=2)[:, :, None]
     return ((gaps / tau).exp() * kept).sum(dim=2) / kept.sum(dim=2).clamp(min=1)
 
 
 class GloFND(Loss):
-    """Args: see the class's body; `num_samples` rows of u, the thresholds and their moments for either modality."""
+    """FastCLIP-v1's loss without the negatives above the anchors' thresholds.
+
+    It keeps u, the threshold and its moments for `num_samples` images and texts. Args: see the class's body.
+    """
 
     name = "glofnd"
     needs_index = True
     trains_logit_scale = False
     optimizer_options = FixedLogitScale.options
     glofnd_share: float = option(
-        1e-4, "share of the negatives that are taken for false ones", valid=lambda value: 0 < value < 1,
+        1e-4, "fraction of the negatives that are treated as false", valid=lambda value: 0 < value < 1,
         expected="in (0, 1)",
     )
     glofnd_lr: float = option(0.05, "step size of the thresholds", valid=positive, expected="a number > 0")
-    glofnd_start: int = option(15, "epoch from which on they move and count", valid=not_negative, expected="at least 0")
+    glofnd_start: int = option(15, "first epoch with thresholds", valid=not_negative, expected="at least 0")
     glofnd_gamma: float = option(
         0.2, "weight of the new estimate in the moving average u", valid=lambda value: 0 < value <= 1,
         expected="in (0, 1]",
     )
-    glofnd_eps: float = option(1e-14, "eps beside g", valid=positive, expected="a number > 0")
+    glofnd_eps: float = option(1e-14, "eps added to g", valid=positive, expected="a number > 0")
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
         super().__init__(**options)
         self.num_samples = num_samples
-        # u, where 0 stands for a row that was never visited, lambda, m and v, each of both sides.
+        # u (0: the row was never visited), lambda, m and v, each for images and texts.
         self.rows = ShardedRows(num_samples, 8, fill=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], device=device)
         self.epoch = 0
 
@@ -104,7 +107,7 @@ class GloFND(Loss):
                 u = torch.where(u == 0, new, (1 - self.glofnd_gamma) * u + self.glofnd_gamma * new)
                 self.rows.assign(index, torch.cat([u, lam, m, v]).T)
         gradient = tau * (g / u).mean(dim=1).sum()
-        # Every process has the whole, with a graph to its own pairs; DistributedDataParallel averages over them.
+        # Every process has the global value with a graph to its own pairs; DistributedDataParallel averages gradients.
         return (tau * u.log().mean(dim=1).sum()).detach() + world_size() * (gradient - gradient.detach())
 
     def full_state(self) -> dict[str, Tensor | int | str]:

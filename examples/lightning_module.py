@@ -2,8 +2,8 @@
 
     python examples/lightning_module.py --loss fastclip-v3 --epochs 4
 
-It trains OpenCLIP's ViT-shapes-tiny on generated scenes, on one device or several. To use one's own model and data keep
-the class, and let the data set give (images, texts, rows).
+It trains OpenCLIP's ViT-shapes-tiny on generated scenes, on one device or several. For your own model and data, keep
+the class and let the data set return (image, text, row).
 """
 
 import argparse
@@ -32,9 +32,10 @@ class WithRow(Dataset):
 
 
 class Contrastive(lightning.LightningModule):
-    """An OpenCLIP model and a loss of `create_loss`.
+    """An OpenCLIP model and a loss from `create_loss`.
 
-    `accumulate_grad_batches` would leave the loss only a part's negatives: take a larger batch (docs/custom-loop.md).
+    With `accumulate_grad_batches` the loss would see only one part's negatives: use a larger batch instead
+    (docs/custom-loop.md).
     """
 
     def __init__(self, model: torch.nn.Module, loss: torch.nn.Module, lr: float):
@@ -42,8 +43,8 @@ class Contrastive(lightning.LightningModule):
         self.model = model
         self.lr = lr
         model.logit_scale.requires_grad_(loss.trains_logit_scale)
-        # In a list it is no submodule: DistributedDataParallel would replace each process's part of the loss's state by
-        # that of process 0.
+        # In a list, so that it is not a submodule: DistributedDataParallel would replace each process's shard of the
+        # loss's state by that of process 0.
         self.held = [loss]
 
     def training_step(self, batch, batch_number):
@@ -90,7 +91,7 @@ def main(argv: list[str] | None = None) -> tuple[lightning.Trainer, Contrastive]
     parser.add_argument("--loss", default="fastclip-v3")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs per process")
     parser.add_argument("--out", default="lightning")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--resume", metavar="CHECKPOINT")

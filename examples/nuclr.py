@@ -1,19 +1,19 @@
-"""NUCLR (Wang et al. 2024, its authors' code) as a loss of one's own: a learned offset per sample in the normalizer.
+"""A custom loss: NUCLR (Wang et al. 2024, the authors' code), which learns an offset per sample in the normalizer.
 
     python examples/nuclr.py --dataset-type shapes --train-num-samples 8000 --loss nuclr --epochs 16 ...
 
-takes every flag of `open_clip_ext.main`. Sample j counts exp((s_ij - s_ii - zeta_j) / tau) among the negatives of
-anchor i: one that many others are like gets a larger zeta_j and counts less. The offset belongs to the negative and not
-to the anchor, and it moves by what all anchors make of it: none of the library's four parts does that. So this is a
-`Loss` with its own `compute`; for the sake of few lines every process holds B x B similarities.
+takes every flag of `open_clip_ext.main`. As a negative of anchor i, sample j has the weight
+exp((s_ij - s_ii - zeta_j) / tau): a sample that resembles many others gets a larger zeta_j and less weight. The offset
+belongs to the negative, and all anchors contribute to its gradient, which none of the library's four parts provides. So
+this is a `Loss` with its own `compute`. To keep it short, every process holds B x B similarities.
 
     u_i    <- (1 - gamma) u_i + gamma * mean_j!=i a_ij,    a_ij = exp((s_ij - s_ii - zeta_j) / tau)
     grad    = mean_i mean_j!=i a_ij / (u_i + exp(-xi / tau) / (n - 1)) * grad (s_ij - s_ii)
     z_j    <- (1 - theta) z_j + theta * (1 - n / (n - 1) * mean_i a_ij / (u_i + exp(-zeta_i / tau) / (n - 1)))
     zeta_j <- zeta_j - eta * z_j
 
-for images as anchors with the texts' zeta, and the other way round; xi is the largest zeta of the epoch before, at
-least `nuclr_xi`; mean_i has i = j in it. At a row's first visit u and z are the new values themselves.
+for image anchors with the texts' zeta, and vice versa. xi is the largest zeta at the end of the previous epoch, at
+least `nuclr_xi`; mean_i includes i = j. A row's first visit sets u and z to the new values.
 """
 
 import math
@@ -31,9 +31,9 @@ from open_clip_ext.temperatures import FixedLogitScale
 
 
 class NUCLR(Loss):
-    """Args: see the class's body; `num_samples` rows of log u, zeta and z for either modality.
+    """NUCLR's loss; keeps log u, zeta and z for `num_samples` images and texts.
 
-    Defaults are those of the authors' script for CC3M, 30 epochs.
+    Args: see the class's body; the defaults are those of the authors' script for CC3M, 30 epochs.
     """
 
     name = "nuclr"
@@ -47,17 +47,17 @@ class NUCLR(Loss):
         0.9, "weight of the new gradient in z", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
     )
     nuclr_eta: float = option(
-        5e-6, "step size of the texts' offsets, on a cosine and divided by 10 and 100 from half and three quarters on",
+        5e-6, "step size of the texts' offsets; cosine, and divided by 10 after half of the epochs, by 100 after 3/4",
         valid=positive, expected="a number > 0",
     )
     nuclr_eta_images: float = option(
-        0.1, "that of the images' over it", valid=not_negative, expected="a number >= 0"
+        0.1, "step size of the images' offsets over that of the texts'", valid=not_negative, expected="a number >= 0"
     )
-    nuclr_zeta: float = option(-0.05, "offsets at the start", valid=math.isfinite, expected="a finite number")
+    nuclr_zeta: float = option(-0.05, "initial offsets", valid=math.isfinite, expected="a finite number")
     nuclr_xi: float = option(0.0, "lower bound of xi", valid=math.isfinite, expected="a finite number")
-    nuclr_start: int = option(5, "epoch from which on offsets move", valid=not_negative, expected="at least 0")
+    nuclr_start: int = option(5, "first epoch that updates the offsets", valid=not_negative, expected="at least 0")
     nuclr_epochs: int | None = option(
-        Derived("all epochs", lambda epochs: epochs), "length of their schedule",
+        Derived("all epochs", lambda epochs: epochs), "length of the offsets' schedule",
         valid=lambda value: value >= 1, expected="at least 1",
     )
     xi: Tensor
@@ -77,13 +77,13 @@ class NUCLR(Loss):
 
     @property
     def current_eta(self) -> float:
-        """Of this epoch."""
+        """eta of this epoch, for texts."""
         epochs = self.nuclr_epochs or 1
         if self.epoch < self.nuclr_start:
             return 0.0
         part = (self.epoch - self.nuclr_start) / max(1, epochs - 1 - self.nuclr_start)
-        share = 1.0 if self.epoch < epochs // 2 else 0.1 if self.epoch < epochs * 3 // 4 else 0.01
-        return share * self.nuclr_eta * (1 + math.cos(math.pi * part)) / 2
+        factor = 1.0 if self.epoch < epochs // 2 else 0.1 if self.epoch < epochs * 3 // 4 else 0.01
+        return factor * self.nuclr_eta * (1 + math.cos(math.pi * part)) / 2
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
@@ -100,7 +100,7 @@ class NUCLR(Loss):
                 self.xi, self._epoch_of_xi = highest.clamp(min=self.nuclr_xi).to(self.xi), self.epoch
             log_u, zeta, z = self.rows.lookup(index).T.to(s.dtype).split(2)
             equal = EqualRows(index)
-            log_a = (h - zeta.flip(0)[:, None]) / tau  # image anchors meet texts, with the texts' offsets
+            log_a = (h - zeta.flip(0)[:, None]) / tau  # the negatives of image anchors are texts, with their offsets
             log_g = log_a.masked_fill(own, -math.inf).logsumexp(dim=2) - math.log(len(e1) - 1)
             log_g = equal.log_mean_exp(log_g.T).T
             if update_state:
@@ -109,7 +109,7 @@ class NUCLR(Loss):
                 log_u = torch.where(log_u == -math.inf, log_g, moved)
                 if self.epoch >= self.nuclr_start:
                     log_own = torch.logaddexp(log_u, -zeta.flip(0) / tau - math.log(n - 1))
-                    weights = (log_a - log_own[:, :, None]).exp().mean(dim=1).flip(0)  # by the negative's own side
+                    weights = (log_a - log_own[:, :, None]).exp().mean(dim=1).flip(0)  # by the negative's modality
                     gradient = equal.mean((1 - n / (n - 1) * weights).T).T
                     z = torch.where(z == math.inf, gradient, (1 - self.nuclr_theta) * z + self.nuclr_theta * gradient)
                     zeta = zeta - self.current_eta * torch.tensor([[self.nuclr_eta_images], [1.0]]).to(z) * z
@@ -119,7 +119,7 @@ class NUCLR(Loss):
             weights = (log_a - log_all[:, :, None]).exp().masked_fill(own, 0.0) / (len(e1) - 1)
         value = (tau * log_all).mean(dim=1).sum()
         gradient = (weights * h).sum(dim=2).mean(dim=1).sum()
-        # Every process has the whole, with a graph to its own pairs; DistributedDataParallel averages over them.
+        # Every process has the global value with a graph to its own pairs; DistributedDataParallel averages gradients.
         return value + world_size() * (gradient - gradient.detach())
 
     def full_state(self) -> dict[str, Tensor | int | str]:

@@ -1,9 +1,9 @@
-"""Draw the curves of one or several runs: retrieval and zero-shot accuracy, temperature, error, throughput.
+"""Plot one or several runs: retrieval and zero-shot accuracy, temperature, error, throughput.
 
     python examples/plot.py logs/neuclip logs/clip --out curves.png
 
-Each folder is a run of `open_clip_ext.main` with --loss; the numbers are those of its metrics.jsonl (docs/logs.md).
-Losses are not drawn: those of two runs can be compared only where they have one name.
+Each folder is a run of `open_clip_ext.main` with --loss; the values come from its metrics.jsonl (docs/logs.md). Losses
+are not plotted: those of two runs are comparable only if they have the same name.
 """
 
 import argparse
@@ -20,31 +20,31 @@ STEPS = {
     "error": "error of log-normalizers\n(dotted: of the minibatch's)",
     "throughput": "samples per second",
 }
-WINDOW = 5  # logged steps over which throughput is a median, since one may contain the start of workers
+WINDOW = 5  # throughput is a median over so many logged steps, since one may include the start of workers
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path, metavar="FOLDER", help="a run's folder, with metrics.jsonl")
-    parser.add_argument("--names", nargs="+", help="of the runs in the legend (default: the folders')")
-    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="the picture (default: curves.png)")
+    parser.add_argument("--names", nargs="+", help="the runs' names in the legend (default: the folders')")
+    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="image file (default: curves.png)")
     args = parser.parse_args()
     names = args.names or [folder.name for folder in args.logs]
     if len(names) != len(args.logs):
-        parser.error(f"--names: {len(names)} for {len(args.logs)} folder(s)")
+        parser.error(f"--names: {len(names)} for {len(args.logs)} folder(s); give one per folder")
     runs = {}
     for name, folder in zip(names, args.logs, strict=True):
         if not (lines := read_metrics(folder)):
             sys.exit(f"{folder}: no metrics.jsonl, or an empty one; give the folder of a run with --loss")
         if name in runs:
-            sys.exit(f"{name}: names two runs; give --names")
+            sys.exit(f"{name}: two runs have this name; give --names")
         runs[name] = curves(lines)
     draw(runs, args.out)
     print(args.out)
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Points (thousand samples seen, value) by the name of the panel, and of the minibatch's error."""
+    """Points (thousand samples seen, value) by name of the panel; "minibatch" is the dotted curve of "error"."""
     found: dict[str, list[tuple[float, float]]] = {}
     steps = [line for line in lines if line["stage"] == "train"]
     per_epoch = steps[0]["samples"] / steps[0]["step"] * steps[0]["steps"] if steps else 1000.0

@@ -1,9 +1,9 @@
-"""A CLIP model of transformers, trained by its Trainer with a loss of this package: `pip install accelerate`, then
+"""A CLIPModel trained by the Trainer of transformers with a loss of this package: `pip install accelerate`, then
 
     python examples/transformers_trainer.py --loss fastclip-v3 --epochs 4
 
-It trains a tiny CLIPModel from scratch on generated scenes, on one process or under torchrun; --resume resumes. To use
-one's own model and data keep the two classes for it, and let the data set give each sample's row as `index`.
+It trains a tiny CLIPModel from scratch on generated scenes, on one process or under torchrun; --resume resumes. For
+your own model and data, keep ContrastiveTrainer and LossState; the data set returns each sample's row as `index`.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.distributed import world_size
 from open_clip_ext.files import whole_file
 
-STATE = "contrastive_loss.pt"  # in each of the Trainer's checkpoints
+STATE = "contrastive_loss.pt"  # a file in each of the Trainer's checkpoints
 
 
 class WithRow(Dataset):
-    """Scenes as CLIPModel takes them, with the sample's row, which stays the same from epoch to epoch."""
+    """Scenes in CLIPModel's format, with the sample's row, which is the same in every epoch."""
 
     def __init__(self, scenes: Scenes):
         self.scenes = scenes
@@ -38,20 +38,21 @@ class WithRow(Dataset):
 
 
 class ContrastiveTrainer(Trainer):
-    """A Trainer whose loss is one of `create_loss`.
+    """A Trainer with a loss from `create_loss`.
 
-    Gradient accumulation would leave the loss only a part's negatives: take a larger batch (docs/custom-loop.md).
+    With gradient accumulation the loss would see only one part's negatives: use a larger batch instead
+    (docs/custom-loop.md).
     """
 
     def __init__(self, *args, contrastive_loss, **kwargs):
         super().__init__(*args, callbacks=[LossState(contrastive_loss)], **kwargs)
         self.contrastive_loss = contrastive_loss
-        self.can_return_loss = True  # or an evaluation would compute none without labels
+        self.can_return_loss = True  # without labels, an evaluation would otherwise compute no loss
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
         inputs = dict(inputs)
         rows = inputs.pop("index")
-        if not model.training:  # pairs for validation have no rows: CLIP's own loss
+        if not model.training:  # validation pairs have no rows in the train data, so CLIP's own loss
             outputs = model(**inputs, return_loss=True)
             return (outputs.loss, {"loss": outputs.loss}) if return_outputs else outputs.loss
         outputs = model(**inputs)  # its embeddings are unit vectors
@@ -60,7 +61,7 @@ class ContrastiveTrainer(Trainer):
         return (value, outputs) if return_outputs else value
 
     def log(self, logs, *args, **kwargs):
-        if "loss" in logs:  # of a training step
+        if "loss" in logs:  # a training step's line
             self.contrastive_loss.raise_if_not_finite()
             logs = logs | {name: value.item() for name, value in self.contrastive_loss.diagnostics().items()}
         super().log(logs, *args, **kwargs)
@@ -85,7 +86,7 @@ class LossState(TrainerCallback):
             model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
 
     def on_save(self, args, state, control, **kwargs):
-        loss_state = self.loss.state_dict()  # on every process
+        loss_state = self.loss.state_dict()  # every process must call it
         if state.is_world_process_zero:
             with whole_file(Path(args.output_dir, f"checkpoint-{state.global_step}", STATE)) as file:
                 torch.save(loss_state, file)
@@ -109,15 +110,15 @@ def main(argv: list[str] | None = None) -> ContrastiveTrainer:
     parser.add_argument("--loss", default="fastclip-v3")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--samples", type=int, default=2000)
-    parser.add_argument("--batch-size", type=int, default=64, help="of each process")
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs per process")
     parser.add_argument("--out", default="trainer")
-    parser.add_argument("--resume", action="store_true", help="from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out")
     given = parser.parse_args(argv)
     settings = TrainingArguments(
         given.out, num_train_epochs=given.epochs, per_device_train_batch_size=given.batch_size, learning_rate=1e-3,
         per_device_eval_batch_size=64, save_strategy="epoch", eval_strategy="epoch", logging_steps=10, report_to="none",
-        remove_unused_columns=False,  # which would drop `index`
-        dataloader_drop_last=True,  # every process has as many pairs as every other
+        remove_unused_columns=False,  # True would drop `index`
+        dataloader_drop_last=True,  # the loss needs the same number of pairs on every process
     )
     train, held_out = (WithRow(scenes(size, seed)) for size, seed in ((given.samples, 0), (256, 1)))
     loss = create_loss(

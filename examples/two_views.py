@@ -1,10 +1,10 @@
-"""Image-only self-supervision: SogCLR or iSogCLR on two views of handwritten digits, in a loop of one's own.
+"""Image-only self-supervision in a custom loop: SogCLR or iSogCLR on two views of handwritten digits.
 
     python examples/two_views.py --loss isogclr
 
-The negatives are both views of all other images (iSogCLR, Eq. 2-4, 11). No label is used until the end, when a
-linear classifier on 3 labelled scans of each digit shows what the encoder has learned, against the same encoder
-untrained. The scans are scikit-learn's.
+The negatives are both views of all other images (iSogCLR, Eq. 2-4, 11). Training uses no labels. A linear probe on 3
+labelled scans of each digit then compares the encoder with the same encoder before training. The scans are
+scikit-learn's.
 """
 
 import argparse
@@ -22,13 +22,13 @@ TRAIN, BATCH, LABELS, DRAWS, TAU = 1200, 32, 3, 10, 0.2
 
 SETTINGS = {
     "sogclr": {},
-    # Temperatures of images are larger than those of image-text pairs (iSogCLR, Figure 8), and so is their step.
+    # Images alone take larger temperatures than image-text pairs (iSogCLR, Figure 8), hence also a larger step.
     "isogclr": {"tau_start": TAU, "tau_min": 0.05, "tau_lr": 2e-3, "rho": 1.0},
 }
 
 
 class Encoder(nn.Module):
-    """Scans (b, 1, 8, 8) to features (b, 128), and to unit vectors (b, 32) for the loss."""
+    """Maps scans (b, 1, 8, 8) to unit vectors (b, 32) for the loss; `features` gives (b, 128) for the probe."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class Encoder(nn.Module):
 
 
 def augment(scans: Tensor) -> Tensor:
-    """Each scan turned, zoomed, shifted, lightened or darkened, with noise."""
+    """Rotate, zoom, shift and rescale the brightness of each scan at random, and add noise."""
     number = len(scans)
     angle, zoom = 0.35 * signed(number), 1 + 0.2 * signed(number)
     cosine, sine, shift = zoom * angle.cos(), zoom * angle.sin(), 0.25 * signed(2, number)
@@ -59,7 +59,7 @@ def signed(*shape: int) -> Tensor:
 
 @torch.no_grad()
 def probe(encoder: Encoder, scans: Tensor, digits: Tensor) -> float:
-    """Accuracy on the held-out scans of a linear classifier that has seen LABELS of each digit, mean of DRAWS draws."""
+    """Held-out accuracy of a linear classifier on LABELS scans of each digit, mean over DRAWS choices of them."""
     features = encoder.eval().features(scans)
     features = (features - features[:TRAIN].mean(dim=0)) / (features[:TRAIN].std(dim=0) + 1e-3)
     accuracies = []
@@ -72,7 +72,7 @@ def probe(encoder: Encoder, scans: Tensor, digits: Tensor) -> float:
 
 
 def main(argv: list[str] | None = None) -> tuple[float, float]:
-    """Accuracy before and after training."""
+    """Train; return the accuracy before and after."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loss", choices=SETTINGS, default="sogclr")
     parser.add_argument("--epochs", type=int, default=40)
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> tuple[float, float]:
             optimizer.step()
         schedule.step()
     after = probe(encoder, scans, digits)
-    print(f"accuracy from {LABELS} labels a digit: {before:.1%} untrained, {after:.1%} after {args.loss}")
+    print(f"accuracy from {LABELS} labels per digit: {before:.1%} untrained, {after:.1%} after {args.loss}")
     return before, after
 
 

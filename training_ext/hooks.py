@@ -259,15 +259,15 @@ SEAMS = (
     Seam(
         MAIN, "evaluate",
         why="metrics below the starting point are pointed out, and the best weights kept",
-        contract="called after each epoch as (model, data, completed_epoch, args, tb_writer=, tokenizer=), returns "
-        "metrics by name, {} on all processes but 0",
+        contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
+        "returns metrics by name, {} on all processes but 0",
         replacement=lambda original, session: partial(session.evaluate, original),
         for_ext_loss=False,
     ),
     Seam(
         TRAIN, "zero_shot_eval",
         why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
-        contract="evaluate adds what zero_shot_eval(model, data, epoch, args, tokenizer=) returns to its metrics",
+        contract="evaluate adds what zero_shot_eval(model or task, data, epoch, args, tokenizer=) returns to metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,
     ),

@@ -13,9 +13,9 @@ from open_clip_ext.parts import Part
 
 PART_HELP = {
     "normalizer": "estimator of the normalizers",
-    "temperature": "how the temperature is chosen or learned",
+    "temperature": "temperature scheme",
     "surrogate": "function of a negative's similarity gap",
-    "encoder_objective": "what the encoders minimise",
+    "encoder_objective": "objective of the encoders",
 }
 COLUMN = 34  # start of the second column
 REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."

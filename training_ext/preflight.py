@@ -40,7 +40,7 @@ from training_ext.task_flags import check_loop
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
-    "save_every_steps", "split_rows_above", "same_key", "same_caption",
+    "save_every_steps", "split_rows_above", "same_key", "same_caption", "legacy_loop",
 )
 
 

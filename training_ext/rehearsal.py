@@ -15,7 +15,6 @@ import open_clip
 import torch
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
-from open_clip_train.distributed import world_info_from_env
 from PIL import Image
 from torch import nn
 
@@ -27,7 +26,7 @@ from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
 from training_ext.patching import replaced
-from training_ext.task_flags import check_same_loop, divides_model
+from training_ext.task_flags import check_same_loop
 
 # Flags of the model and its transforms; if it fails, each is left out in turn to find the cause.
 TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")
@@ -83,6 +82,8 @@ def check_model(args: Namespace) -> nn.Module | None:
         InputError: the model cannot be built or run, or its weights do not fit.
     """
     config = model_config(args)
+    if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
+        raise InputError(f"--model: {args.model!r} has captions of variable length, which --loss {args.loss} cannot take")
     if config is None or "hf_model_name" in config["text_cfg"]:  # its text tower would have to be downloaded
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
@@ -226,7 +227,7 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     if epoch >= args.epochs and args.resume != "latest":  # a requeued job may find that it is already done
         raise InputError(f"--epochs: {args.epochs}, but --resume {path!r} has completed {epoch}; give more")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
-    check_same_loop(path, content, divides_model(args, world_info_from_env()[2]))
+    check_same_loop(path, content, args)
 
 
 def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Namespace) -> None:

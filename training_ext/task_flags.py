@@ -4,6 +4,8 @@ import os
 from argparse import Namespace
 from typing import Any
 
+from open_clip_train.distributed import world_info_from_env
+
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.hosts import LEGACY, TASKS, host
@@ -14,24 +16,30 @@ def divides_model(args: Namespace, world_size: int) -> bool:
     return host().loop == TASKS and args.fsdp and world_size > 1
 
 
-def check_same_loop(path: str, content: dict[str, Any], divides: bool) -> None:
+def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None:
     """Raise InputError where another loop has written a training's checkpoint: its optimizer orders the weights
     otherwise, and names them where FSDP divides them.
 
     Args:
         content: of the file at `path`.
-        divides: whether FSDP divides the model.
     """
     by_tasks = "global_step" in content
     if by_tasks != (host().loop == TASKS):
-        right = "leave out --legacy-loop" if by_tasks else "add --legacy-loop"
+        right = "add --legacy-loop"
+        if by_tasks:
+            right = "leave out --legacy-loop" if args.legacy_loop else "resume it with open_clip_torch 4"
         raise InputError(
             f"--resume: {path!r} was written by {'the loop of tasks' if by_tasks else 'the legacy loop'}, whose "
             f"optimizer has another order; {right}, or give it as --pretrained for its weights only"
         )
     first = content["optimizer"]["param_groups"][0]["params"][0]
-    if divides and not isinstance(first, str):
-        raise InputError(f"--resume: {path!r} was written without --fsdp; leave it out, or give that as --pretrained")
+    divided = isinstance(first, str)
+    if divided != divides_model(args, world_info_from_env()[2]):
+        right = "train with it in several processes" if divided else "leave it out"
+        raise InputError(
+            f"--resume: {path!r} was written {'with' if divided else 'without'} --fsdp; {right}, or give the file as "
+            "--pretrained for its weights only"
+        )
 
 
 def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:

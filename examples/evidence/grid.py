@@ -1,4 +1,4 @@
-"""The declared grid: its runs in their order, their flags, and the file of results."""
+"""The declared grid: its runs in order, their flags, and the results file."""
 
 import fcntl
 import json
@@ -16,7 +16,7 @@ WAYS = ("image_to_text", "text_to_image")
 
 @dataclass(frozen=True)
 class Run:
-    """One training. A run with a candidate has its flags, every other run takes the best of its method's tuning."""
+    """One training. A run without a candidate of its own uses the best one of its method's tuning."""
 
     cell: str
     method: str
@@ -29,7 +29,7 @@ class Run:
 
 
 class Grid:
-    """A file like grid.yaml; `runs` are its runs in their order."""
+    """A grid, declared in a file like grid.yaml; `runs` has its runs in order."""
 
     def __init__(self, path: Path):
         declared = yaml.safe_load(path.read_text())
@@ -50,7 +50,7 @@ class Grid:
         return [candidates[self.cells[cell]["candidate"]] if "candidate" in self.cells[cell] else None]
 
     def hours(self, run: Run) -> float:
-        """The estimate of a run's time on one core."""
+        """The estimated hours of a run on one core."""
         cell = self.cells[run.cell]
         return cell["rows"] * cell["epochs"] / 32 * self.methods[run.method]["step_ms"] / 3.6e6
 
@@ -81,7 +81,7 @@ class Grid:
         return max(values, key=values.get)
 
     def next_run(self, results: dict[str, dict], begun: set[Run], only: str | None, hours: float) -> Run | None:
-        """The first run without a result that has not begun, whose method is tuned, and that fits in the hours."""
+        """The first run that has neither a result nor begun, whose method is tuned, and that fits in `hours`."""
         for run in self.runs:
             waits = run.candidate is None and any(tuning.name not in results for tuning in self.tuning(run.method))
             if run.name in results or run in begun or waits or (only and run.method != only):
@@ -102,14 +102,14 @@ def last_recall(result: dict, ways: tuple[str, ...] = WAYS) -> float:
 
 
 def read_results(path: Path) -> dict[str, dict]:
-    """The results by run; a last line that a kill has torn is left out."""
+    """The results by run, without a last line that a kill cut short."""
     text = path.read_text() if path.exists() else ""
     lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
     return {result["run"]: result for result in lines}
 
 
 def append_result(path: Path, result: dict) -> None:
-    """Add one line, in place of a torn last one."""
+    """Append one line; replaces an incomplete last line."""
     with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

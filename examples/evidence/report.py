@@ -1,4 +1,4 @@
-"""Tables and a picture of the grid's results.
+"""Write tables and a plot of the grid's results.
 
     python examples/evidence/report.py --out evidence
 
@@ -47,8 +47,7 @@ def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int,
 
 
 def paired(runs: dict[int, dict], base: dict[int, dict]) -> tuple[float, float | None, int] | None:
-    """Mean difference of R@1 over the seeds that both have, half of its 95 % interval (None for one seed), and their
-    number."""
+    """Mean difference of R@1 over the common seeds, half of its 95 % interval (None for one seed), and their number."""
     differences = [last_recall(runs[seed]) - last_recall(base[seed]) for seed in sorted(runs.keys() & base.keys())]
     n = len(differences)
     half = T[n - 2] * stdev(differences) / math.sqrt(n) if n > 1 else None
@@ -56,7 +55,7 @@ def paired(runs: dict[int, dict], base: dict[int, dict]) -> tuple[float, float |
 
 
 def crossing(result: dict, level: float) -> float | None:
-    """Samples after which R@1 first reaches `level`, on straight lines between the epochs; None if it does not."""
+    """Samples after which R@1 first reaches `level`, interpolated between epochs; None if it does not."""
     before = 0.0
     for metrics in result["by_epoch"]:
         now = recall(metrics)
@@ -105,7 +104,7 @@ def difference(found: tuple[float, float | None, int] | None) -> str:
 
 
 def average(values: list[float | None], form: str) -> str:
-    """The mean of the values that there are, with their number where some are missing."""
+    """The mean of the values that are not None, with their number if some are."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"
@@ -113,7 +112,7 @@ def average(values: list[float | None], form: str) -> str:
 
 
 def tuning(grid: Grid, results: list[dict]) -> str:
-    """Every configuration that was tried."""
+    """A table of all tuning runs, each method's best in bold."""
     about = grid.cells["tune"]
     lines = [
         f"\n## Tuning: n = {about['rows']:,}, {about['epochs']} epochs, R@1 on the {about['gallery']} gallery\n",
@@ -130,7 +129,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """For each cell the curves, means over seeds, and the differences to clip with their intervals."""
+    """Plot for each cell the curves, means over seeds, and the differences to clip with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,11 +1,10 @@
-"""Run the grid that grid.yaml declares, one training after another in its order.
+"""Run the grid of grid.yaml, one training after another in order.
 
     OMP_NUM_THREADS=1 nohup nice -n 19 python examples/evidence/run.py --data icons &
 
-`--data` is the folder of `python -m open_clip_ext.data.make_shards icons` (docs/icons.md). A run that ends adds its
-line to results.jsonl beside this file and is not run again; one that was interrupted goes on after its last whole
-epoch. Several of these commands may share the logs. A run that diverges is a result too; any other failure ends the
-command.
+`--data` is the folder of `python -m open_clip_ext.data.make_shards icons` (docs/icons.md). A finished run adds its line
+to results.jsonl beside this file and is not repeated; an interrupted one resumes after its last whole epoch. Several of
+these commands may share the logs. A diverged run is a result, too; any other failure ends the command.
 """
 
 import argparse
@@ -44,13 +43,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of the icons")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--only", metavar="METHOD", help="this method's runs only")
-    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no run that would end later than this")
-    parser.add_argument("--list", action="store_true", help="print the runs with their hours and end")
+    parser.add_argument("--only", metavar="METHOD", help="only this method's runs")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="start no run that would end later than this")
+    parser.add_argument("--list", action="store_true", help="print the runs with their hours, and exit")
     parser.add_argument("--grid", type=Path, default=HERE / "grid.yaml", help="(default: beside this file)")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="(default: beside this file)")
     logs = Path("evidence-logs")
-    parser.add_argument("--logs", type=Path, default=logs, help=f"logs and checkpoints, 53 MB a run (default: {logs})")
+    parser.add_argument("--logs", type=Path, default=logs, help=f"logs, checkpoints; 53 MB per run (default: {logs})")
     args = parser.parse_args()
     grid = Grid(args.grid)
     if args.only and args.only not in grid.methods:
@@ -72,7 +71,7 @@ def show(grid: Grid, results: dict[str, dict]) -> None:
 
 
 def work(grid: Grid, args: argparse.Namespace) -> None:
-    """Keep `args.jobs` runs going until none is left that may begin."""
+    """Keep `args.jobs` runs going until no more may start."""
     end = time.monotonic() + 3600 * args.hours
     running: dict[int, Started] = {}
     elsewhere: set[Run] = set()  # in another of these commands
@@ -107,7 +106,7 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
 
 
 def wait(running: dict[int, Started]) -> tuple[Started, float]:
-    """Take the first run that ends out of `running`, with its CPU seconds, which include its workers'."""
+    """Wait for a run to end and remove it from `running`; return it with its CPU seconds, its workers' included."""
     while True:
         for pid in running:
             ended, status, usage = os.wait4(pid, os.WNOHANG)
@@ -119,21 +118,21 @@ def wait(running: dict[int, Started]) -> tuple[Started, float]:
 
 
 def pace(grid: Grid, results: dict[str, dict]) -> float:
-    """Hours that the runs so far took, for each estimated one."""
+    """Hours that the finished runs took per estimated hour."""
     timed = [(results[run.name]["wall_seconds"], grid.hours(run)) for run in grid.runs if run.name in results]
     timed = [(seconds / 3600, hours) for seconds, hours in timed if seconds]
     return sum(took for took, _ in timed) / sum(hours for _, hours in timed) if timed else 1.0
 
 
 def remaining(grid: Grid, results: dict[str, dict]) -> float:
-    """Hours of the runs without a result, one at a time."""
+    """Hours that the runs without a result will take, one at a time."""
     return pace(grid, results) * sum(grid.hours(run) for run in grid.runs if run.name not in results)
 
 
 def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
-    """Begin a run or go on with it; None if another command has it.
+    """Start or resume a run; None if another command is running it.
 
-    The training inherits the lock, which so outlives this command for as long as the training goes on.
+    The training inherits the lock, so that it is held while the training lives, even after this command ends.
     """
     lock = open(args.logs / f"{run.name}.lock", "a+")
     try:
@@ -166,7 +165,7 @@ def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool) -> li
 
 
 def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespace, cpu_seconds: float) -> dict:
-    """The line of a run that has ended; ends this command if it failed otherwise than by diverging."""
+    """The result line of an ended run; ends this command if the run failed without diverging."""
     run, resumed = started.run, started.resumed
     wall_seconds = time.monotonic() - started.since
     output = (args.logs / f"{run.name}.output").read_text(errors="replace")
@@ -193,7 +192,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
         "diverged": diverged[1] if diverged else None,
-        # Of an interrupted run only a part would be known.
+        # Unknown for a resumed run, whose earlier part was not timed.
         "wall_seconds": None if resumed else round(wall_seconds, 1),
         "cpu_seconds": None if resumed else round(cpu_seconds, 1),
         "versions": {name: version(name) for name in ("open-clip-ext", "open_clip_torch", "torch")},
@@ -202,7 +201,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
 
 
 def evaluations(folder: Path) -> list[dict]:
-    """The metrics of every epoch, the last ones where an epoch was evaluated again after an interruption."""
+    """The metrics of every epoch; the last ones if an epoch was evaluated again after an interruption."""
     path = folder / "checkpoints" / "results.jsonl"
     lines = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     by_epoch = {line["epoch"]: {name: finite(line[name]) for name in ("epoch", *METRICS)} for line in lines}
@@ -210,8 +209,8 @@ def evaluations(folder: Path) -> list[dict]:
 
 
 def last_means(folder: Path) -> dict[str, float | None]:
-    """The mean of every number over the logged steps of the last epoch; None where one was not finite."""
-    from open_clip_ext.metrics_file import read_metrics  # brings torch, which waiting needs not
+    """The mean of every value over the logged steps of the last epoch; None if one was not finite."""
+    from open_clip_ext.metrics_file import read_metrics  # imports torch, which waiting does not need
 
     lines = read_metrics(folder, "train")
     lines = [line for line in lines if line["epoch"] == lines[-1]["epoch"]]
@@ -223,12 +222,12 @@ def last_means(folder: Path) -> dict[str, float | None]:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no NaN."""
+    """None in place of NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def zero_shot(grid: Grid, checkpoint: Path, data: Path) -> dict[str, float]:
-    """Accuracy on the zero-shot folders that the data have."""
+    """Accuracy on the zero-shot folders of the data."""
     from zero_shot import accuracy
 
     model = re.search(r"--model (\S+)", grid.recipe)[1]

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy of a checkpoint on a folder in the form that CLIP_benchmark reads."""
+"""Zero-shot accuracy of a checkpoint on a folder in CLIP_benchmark's format."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -16,7 +16,7 @@ open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs"
 
 
 def accuracy(name: str, checkpoint: Path, folder: Path) -> float:
-    """Share of the pictures that are nearest to the mean caption of their own class, in [0, 1].
+    """Fraction of the images whose own class has the nearest mean caption embedding, in [0, 1].
 
     Args:
         name: OpenCLIP's name of the model.
@@ -26,5 +26,5 @@ def accuracy(name: str, checkpoint: Path, folder: Path) -> float:
     model, transform, tokenizer = load_model(found, Namespace(precision="fp32", device="cpu"))
     encoder = Encoder(model, transform, tokenizer, torch.device("cpu"), batch_size=256)
     scores = score_own_classes(encoder, open_own_classes("--data", str(folder)))
-    assert scores is not None  # as it is on one process
+    assert scores is not None  # None occurs only on processes other than 0
     return scores.top1

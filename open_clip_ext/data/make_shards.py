@@ -223,10 +223,10 @@ def _icon_splits(
     found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
     parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
     train = len(parts.train) if args.num_samples is None else args.num_samples
-    for name, wanted, icons in (("num", train, parts.train), ("val", args.val_samples or 0, parts.val)):
-        if wanted > len(icons):
+    for name, requested, icons in (("num", train, parts.train), ("val", args.val_samples or 0, parts.val)):
+        if requested > len(icons):
             raise ValueError(
-                f"argument --{name}-samples: must be at most {len(icons)}, the number of icons, got {wanted}"
+                f"argument --{name}-samples: must be at most {len(icons)}, the number of icons, got {requested}"
             )
     splits = {"train": parts.train[:train], "val": parts.val, "test": parts.test}
     used = [icon for icons in splits.values() for icon in icons]

@@ -3,6 +3,7 @@
 import gc
 import logging
 import multiprocessing
+import os
 import re
 from pathlib import Path
 
@@ -16,12 +17,16 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
+from training_ext.hosts import TASKS, choose, host
 
 torch.set_num_threads(1)
+# --legacy-loop in OPEN_CLIP_LOOP trains all tests by the other loop of OpenCLIP 4.x, see `test_versions`.
+LOOP = os.environ.get("OPEN_CLIP_LOOP", "")
+choose(legacy=bool(LOOP))
 # A fifth of the time of ViT-shapes-tiny, most of which goes into the optimizer's steps on the token embedding.
 open_clip.add_model_config(Path(__file__).parent / "model_configs")
 DEVICE = "--device cpu" if hasattr(params.parse_args([]), "device") else ""  # not in OpenCLIP 2.26, which finds it
-TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1"
+TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1 {LOOP}"
 SHIPPED = TINY.replace("ViT-test", "ViT-shapes-tiny")  # for processes of their own, which have no other tiny model
 LOSSES = {
     "clip": "--loss clip",
@@ -52,6 +57,16 @@ def run_main(main, arguments: str, folder: Path) -> int:
             for worker in workers:
                 worker.terminate()
             gc.collect()
+
+
+def given_to_epoch(given: tuple) -> tuple:
+    """Model, loss, epoch, optimizer and scaler of the arguments of the host's train_one_epoch."""
+    if host().loop == TASKS:
+        (state, *_) = given
+        loss = getattr(state.task, "loss", None)
+        return state.task.trainable_module, loss, state.epoch, state.optimizer, state.scaler
+    model, _, loss, epoch, optimizer, scaler, *_ = given
+    return model, loss, epoch, optimizer, scaler
 
 
 def objective_of(line: dict) -> str:

@@ -8,7 +8,7 @@ from copy import deepcopy
 import open_clip
 import pytest
 import torch
-from conftest import LOSSES, Experiment, ext_main, objective_of, run_main
+from conftest import LOSSES, Experiment, ext_main, given_to_epoch, objective_of, run_main
 from safetensors.torch import save_file
 from stop import Killed
 from torch.nn.functional import normalize
@@ -41,7 +41,7 @@ def pretrained(tmp_path_factory) -> str:
 class Epoch:
     """What OpenCLIP's epoch was given."""
 
-    def __init__(self, number, model, loss, optimizer, scaler):
+    def __init__(self, model, loss, number, optimizer, scaler):
         self.number = number
         self.weights = {plain_name(name): tensor.clone() for name, tensor in model.state_dict().items()}
         names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
@@ -59,9 +59,9 @@ def epochs(monkeypatch) -> list[Epoch]:
     seen = []
     original = host().main_module.train_one_epoch
 
-    def recorded(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs):
-        seen.append(Epoch(epoch, model, loss, optimizer, scaler))
-        return original(model, data, loss, epoch, optimizer, scaler, *rest, **kwargs)
+    def recorded(*given, **kwargs):
+        seen.append(Epoch(*given_to_epoch(given)))
+        return original(*given, **kwargs)
 
     monkeypatch.setattr(host().main_module, "train_one_epoch", recorded)
     return seen
@@ -82,11 +82,11 @@ def killed(monkeypatch) -> Callable[[int | None], list[int]]:
     def from_now_on(at: int | None) -> list[int]:
         begun = []
 
-        def epoch_or_death(model, data, loss, epoch, *rest, **kwargs):
-            begun.append(epoch)
-            if epoch == at:
+        def epoch_or_death(*given, **kwargs):
+            begun.append(given_to_epoch(given)[2])
+            if begun[-1] == at:
                 raise Killed
-            return original(model, data, loss, epoch, *rest, **kwargs)
+            return original(*given, **kwargs)
 
         monkeypatch.setattr(host().main_module, "train_one_epoch", epoch_or_death)
         return begun
@@ -100,9 +100,9 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
     original = RowLoader.__iter__
 
     def recorded(self):
-        for images, tokens in original(self):
-            batches.append((images.clone(), tokens.clone(), self.latest_rows().clone()))
-            yield images, tokens
+        for batch in original(self):
+            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest_rows())])
+            yield batch
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)
     path = tmp_path / "recovered.state"

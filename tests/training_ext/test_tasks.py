@@ -1,0 +1,127 @@
+"""The loop of tasks of OpenCLIP 4.x: what the legacy loop does it does, in DistributedDataParallel and FSDP2, too."""
+
+import pytest
+import torch
+from conftest import LOSSES, Experiment, ext_main, run_main
+from test_training import same
+
+from training_ext.checkpoint import KEY, SHARDED
+from training_ext.hosts import TASKS, choose, host
+
+in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no loop of tasks")
+# Each epoch is one step of all samples, so that their order and what a process gets of them do not matter.
+ONE_STEP = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 4 --warmup 1 --loss fastclip-v3"
+# Adam divides gradients by themselves, rounding by rounding; this one shows the gradients.
+BY_GRADIENTS = f"{ONE_STEP} --opt timm/sgd --momentum 0.9 --lr 0.1"
+
+
+@pytest.fixture(autouse=True)
+def loop():
+    yield
+    choose(legacy=False)  # a run has chosen one
+
+
+@in_tasks
+@pytest.mark.parametrize(
+    "loss, data, extra",
+    [
+        ("neuclip", "csv", ""),
+        ("fastclip-v3", "shards", "--accum-freq 2"),
+        ("isogclr", "shapes", "--accum-freq 3"),
+        ("queue", "shards", ""),
+        ("fastclip-v3", "csv", "--torchcompile --torchcompile-backend eager"),
+    ],
+)
+def test_losses_and_weights_are_the_legacy_loops(run, datasets, loss, data, extra):
+    """Without weight decay: the loops decay other weights."""
+    common = f"{datasets[data]} {LOSSES[loss]} --workers 0 --epochs 2 --lr 1e-3 --wd 0"
+    tasks = run("tasks", f"{common} {extra}")
+    # The legacy loop has no backend to choose.
+    legacy = run("legacy", f"{common} {extra if 'compile' not in extra else ''} --legacy-loop")
+    assert len(tasks.logged()) >= 4 and tasks.logged() == legacy.logged()
+    ours, theirs = tasks.checkpoint(2), legacy.checkpoint(2)
+    same(ours["state_dict"], theirs["state_dict"])
+    same(ours["optimizer"][KEY], theirs["optimizer"][KEY])
+
+
+def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
+    return {name: tensor.double().flatten() for name, tensor in checkpoint["state_dict"].items()}
+
+
+@in_tasks
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--fsdp", "--fsdp --accum-freq 2 --batch-size 4"])
+def test_two_processes_move_the_weights_of_one(pair, run, tmp_path, flags):
+    ended = pair(f"{BY_GRADIENTS} {flags} --name two", tmp_path)
+    assert [process.code for process in ended] == [0, 0], ended
+    two, one = Experiment(tmp_path, "two"), run("one", f"{BY_GRADIENTS} --batch-size 16")
+    before, after = weights_of(one.checkpoint(1)), weights_of(one.checkpoint(4))
+    moved = max((after[name] - before[name]).abs().max() for name in after)
+    for name, tensor in weights_of(two.checkpoint(4)).items():
+        # A float32 has 2**-24, and each step sums over thousands.
+        assert (tensor - after[name]).abs().max() < 1e-5 * moved, name
+    (table, expected) = (e.checkpoint(4)["optimizer"][KEY]["state"]["state.log_u"] for e in (two, one))
+    assert torch.allclose(table, expected, rtol=1e-4, atol=1e-4) and table.shape == (16, 2)
+
+
+@in_tasks
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_fsdp_resumes(pair, tmp_path, form):
+    command = f"{ONE_STEP} --lr 1e-3 --fsdp --fsdp-checkpoint {form}"
+    saved = tmp_path / "whole/checkpoints" / ("epoch_2" if form == "sharded" else "epoch_2.pt")
+    for flags in ("--name whole", f"--name resumed --resume {saved}"):
+        ended = pair(f"{command} {flags}", tmp_path)
+        assert [process.code for process in ended] == [0, 0], ended
+    whole, resumed = (Experiment(tmp_path, name) for name in ("whole", "resumed"))
+    assert len(resumed.logged()) == 2 and resumed.logged() == whole.logged()[2:]
+    if form == "full":
+        same(resumed.checkpoint(4), whole.checkpoint(4))
+    else:
+        entries = [e.path / "checkpoints/epoch_4" / SHARDED for e in (resumed, whole)]
+        same(*(torch.load(path, weights_only=True) for path in entries))
+
+
+@in_tasks
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--fsdp --osr-epochs 1", ["--osr-epochs: 1 with --fsdp"]),
+        ("--fsdp --val-num-samples 8 --keep-best clip_val_loss", ["--keep-best: 'clip_val_loss' with --fsdp"]),
+        ("--torchcompile --torchcompile-strategy step", ["--torchcompile-strategy: 'step'", "give 'model'"]),
+        ("--use-naflex", ["--use-naflex", "not followed"]),
+        ("--legacy-loop --fsdp", ["--fsdp", "not followed", "legacy_main"]),
+    ],
+)
+def test_what_cannot_be_carried_is_refused(refused, monkeypatch, datasets, flags, parts):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    line = refused(f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {flags}")
+    assert all(part in line for part in parts), line
+
+
+@in_tasks
+def test_checkpoints_of_the_other_loop(refused, datasets, tmp_path):
+    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0"
+    for name, flag in (("tasks", ""), ("legacy", "--legacy-loop")):
+        assert not run_main(ext_main, f"{common} --epochs 1 {flag} --name {name}", tmp_path)
+    for name, flag, advice in (("tasks", "--legacy-loop", "leave out"), ("legacy", "", "add --legacy-loop")):
+        line = refused(f"{common} --epochs 2 {flag} --resume {tmp_path}/{name}/checkpoints/epoch_1.pt")
+        assert "--resume" in line and advice in line, line
+
+
+@in_tasks
+def test_a_folder_of_shards_that_is_not_complete(refused, datasets, tmp_path, monkeypatch):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "epoch_1").mkdir()
+    (tmp_path / "epoch_1/.metadata").touch()
+    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --resume {tmp_path}/epoch_1"
+    assert "is not a complete checkpoint: it has no _metadata_extra.pt" in refused(f"{common} --fsdp")
+    assert "is a folder of shards" in refused(common)
+
+
+@pytest.mark.skipif(host().loop == TASKS, reason="this OpenCLIP has two loops")
+def test_there_is_no_other_loop(refused, datasets):
+    line = refused(f"{datasets['shapes']} --loss neuclip --legacy-loop")
+    assert "--legacy-loop" in line and "one training loop; leave it out" in line
