@@ -1,7 +1,7 @@
-"""Our state inside OpenCLIP's own checkpoint file.
+"""This package's state within OpenCLIP's checkpoint file.
 
-It is one extra key of the optimizer's state, made of plain tensors, numbers and strings. The model's part of the file
-stays as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
+It is one extra key of the optimizer's state, of tensors, numbers and strings. The model's part of the file
+is as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
 """
 
 import errno
@@ -34,7 +34,7 @@ def state_settings(args: Namespace) -> list[str]:
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """`torch.save` that leaves a complete file or none: a kill while it writes does not touch an older `path`.
+    """`torch.save` that writes a complete file or none: after a kill an older file at `path` is intact.
 
     Raises:
         InputError: the disk is full.
@@ -50,12 +50,12 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
         needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
         raise InputError(
             f"{os.fspath(path)!r} cannot be written: it needs {needed:.1f} MiB, and the disk or the quota is full "
-            f"({free:.1f} MiB free); make room, and --resume the checkpoint before it"
+            f"({free:.1f} MiB free); make room, and --resume from the last checkpoint"
         ) from None
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether there was no room for a file: torch's writer raises a RuntimeError over the OSError."""
+    """Whether the disk was full; torch's writer raises a RuntimeError from the OSError."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return True
@@ -72,8 +72,10 @@ def _size(content: Any) -> int:
 
 
 def fit_names(checkpoint: Any, wrapped: bool) -> None:
-    """Name the model's state as a model does that DistributedDataParallel wraps, or none does: OpenCLIP resumes with
-    fewer processes, but not with several what one has saved."""
+    """Add or remove the prefix "module." of DistributedDataParallel in the names of the model's state.
+
+    OpenCLIP itself removes it to resume on one process, but does not add it to resume one process's file on several.
+    """
     if isinstance(checkpoint, dict) and isinstance(weights := checkpoint.get("state_dict"), dict):
         before = "module." if wrapped else ""
         checkpoint["state_dict"] = {before + name.removeprefix("module."): value for name, value in weights.items()}
@@ -88,7 +90,7 @@ def make_entry(
     args: Namespace, rows: DataRows, loss_state: dict[str, Any], folder: str | None, order: dict[str, int],
     position: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What goes under `KEY`.
+    """The entry under `KEY`.
 
     Args:
         loss_state, folder: as `row_folders.save_state` gives them.
@@ -121,7 +123,7 @@ def take_entry(checkpoint: Any) -> dict[str, Any] | None:
 
 
 def write_sharded_entry(folder: str, entry: dict[str, Any]) -> None:
-    """Write our entry of a checkpoint that is a folder; process 0 alone has it."""
+    """Write our entry into a checkpoint that is a folder; on process 0, which has it."""
     os.makedirs(folder, exist_ok=True)
     atomic_save(torch.save, entry, os.path.join(folder, SHARDED))
 
@@ -143,7 +145,7 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
 
 
 def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the checkpoint holds a training state, and our entry. Tensors stay on disk.
+    """Whether the checkpoint has a training state, and our entry or None. Tensors stay on disk.
 
     Raises:
         InputError: the file is missing or not a complete checkpoint.
@@ -157,7 +159,7 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     except Exception as error:
         raise InputError(f"--resume: {path!r} is not a complete checkpoint: {one_line(error)}") from None
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
-        raise InputError(f"--resume: {path!r} holds weights only; give it as --pretrained")
+        raise InputError(f"--resume: {path!r} has weights only; give it as --pretrained")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 
@@ -169,10 +171,10 @@ def check_entry(
     flag: str = "--resume",
     instead: str = "give --pretrained PATH to start from its weights only",
 ) -> None:
-    """Raise InputError unless training with `args` can go on from a checkpoint with this entry.
+    """Raise InputError unless training with `args` can resume from a checkpoint with this entry.
 
     Args:
-        flag, instead: what the message begins and ends with.
+        flag, instead: start and end of the message.
     """
     given = f"--loss {args.loss}" if args.loss else "OpenCLIP's own loss"
     if entry is None:
@@ -191,11 +193,11 @@ def check_entry(
         value, saved, own = getattr(args, name), entry[name], flag_of(name)
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
-            raise InputError(f"{own}: {value} where {path!r} has {saved}; {right}")
-    recovery = entry.get("osr_epochs", 0.0)  # absent in files of before there was a recovery
+            raise InputError(f"{own}: {value}, but {path!r} has {saved}; {right}")
+    recovery = entry.get("osr_epochs", 0.0)  # absent in files from before the recovery existed
     if args.osr_epochs != recovery:
         raise InputError(
-            f"--osr-epochs: {args.osr_epochs:g} where {path!r} was trained after {recovery:g}, which its schedules "
+            f"--osr-epochs: {args.osr_epochs:g}, but {path!r} was trained after {recovery:g}, which its schedules "
             f"count; give --osr-epochs {recovery:g}"
         )
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):

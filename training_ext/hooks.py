@@ -1,9 +1,8 @@
-"""THE table of seams: every name of OpenCLIP's training code that is replaced, why, and what it relies on; the rows of
-the task loop alone are in `task_seams`.
+"""THE table of seams: every replaced name of OpenCLIP's training code, why, and what the replacement relies on.
 
-The main of OpenCLIP's training loop (see `hosts`) runs as it is. A name is looked up by OpenCLIP's code when it is
-used, so that a value put in its place for the duration of the run is the one that is used. Nothing else of OpenCLIP is
-changed or copied.
+The rows for the task loop only are in `task_seams`. OpenCLIP's main (see `hosts`) runs unchanged: its code looks a name
+up when it uses it, so it finds the value that replaces the name for the duration of the run. Nothing else of OpenCLIP
+is changed or copied.
 """
 
 from contextlib import AbstractContextManager
@@ -32,7 +31,7 @@ SEAMS = (
     ),
     Seam(
         MAIN, "init_distributed_device",
-        why="processes that were started with another loss or other data must be found before they train together",
+        why="processes started with another loss or other data must be detected before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
         for_ext_loss=False,
@@ -40,7 +39,7 @@ SEAMS = (
     Seam(
         MAIN, "torch.save",
         why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick; "
-        "the epoch's file takes the place of those within it",
+        "the epoch's file replaces the mid-epoch ones",
         contract="checkpoints are written by torch.save(dict, path)",
         replacement=lambda original, session: partial(save_checkpoint, original),
         for_ext_loss=False,
@@ -152,7 +151,7 @@ SEAMS = (
     ),
     Seam(
         MAIN, "optim.AdamW",
-        why="the temperature has a learning rate of its own; our state travels in the optimizer's",
+        why="the temperature has a learning rate of its own; our state is saved in the optimizer's",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, session: partial(session.create_optimizer, original),
         loop=LEGACY,
@@ -172,8 +171,8 @@ SEAMS = (
     ),
     Seam(
         TRAIN, "enumerate",
-        why="a resumed epoch goes on at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
-        "all there when the next batch is asked for",
+        why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
+        "complete when the next batch is requested",
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
         "alone it tells the step, and asks for the next batch when the optimizer's step is done",
         replacement=lambda original, session: partial(session.enumerate, original),
@@ -258,7 +257,7 @@ SEAMS = (
     ),
     Seam(
         MAIN, "evaluate",
-        why="metrics below the starting point are pointed out, and the best weights kept",
+        why="warns about metrics that are worse than before training, and keeps the best weights",
         contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
         "returns metrics by name, {} on all processes but 0",
         replacement=lambda original, session: partial(session.evaluate, original),
@@ -276,7 +275,7 @@ SEAMS = (
 
 
 def session_class() -> type[Session]:
-    """Of a run of the loop to train with."""
+    """The class of the session for the chosen training loop."""
     if host().loop == LEGACY:
         return Session
     from training_ext.task_session import TaskSession  # OpenCLIP before 4 has no tasks
@@ -285,20 +284,22 @@ def session_class() -> type[Session]:
 
 
 def seams() -> tuple[Seam, ...]:
-    """The rows of the loop to train with, with its names."""
+    """The rows of the table for the chosen training loop, with its names filled in."""
     return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
 
 
 def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
-    """Put the seams of `scope` in place."""
+    """A context in which the names of `scope` are replaced."""
     chosen = [s for s in seams() if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
     return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
 
 
 def check_seams() -> None:
-    """Raise InputError, one line with OpenCLIP's version, unless every replaced name exists.
+    """Check that every replaced name exists.
 
-    Raises also ImportError: the loop itself cannot be imported.
+    Raises:
+        InputError: one does not; one line with OpenCLIP's version.
+        ImportError: the training loop itself cannot be imported.
     """
     if not hasattr(host().main_module, "main"):
         raise ImportError(f"cannot import name 'main' from {host().main!r}")
@@ -313,11 +314,11 @@ def check_seams() -> None:
 
 
 def run(session: Session) -> None:
-    """OpenCLIP's main with the seams in place.
+    """Run OpenCLIP's main with the names replaced.
 
     Raises:
         InputError: OpenCLIP ended early.
-        NonFiniteError: the training broke; the message names the step, the tensor and the likely cause.
+        NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
         Stopped: after a SIGTERM.
     """
     try:

@@ -1,6 +1,6 @@
-"""Which OpenCLIP is installed: a `Host` for each of its training loops, with the names that the seams replace.
+"""The supported versions of OpenCLIP: a `Host` for each training loop, with the names that the seams replace.
 
-Nothing of OpenCLIP is imported before the version is known, so that an unsupported one ends in one line.
+Nothing of OpenCLIP is imported before its version is checked, so an unsupported one gives a one-line error.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from open_clip_ext.options import flag_of
 from training_ext.versions import open_clip_version, release_of
 
 LEGACY, TASKS = "legacy", "tasks"
-"""The two kinds of loop: a function of model, loss and optimizer, and a task that holds model and loss."""
+"""The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class Host:
     """One training loop of OpenCLIP's.
 
     Args:
-        versions: the first (major, minor) that has it, and the first that is not supported.
+        versions: the first supported (major, minor), and the first that is no longer supported.
         loop: LEGACY or TASKS.
         main, train: modules of the command and of its epochs.
-        shards: the module that assembles the pipeline of shards.
-        shards_builder, sample_filter: its names of the function for a data set of shards and of the filter of samples.
-        builds_filter: whether the filter is a class, and not the function itself.
-        scale_name: under which a logged step has 1 / tau.
-        dict_batches: whether samples and batches are dicts of `image` and `text`, and not pairs.
-        refused: beginnings of names of flags that the loop or this package does not follow.
+        shards: the module that builds the pipeline of shards.
+        shards_builder, sample_filter: names in it of the data set's builder and of the filter of samples.
+        builds_filter: whether the filter is a class to be instantiated, not a function.
+        scale_name: name of 1 / tau in a logged step.
+        dict_batches: whether samples and batches are dicts of `image` and `text` instead of pairs.
+        refused: prefixes of the flags that the loop or this package ignores.
     """
 
     versions: tuple[tuple[int, int], tuple[int, int]]
@@ -48,7 +48,7 @@ class Host:
 
     @property
     def range(self) -> str:
-        """The supported versions in pip's words, such as '>=2.26,<4.0'."""
+        """The supported versions in pip's notation, such as '>=2.26,<4.0'."""
         low, high = (".".join(map(str, bound)) for bound in self.versions)
         return f">={low},<{high}"
 
@@ -69,7 +69,7 @@ class Host:
         return {"image": image, "text": text} if self.dict_batches else (image, text)
 
     def check_flags(self, args: Namespace, defaults: Namespace) -> None:
-        """Raise InputError for the first flag with another value than the default that would have no effect."""
+        """Raise InputError for the first given flag that would be ignored, unless it has its default value."""
         for name in sorted(args.given_flags):
             if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
                 raise InputError(
@@ -80,10 +80,10 @@ class Host:
             raise InputError(f"--dataset-type: {args.dataset_type} has no images; give webdataset or csv")
 
 
-# Members of shards, which `shards.ShardRows` knows as .txt and `loading.PAIR_MEMBERS`.
+# They rename the members of shards, which `shards.ShardRows` and `loading.PAIR_MEMBERS` fix.
 OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
 
-# Of one version, the first is chosen.
+# If several support a version, the first is used.
 HOSTS = (
     Host(versions=((2, 26), (4, 0))),
     Host(
@@ -94,7 +94,7 @@ HOSTS = (
         scale_name="logit_scale",
         dict_batches=True,
         refused=(
-            # Of other data than images and captions of fixed length
+            # For data other than images and captions of fixed length
             "audio_", "bucket_", "force_naflex", "length_bucketing", "naflex_", "pretrained_audio", "use_naflex",
             *OTHER_MEMBERS,
         ),
@@ -110,7 +110,7 @@ HOSTS = (
         scale_name="logit_scale",
         dict_batches=True,
         refused=(
-            # Those of the task loop alone
+            # For the task loop only
             "audio_", "bucket_", "force_naflex", "fsdp", "image_layer_decay", "length_bucketing", "log_metric",
             "max_image_pixels", "naflex_", "opt_fallback_list", "pretrained_audio", "text_layer_decay", "text_pooler",
             "torchcompile_", "train_loss_ema", "use_naflex", "visual_layer_decay", "wd_exclude",
@@ -119,7 +119,7 @@ HOSTS = (
     ),
 )
 
-# What a flag stands for in versions that do not have it.
+# The values of flags that some versions lack.
 ABSENT = {
     "cache_dir": None, "device": "cuda", "force_context_length": None, "horovod": False, "loss_dist_impl": None,
     "momentum": None, "opt": "adamw", "torchscript": False, "trace": False,
@@ -130,13 +130,13 @@ _chosen: Host | None = None
 
 
 def installed(legacy: bool = False) -> Host:
-    """A loop of the installed OpenCLIP's, looked up anew.
+    """The training loop of the installed OpenCLIP.
 
     Args:
-        legacy: --legacy-loop.
+        legacy: whether --legacy-loop is given.
 
     Raises:
-        InputError: OpenCLIP is not installed, in a version without a supported loop, or with one loop alone.
+        InputError: OpenCLIP is missing or not supported, or `legacy` with a version that has one loop.
     """
     version = open_clip_version()
     loops = [host for host in HOSTS if host.versions[0] <= release_of(version) < host.versions[1]]
@@ -149,13 +149,13 @@ def installed(legacy: bool = False) -> Host:
 
 
 def choose(legacy: bool) -> None:
-    """Make `host` the loop of this command line."""
+    """Set the loop that `host` returns."""
     global _chosen
     _chosen = installed(legacy)
 
 
 def host() -> Host:
-    """The loop to train with."""
+    """The chosen training loop; by default the installed version's first."""
     if _chosen is None:
         choose(legacy=False)
     assert _chosen is not None
@@ -163,13 +163,13 @@ def host() -> Host:
 
 
 def complete(args: Namespace) -> None:
-    """Give `args` the values of the flags that the installed OpenCLIP does not have; their names: `absent_flags`."""
+    """Add to `args` the flags that the installed OpenCLIP lacks, and their names as `absent_flags`."""
     args.absent_flags = frozenset(ABSENT.keys() - vars(args).keys())
     for name in args.absent_flags:
         setattr(args, name, ABSENT[name])
 
 
 def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
-    """Those of the keyword arguments that the installed OpenCLIP's function has."""
+    """The keyword arguments that `function` of the installed OpenCLIP accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in kwargs.items() if name in parameters}

@@ -1,15 +1,15 @@
-"""Checkpoints between two optimizer steps of an epoch, and how a run goes on from one.
+"""Checkpoints within an epoch, between two optimizer steps, and how a run resumes from one.
 
-They are OpenCLIP's own files with the number of epochs that are done and, in our entry, the place within the next one:
+They are OpenCLIP's own files with the number of completed epochs and, in our entry, the position in the next one:
 
     order       what the order of the data depends on, besides data and epoch
-    position    batches   done in the epoch, by each process
+    position    batches   completed in the epoch, per process
                 of        batches of the whole epoch
                 samples   that left each loader worker's stream, (processes, workers); (1, 0) with a sampler
-                shown     what the loss's diagnostics remember
+                shown     state of the loss's diagnostics
 
-The order of an epoch is a function of its number (see `seeding`), so that the rest of it comes as it would have come:
-a sampler passes over indices, the stream of a worker over samples that are not decoded.
+The order of an epoch is a function of its number (see `seeding`), so the rest of it is the same as in an
+uninterrupted run: a sampler skips indices, a worker's stream skips samples before they are decoded.
 """
 
 import logging
@@ -33,28 +33,28 @@ from training_ext.row_folders import remove_unnamed
 from training_ext.seeding import Start
 from training_ext.stopping import StopRequest
 
-# Sorted as OpenCLIP's --resume latest does, it lies between epoch_3.pt and epoch_4.pt.
+# In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
 EPOCH = re.compile(r"epoch_\d+\.pt")
 
 
 def check_flag(args: Namespace) -> None:
-    """Raise InputError for a --save-every-steps that cannot be followed."""
+    """Raise InputError for a --save-every-steps that is out of range or cannot work."""
     if args.save_every_steps is None:
         return
     given = f"--save-every-steps: {args.save_every_steps}"
     if args.save_every_steps < 1:
         raise InputError(f"{given} is out of range; it must be at least 1")
     if not args.uses_ext_loss:
-        raise InputError(f"{given} with --loss {args.loss}, whose order of data is OpenCLIP's and does not come again")
+        raise InputError(f"{given} with --loss {args.loss}, with which OpenCLIP's order of the data cannot be repeated")
     if not trains(args):
         raise InputError(f"{given} without training; give --train-data")
     if not keeps_files(args):
-        raise InputError(f"{given} with --logs {args.logs}, which keeps nothing; give a folder")
+        raise InputError(f"{given} with --logs {args.logs}, which writes no files; give a folder")
 
 
 def order_of(args: Namespace, streams: int) -> dict[str, int]:
-    """What the order of the train data depends on, by flag or by what it is.
+    """What the order of the train data depends on, by flag or name.
 
     Args:
         streams: as in `RowLoader`; without streams the number of workers does not matter.
@@ -65,7 +65,7 @@ def order_of(args: Namespace, streams: int) -> dict[str, int]:
 
 
 class Interruptions:
-    """Saves between two steps of the epochs in progress, and ends the run there after a SIGTERM.
+    """Saves checkpoints within epochs, and ends the run at one after a SIGTERM.
 
     Args:
         args: completed by OpenCLIP.
@@ -86,13 +86,13 @@ class Interruptions:
     def epoch(
         self, number: int, batches: int, saved: dict[str, Any] | None, save: Callable[[dict[str, Any]], None]
     ) -> Iterator[None]:
-        """For the time of an epoch of OpenCLIP's, which has begun for the loss.
+        """Context of one epoch of OpenCLIP's, after the loss's `set_epoch`.
 
         Args:
-            number: seeds the order.
-            batches: of the whole epoch.
-            saved: "order" and "position" of a checkpoint from which the run goes on in this epoch.
-            save: called by every process with "order" and "position", if it is to be saved.
+            number: number of the epoch, which seeds the order of the data.
+            batches: number of batches of the whole epoch.
+            saved: "order" and "position" of the checkpoint from which the run resumes in this epoch, or None.
+            save: called by every process with "order" and "position" to save a checkpoint.
         """
         self._epoch, self._batches, self._save = number, batches, save
         loader = self.loss.loader
@@ -101,12 +101,12 @@ class Interruptions:
         loader.start_at(None)
 
     def _start_from(self, saved: dict[str, Any]) -> Start | None:
-        """Where this process goes on, and a word of it in the log; None for the beginning of an epoch.
+        """Where this process resumes, also logged; None at the start of an epoch.
 
-        In another order than the saved one it is the same share of the epoch.
+        If the order of the data has changed, the run resumes after the same fraction of the epoch.
         """
         position, before = saved.get("position"), saved.get("order")
-        if before is None:  # in files of before there was a position
+        if before is None:  # in files from before `position` existed
             return None
         order = self.order
         changed = [f"{name} {old}, now {order.get(name)}" for name, old in before.items() if order.get(name) != old]
@@ -121,23 +121,23 @@ class Interruptions:
         else:
             batches = batches * self._batches // position["of"] // keep * keep
             samples = [len(range(worker, batches, workers)) * self.args.batch_size for worker in range(workers)]
-        logging.info(f"=> going on after step {batches // keep} of {self._batches // keep} in this epoch")
+        logging.info(f"=> resuming after step {batches // keep} of {self._batches // keep} in this epoch")
         return Start(self._epoch, batches, self._batches, samples)
 
     def _after_step(self, batches: int) -> None:
         assert self._request is not None
         step, steps = batches // self.args.accum_freq, self._batches // self.args.accum_freq
-        stops = self._request.agreed(at_once=step == steps)  # after the last an evaluation may follow
+        stops = self._request.agreed(at_once=step == steps)  # an evaluation may follow the last step
         every = self.args.save_every_steps
         if not stops and (every is None or (self._epoch * steps + step) % every > 0):
             return
         self._save({"order": self.order, "position": self._position(batches)})
         if self.args.distributed:
-            dist.barrier()  # the file is there before any process ends
+            dist.barrier()  # the file exists before any process ends
         if stops:
             raise Stopped(
-                f"stopped by SIGTERM after step {step} of {steps} of an epoch; all is saved, and "
-                f"--name {self.args.name} --resume latest goes on there"
+                f"stopped by SIGTERM after step {step} of {steps} of an epoch; the checkpoint is saved, and "
+                f"--name {self.args.name} --resume latest resumes there"
             )
 
     def _position(self, batches: int) -> dict[str, Any]:
@@ -154,16 +154,16 @@ class Interruptions:
 def content(
     args: Namespace, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
 ) -> dict[str, Any]:
-    """What OpenCLIP writes after an epoch.
+    """The contents of OpenCLIP's checkpoint after an epoch.
 
     Args:
-        epoch: those that are done.
-        optimizer: whose state has our entry.
+        epoch: number of completed epochs.
+        optimizer: the optimizer, whose state has our entry.
     """
     content = {
         "epoch": epoch,
         "name": args.name,
-        "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's names
+        "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
         "optimizer": optimizer.state_dict(),
     }
     if scaler is not None:
@@ -172,11 +172,11 @@ def content(
 
 
 def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
-    """Write what OpenCLIP writes after an epoch, and remove older ones of mid-epoch.
+    """Write a mid-epoch checkpoint, and remove older ones.
 
     Args:
-        content: as of `content`.
-        position: in the next epoch.
+        content: result of `content`.
+        position: position in the next epoch.
     """
     epoch = content["epoch"]
     name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name_of(args, epoch, position)
@@ -191,7 +191,7 @@ def name_of(args: Namespace, epoch: int, position: dict[str, Any]) -> str:
 
 
 def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """`atomic_save` in place of OpenCLIP's `torch.save`; an epoch's file takes the place of those within it."""
+    """Replaces OpenCLIP's `torch.save` by `atomic_save`; an epoch's file replaces the mid-epoch ones."""
     atomic_save(save, content, path, *args, **kwargs)
     if isinstance(path, str) and EPOCH.fullmatch(os.path.basename(path)):
         remove_older(path)
@@ -207,5 +207,5 @@ def remove_older(path: str) -> None:
 
 
 def remove_folders(folder: str) -> None:
-    """Remove the folders of rows whose checkpoints OpenCLIP or `remove_older` has removed, or a kill has prevented."""
+    """Remove folders of rows without a checkpoint: it was removed, or a kill came before it was written."""
     remove_unnamed(folder, [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")])

@@ -1,8 +1,8 @@
-"""Checkpoints whose rows per sample lie in a folder beside them: when, under which name, and until when.
+"""Keep a checkpoint's state per sample in a folder beside it: when, under which name, and until when.
 
 Above `--split-rows-above` every process writes its own rows (see `open_clip_ext.row_files`). The folder has a new name
-each time and is complete before the checkpoint is written that names it, so that a kill leaves the older checkpoint
-with the older folder. A folder that no checkpoint names any more is removed.
+each time and is complete before the checkpoint that names it is written, so a kill leaves the older checkpoint with
+the older folder. Folders that no checkpoint names are removed.
 """
 
 import logging
@@ -34,18 +34,18 @@ FOLDER = re.compile(rf"[^/\\]+{re.escape(MARK)}[0-9a-f]{{8}}")
 
 
 def check_flag(args: Namespace) -> None:
-    """Raise InputError for a --split-rows-above without effect."""
+    """Raise InputError for a --split-rows-above that has no effect."""
     if args.split_rows_above is None:
         return
     given = f"--split-rows-above: {args.split_rows_above:g}"
     if not args.uses_ext_loss or not needs_index(args):
         raise InputError(f"{given} with --loss {args.loss}, which keeps nothing per sample; leave it out")
     if args.remote_sync is not None:
-        raise InputError(f"{given} with --remote-sync, from which a single file is resumed; leave one of the two out")
+        raise InputError(f"{given} with --remote-sync, which resumes from a single file; leave out one of the two")
 
 
 def splits(args: Namespace, num_bytes: int) -> bool:
-    """Whether so many bytes of rows per sample, of all processes, are saved by each process in files of its own."""
+    """Whether `num_bytes` of rows per sample, over all processes, are saved by each process in its own files."""
     if args.remote_sync is not None:
         return False
     return num_bytes > (SPLIT_ABOVE if args.split_rows_above is None else args.split_rows_above) * MIB
@@ -88,7 +88,7 @@ def _all_see(folder: str) -> bool:
 
 
 def load_state(loss: Loss, state: dict[str, Any], folder: str | None) -> None:
-    """Take over a state whose rows are in `folder`, or in the state."""
+    """Load a state whose rows are in `folder`, or in the state itself if it is None."""
     if folder is None:
         loss.load_full_state(state)
         return
@@ -105,7 +105,7 @@ def folder_of(file: str, name: Any, flag: str) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str) or not FOLDER.fullmatch(name):
-        raise InputError(f"{flag}: {file!r} names {name!r} as the folder of its rows, which is none")
+        raise InputError(f"{flag}: {file!r} names {name!r} as the folder of its rows, which is not such a name")
     if "://" in file:
         raise InputError(
             f"{flag}: {file!r} has its rows per sample in the folder {name!r} beside it, which is read from a local "
@@ -115,7 +115,7 @@ def folder_of(file: str, name: Any, flag: str) -> str | None:
 
 
 def check(file: str, name: Any, state: Any, flag: str) -> None:
-    """Raise InputError, which names the file, unless all rows of a checkpoint are there."""
+    """Raise InputError unless the folder has all rows of the checkpoint `file`."""
     folder = folder_of(file, name, flag)
     if folder is not None:
         try:

@@ -1,4 +1,4 @@
-"""One run: what the seams of `hooks` share, and what each puts in OpenCLIP's place."""
+"""`Session`: the state of one run, and the functions that replace OpenCLIP's (see `hooks`)."""
 
 import logging
 import math
@@ -42,10 +42,12 @@ RUN = "run"
 
 
 class Session:
-    """Args:
-    args: as `params.parse_args` gives them.
-    rows: of the train data, on process 0; the others get them from it.
-    flags: to save as the run's recipe, see `recipes.resolved_flags`.
+    """The state of one run, and the functions that replace OpenCLIP's.
+
+    Args:
+        args: as `params.parse_args` gives them.
+        rows: rows of the train data on process 0, which sends them to the others.
+        flags: flags to save as the run's recipe, see `recipes.resolved_flags`.
     """
 
     def __init__(self, args: Namespace, rows: DataRows | None = None, flags: dict[str, Any] | None = None):
@@ -58,13 +60,13 @@ class Session:
         self.temperature: TemperatureGroup | None = None
         self._logit_scale: torch.nn.Parameter
         self.recovering = False
-        self.metrics: list[dict[str, float]] = []  # of every evaluation, on process 0
+        self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
         self.monitor: Monitor | None = None
         self._interruptions: Interruptions | None = None
         self.tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
-        self._restored_rows: str | None = None  # the folder that has them
+        self._restored_rows: str | None = None  # the folder of the restored rows per sample
         self._entry_to_save: dict[str, Any] | None = None
 
     # Start-up of the processes and the model
@@ -99,7 +101,7 @@ class Session:
     # Optimizer
 
     def enumerate(self, original: Callable, batches: Any) -> Iterable:
-        """In place of the loop's `enumerate`: a resumed epoch goes on at its step, and each step is told when done."""
+        """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and each completed step is logged."""
         first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
         numbered = original(batches, first)
         return numbered if self.args.loss is None else self.log.steps(numbered, first)
@@ -118,15 +120,17 @@ class Session:
             )
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
-        new_lr = float(new_lr)  # before OpenCLIP 2.30 a number of NumPy's, which no checkpoint is read with
+        new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain
         if self.temperature is None:
             original(optimizer, new_lr)
         else:
             self.temperature.assign(original, optimizer, new_lr)
 
     def clamped(self, original: Callable) -> Callable:
-        """What OpenCLIP clamps after each step: of its own losses the model's temperature, of ours a copy; ours is
-        clamped here where it is learned, at `--tau-min`."""
+        """Replaces `unwrap_model`, by which OpenCLIP finds the temperature that it clamps after each step.
+
+        For this package's losses OpenCLIP gets a copy, and a learned temperature is clamped here, at `--tau-min`.
+        """
 
         def unwrap(model: torch.nn.Module) -> Any:
             unwrapped = original(model)
@@ -160,14 +164,14 @@ class Session:
         return self.args.distributed and not self.args.horovod
 
     def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
-        """Take over our entry of a checkpoint of a training, after so many epochs."""
-        # Remote files are first seen here; local ones were checked before anything was written.
+        """Keep our entry of the checkpoint of a training after `epoch` epochs, to be loaded with the loss."""
+        # Remote files are first read here; local ones were checked before anything was written.
         checkpoint.check_entry(entry, path, self.args, self.data.rows)
         self._restored = entry
         if entry is not None:
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
         if epoch >= self.args.epochs:
-            logging.info(f"Nothing is left to train: {path!r} has {epoch} of {self.args.epochs} epochs")
+            logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {self.args.epochs} epochs")
 
     # Data
 
@@ -232,7 +236,7 @@ class Session:
                 BeforeTraining(self, original, model, data, loss, optimizer, scaler, dist_model, tb_writer).run()
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
-        if args.save_logs:  # of the one process that saves
+        if args.save_logs:  # only on the process that saves
             midepoch.remove_folders(args.checkpoint_path)
         self.log.release()
         self.data.epoch = epoch
@@ -283,7 +287,7 @@ class Session:
         """Gather the state that only some processes hold, for the next checkpoint; called by every process.
 
         Args:
-            name: of the checkpoint.
+            name: name of the checkpoint.
         """
         assert self.loss is not None
         file = os.path.join(self.args.checkpoint_path, name.removesuffix(".pt"))
@@ -294,23 +298,23 @@ class Session:
         return state
 
     def _show_temperatures(self, taus: torch.Tensor) -> None:
-        """The training is done: nothing that goes wrong with a picture may take its checkpoint."""
+        """Write the page of temperatures; an error must not cost the last checkpoint, which is not saved yet."""
         try:
             folder = os.path.join(self.args.logs, self.args.name)
             path = write_sheet(folder, taus, self.args, self.data.rows, self._transforms)
             logging.info(f"The samples with the largest and smallest temperatures: {path}")
         except Exception as error:
-            logging.warning(f"No sheet of temperatures: {error!r}")
+            logging.warning(f"The page of temperatures was not written: {error!r}")
 
     def close(self) -> None:
-        """The run has ended, in whatever way."""
+        """End the run, after success or an error."""
         self.data.close()
         if self._interruptions is not None:
             self._interruptions.close()
         self.log.close()
 
     def finish(self) -> None:
-        """The training has ended well, its last checkpoint is there."""
+        """Remove temporary files and log the summary, after the last checkpoint."""
         args = self.args
         if args.osr_epochs > 0 and trains(args):
             remove_unfinished(args)
@@ -335,11 +339,11 @@ class Session:
 
     @staticmethod
     def unwrapped(model: Any) -> torch.nn.Module:
-        """The model of what is evaluated."""
+        """The model within the DistributedDataParallel that is evaluated, if any."""
         return getattr(model, "module", model)
 
     def evaluated(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What OpenCLIP evaluates of the model that it trains."""
+        """What OpenCLIP's `evaluate` takes for the model that it trains."""
         return model
 
     def zero_shot_eval(
@@ -356,12 +360,12 @@ class Session:
         return metrics
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
-        """Nothing of a broken epoch may be saved; what its last step broke is seen in the parameters only."""
+        """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""
         assert self.loss is not None
         loss = self.loss.loss
         loss.raise_if_not_finite()
         for name, parameter in model.named_parameters():
             if not whole(parameter.isfinite().all()):
                 name = plain_name(name)
-                raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot go on from here")
+                raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot continue")
 

@@ -1,4 +1,4 @@
-"""What OpenCLIP 4.x's loop of tasks cannot carry, refused in one line before anything is written."""
+"""Refuse what OpenCLIP 4.x's loop of tasks cannot do with this package, before anything is written."""
 
 import os
 from argparse import Namespace
@@ -12,16 +12,17 @@ from training_ext.hosts import LEGACY, TASKS, host
 
 
 def divides_model(args: Namespace, world_size: int) -> bool:
-    """Whether FSDP divides the model over the processes."""
+    """Whether FSDP shards the model over the processes."""
     return host().loop == TASKS and args.fsdp and world_size > 1
 
 
 def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None:
-    """Raise InputError where another loop has written a training's checkpoint: its optimizer orders the weights
-    otherwise, and names them where FSDP divides them.
+    """Raise InputError for a checkpoint of another training loop, or with FSDP where this run has none or vice versa.
+
+    Another loop's optimizer has its parameters in another order; under FSDP they are given by name.
 
     Args:
-        content: of the file at `path`.
+        content: contents of the file at `path`.
     """
     by_tasks = "global_step" in content
     if by_tasks != (host().loop == TASKS):
@@ -33,17 +34,17 @@ def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None
             f"optimizer has another order; {right}, or give it as --pretrained for its weights only"
         )
     first = content["optimizer"]["param_groups"][0]["params"][0]
-    divided = isinstance(first, str)
-    if divided != divides_model(args, world_info_from_env()[2]):
-        right = "train with it in several processes" if divided else "leave it out"
+    sharded = isinstance(first, str)
+    if sharded != divides_model(args, world_info_from_env()[2]):
+        right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
-            f"--resume: {path!r} was written {'with' if divided else 'without'} --fsdp; {right}, or give the file as "
+            f"--resume: {path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "
             "--pretrained for its weights only"
         )
 
 
 def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:
-    """Raise InputError for what the loop to train with does not do.
+    """Raise InputError for what the chosen training loop cannot do.
 
     Args:
         resumed: the local checkpoint to resume, or None.
@@ -57,11 +58,11 @@ def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:
     if is_folder and not divides:
         raise InputError(f"--resume: {resumed!r} is a folder of shards, for --fsdp and several processes; give a file")
     if args.uses_ext_loss and args.torchcompile and args.torchcompile_strategy == "step":
-        raise InputError(f"--torchcompile-strategy: 'step' with --loss {args.loss}, whose state moves; give 'model'")
+        raise InputError(f"--torchcompile-strategy: 'step' with --loss {args.loss}, which has state; give 'model'")
     if not divides:
         return
     for name in ("osr_epochs", "keep_best", "zeroshot_data"):
         value = getattr(args, name)
         if value:
             given = f"{value:g}" if isinstance(value, float) else repr(value)
-            raise InputError(f"{flag_of(name)}: {given} with --fsdp, which divides the weights; leave one out")
+            raise InputError(f"{flag_of(name)}: {given} with --fsdp, which shards the weights; leave one out")

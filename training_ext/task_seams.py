@@ -1,4 +1,4 @@
-"""The rows of the table of seams that only OpenCLIP 4.x's loop of tasks has."""
+"""The rows of the table of replaced names that are only for OpenCLIP 4.x's loop of tasks."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ TASK_SEAMS = (
     ),
     Seam(
         MAIN, "create_task",
-        why="the loss itself, as that of a CLIPTask, which also gets the batch's rows and clamps the temperature",
+        why="the loss itself, in a CLIPTask that also gets the batch's rows and clamps the temperature",
         contract="main calls create_task(args, model=, dist_model=, naflex_data_config=) once, before it wraps the "
         "model, whose task it trains by prepare_batch, task(batch), compute_accum_loss and clamp_logit_scale",
         replacement=lambda original, session: partial(session.create_task, original),
@@ -87,7 +87,7 @@ TASK_SEAMS = (
     ),
     Seam(
         MAIN, "save_checkpoint",
-        why="our state travels with the optimizer's",
+        why="our state is saved with the optimizer's",
         contract="main calls save_checkpoint(task, optimizer, ...) after each epoch and writes what it returns, a dict "
         "with optimizer, on process 0",
         replacement=lambda original, session: partial(session.save_checkpoint, original),
@@ -95,7 +95,7 @@ TASK_SEAMS = (
     ),
     Seam(
         MAIN, "save_sharded_checkpoint",
-        why="our state travels in the folder of the shards",
+        why="our state is saved in the folder of the shards",
         contract="main calls save_sharded_checkpoint(task, optimizer, folder, ...) on every process; the folder is a "
         "checkpoint once its file .metadata is there",
         replacement=lambda original, session: partial(session.save_sharded, original),
@@ -103,7 +103,7 @@ TASK_SEAMS = (
     ),
     Seam(
         MAIN, "load_sharded_checkpoint",
-        why="takes over our state",
+        why="our state is loaded from the folder of the shards",
         contract="main loads a folder of --resume by load_sharded_checkpoint(task, folder, ...), which returns the "
         "epochs that are done, before it creates the data",
         replacement=lambda original, session: partial(session.load_sharded, original),

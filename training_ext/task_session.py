@@ -1,4 +1,4 @@
-"""One run of OpenCLIP 4.x's loop of tasks: what its seams share beside those of `session`."""
+"""`TaskSession`: the state of one run of OpenCLIP 4.x's loop of tasks."""
 
 import math
 import os
@@ -36,7 +36,7 @@ class TaskSession(Session):
         return self._task
 
     def clamp(self, original: Callable) -> None:
-        """A learned temperature stops at `--tau-min`; no other is moved."""
+        """Clamp a learned temperature at `--tau-min`, and leave any other alone."""
         if trains_logit_scale(self.args) and not self.recovering:
             original(-math.log(self.args.tau_min))
 
@@ -44,12 +44,12 @@ class TaskSession(Session):
         self, original: Callable, module: torch.nn.Module, *args: Any, **kwargs: Any
     ) -> torch.optim.Optimizer:
         optimizer = original(module, *args, **kwargs)
-        # By its name: FSDP puts another parameter in the place of the one that was created.
+        # By its name, since FSDP replaces the parameter that was created.
         self.add_temperature(optimizer, unwrap_model(module).logit_scale)
         return optimizer
 
     def model_rate(self, original: Callable, optimizer: torch.optim.Optimizer) -> float:
-        """The learning rate to log, which is not the temperature's."""
+        """The learning rate to log: the largest except that of the temperature."""
         if self.temperature is None:
             return original(optimizer)
         return max(group["lr"] for group in optimizer.param_groups if group is not self.temperature.group)
@@ -85,7 +85,7 @@ class TaskSession(Session):
     def save_sharded(
         self, original: Callable, task: Any, optimizer: torch.optim.Optimizer, folder: str, **kwargs: Any
     ) -> None:
-        """Our entry is a file in the folder, there before OpenCLIP's file that makes it a checkpoint."""
+        """Write our entry into the folder before OpenCLIP's file that makes it a complete checkpoint."""
         if self._entry_to_save is not None:
             checkpoint.write_sharded_entry(folder, self._entry_to_save)
         original(task, optimizer, folder, **kwargs)
@@ -111,7 +111,7 @@ class TaskSession(Session):
     def train_state(
         self, original: Callable, state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None
     ) -> None:
-        """An epoch of a TrainState, as the epoch of a model, a loss and an optimizer that the session knows."""
+        """Run an epoch of a TrainState by `Session.train_one_epoch`, which takes model, loss and optimizer."""
         self._state = state
         if args.uses_ext_loss and self.loss is None:
             self._task.loss = self.create_loss(lambda args: None, args)
@@ -120,7 +120,7 @@ class TaskSession(Session):
             model: Any, data: dict[str, Any], loss: Any, epoch: int, optimizer: Any, scaler: Any, scheduler: Callable,
             dist_model: Any, args: Namespace, tb_writer: Any = None,
         ) -> None:
-            # Those of a recovery of statistics are not the training's, nor are its counters.
+            # An epoch of the recovery of statistics gets its own counters, not the training's.
             own = state if epoch == state.epoch else replace(state, epoch=epoch, scheduler=scheduler, losses_ema={})
             original(own, data, args, tb_writer=tb_writer)
 

@@ -1,4 +1,4 @@
-"""A loss of ours as a task of OpenCLIP 4.x, whose loop trains tasks: model and loss in one module."""
+"""This package's losses as a task of OpenCLIP 4.x, whose loop trains tasks: model and loss in one module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,18 +10,20 @@ from torch import Tensor, nn
 from training_ext.loss import LogItems, TrainingLoss
 
 BESIDE = ("index", "key")
-"""What a batch holds for the loss and not for the model."""
+"""Entries of a batch that are for the loss, not for the model."""
 
 
 class Batch(dict):
-    """Images and tokens, which the loop passes to the model as they are; `beside` is the rest, on the CPU."""
+    """Images and tokens, which the loop passes to the model; `beside` has the entries for the loss, on the CPU."""
 
     beside: dict[str, Tensor]
 
 
 class TaskLosses(LogItems):
-    """The loop adds up those of `items()` that are losses and sets the total, "loss"; from then on `items()` is what it
-    logs, on every process."""
+    """The losses of a step as the loop of tasks takes them.
+
+    The loop sums the losses in `items()` and sets the total, "loss"; from then on it logs `items()`, on every process.
+    """
 
     def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
         super().__init__({"contrastive_loss": value}, diagnostics)
@@ -34,16 +36,16 @@ class TaskLosses(LogItems):
 
 
 class LossTask(CLIPTask):
-    """A model and a loss of ours.
+    """A task of a model and one of this package's losses.
 
-    The loss stays outside of what DistributedDataParallel wraps, FSDP divides and torch.compile traces.
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
 
     Args:
-        model: as OpenCLIP built it.
-        reference: a frozen model whose features the loss gets, too, or None.
-        clamp: called with `clamp_logit_scale` of OpenCLIP's after each step.
+        model: the model that OpenCLIP built.
+        reference: a frozen model whose features the loss also gets, or None.
+        clamp: called with OpenCLIP's `clamp_logit_scale` after each step.
 
-    `loss` is set once the data are known, and not at all where nothing is trained.
+    `loss` is set once the data are known, and never without a training.
     """
 
     loss: TrainingLoss
@@ -87,7 +89,7 @@ class LossTask(CLIPTask):
         return TaskLosses(self.loss.value(**output, **beside), self.loss.name, self.loss.diagnostics)
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
-        """Of a task, the model alone: our state moves within the loss."""
+        """Compile the model only, since the loss updates state of its own."""
         if target == "model":
             super().compile(target=target, **kwargs)
         elif compile_train:

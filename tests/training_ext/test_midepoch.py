@@ -37,7 +37,7 @@ def stopped(logs, monkeypatch, capsys):
             patch.setattr(RowLoader, "__iter__", stop)
             capsys.readouterr()
             assert run_main(ext_main, f"{arguments} --name {name}", logs) == 143
-            assert f"--name {name} --resume latest goes on there" in capsys.readouterr().err
+            assert f"--name {name} --resume latest resumes there" in capsys.readouterr().err
         assert stop.seen >= stop.batch
         return Experiment(logs, name)
 
@@ -97,7 +97,7 @@ def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datas
     whole = run("whole", common)
     stopped("resumed", common, StopAt(batch))
     resumed = run("resumed", f"{common} --resume latest")
-    assert "=> going on after step" in resumed.log and "order of the data" not in resumed.log
+    assert "=> resuming after step" in resumed.log and "order of the data" not in resumed.log
     equal(resumed, whole)
 
 
@@ -161,7 +161,7 @@ def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
     stopped("x", f"{common} --workers 2", StopAt(4))  # of 12
     log = run("x", f"{common} --workers 1 --seed 1 --accum-freq 2 --resume latest").log
     assert "was written with --seed 0, now 1; --accum-freq 1, now 2; --workers 2, now 1" in log
-    assert "going on after step 2 of 6 in this epoch" in log and log.count("Epoch 1 ") == 1 + 6
+    assert "resuming after step 2 of 6 in this epoch" in log and log.count("Epoch 1 ") == 1 + 6
 
 
 PAIRS = [
@@ -198,7 +198,7 @@ def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log
-    assert experiment.log.count("=> going on after step") == 2
+    assert experiment.log.count("=> resuming after step") == 2
     assert experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
 
 

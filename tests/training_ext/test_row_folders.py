@@ -227,7 +227,7 @@ def test_damage_ends_in_one_line(split, refused, datasets):
 
 @pytest.mark.parametrize("name", ["../x.rows-01234567", "x", "/x.rows-01234567", 3])
 def test_a_planted_name_is_no_path(name):
-    with pytest.raises(ValueError, match="--resume: 'x.pt' names .* which is none"):
+    with pytest.raises(ValueError, match="--resume: 'x.pt' names .* which is not such a name"):
         row_folders.folder_of("x.pt", name, "--resume")
 
 

@@ -58,5 +58,5 @@ def test_captions_are_text_and_pictures_may_fail(tmp_path, run, datasets, monkey
 
     monkeypatch.setattr(training_ext.session, "write_sheet", fails)
     experiment = run("b", f"{datasets['shapes']} {LOSSES['isogclr']} --epochs 1 --workers 0 --lr 1e-3")
-    assert "No sheet of temperatures: OSError('no space <left>')" in experiment.log
+    assert "The page of temperatures was not written: OSError('no space <left>')" in experiment.log
     assert torch.is_tensor(experiment.checkpoint(1)["state_dict"]["logit_scale"])
