@@ -60,5 +60,5 @@ def test_all_flags_show_no_default_that_a_loss_changes(shown):
         row = re.search(rf" --{name} [A-Z{{].*? --[a-z]", text)[0]
         assert "(default: per loss" in row and row.count("(default: ") == 1
     assert re.search(r"--queue-size INT .*?\(default: 4096\)", text)
-    assert re.search(r"--npn-lr FLOAT .*?\(default: 1.0 for prototypes by adagrad, but sqrt.* else 1e-3\)", text)
+    assert re.search(r"--npn-lr FLOAT .*?\(default: 1.0 for prototypes with adagrad, sqrt.* else 1e-3\)", text)
     assert "--train-data" in text
