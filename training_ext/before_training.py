@@ -1,4 +1,4 @@
-"""Before a training's first epoch: its metrics at the start, and the recovery of its optimizer's statistics."""
+"""Before the first epoch of a training: evaluate the initial weights, and recover the optimizer's statistics."""
 
 import copy
 import logging
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 def warn_without_start(args: Namespace, monitor: Monitor) -> None:
-    """Say so where a training is resumed whose metrics at the start are in another folder."""
+    """Warn if a resumed training cannot find its metrics before the first step."""
     if is_master(args) and starts_from_weights(args) and known_metrics(args) and not monitor.start:
-        logging.warning("The starting point is not known here: nothing is compared with it")
+        logging.warning("The metrics before training were not found, so later ones are not compared with them")
 
 
 @dataclass(frozen=True)
 class BeforeTraining:
-    """Of a training that begins; a resumed one has had it.
+    """What a new training does before its first epoch; a resumed one has done it.
 
     Args:
-        session: of the run.
-        train_one_epoch: OpenCLIP's.
-        model, data, loss, optimizer, scaler, dist_model, tb_writer: as OpenCLIP gives them to its first epoch.
+        session: the run's session.
+        train_one_epoch: OpenCLIP's function.
+        model, data, loss, optimizer, scaler, dist_model, tb_writer: its arguments in the first epoch.
     """
 
     session: "Session"
@@ -64,7 +64,7 @@ class BeforeTraining:
                 evaluate(evaluated, self.data, 0, args, tb_writer=self.tb_writer, tokenizer=session.tokenizer)
             self._wait()
         elif from_weights and is_master(args):
-            logging.warning("Nothing is evaluated: nobody will see whether the model becomes worse; give --val-data")
+            logging.warning("Nothing is evaluated, so you will not see whether the model gets worse; give --val-data")
         if args.osr_epochs > 0:
             self._recover()
             if evaluates and args.osr_transfer != "none" and args.osr_load is None:
@@ -79,7 +79,7 @@ class BeforeTraining:
     def _recover(self) -> None:
         args, session = self.args, self.session
         if args.osr_transfer == "none":
-            logging.info("No statistics are recovered (--osr-transfer none); schedules go on as after a recovery")
+            logging.info("No statistics are recovered (--osr-transfer none); schedules continue as after a recovery")
             return
         rows = session.data.known_rows
         recovery = StatisticsRecovery(args, rows, session.loss, self.model, self.optimizer, self.scaler)
@@ -88,7 +88,7 @@ class BeforeTraining:
             logging.info(f"=> loaded the recovered statistics '{args.osr_load}'")
         else:
             if is_master(args):
-                logging.info(f"Recovering optimizer statistics for {args.osr_epochs:g} epochs; the weights stand still")
+                logging.info(f"Recovering optimizer statistics for {args.osr_epochs:g} epochs; the weights are fixed")
             session.recovering = True
             try:
                 with kept_random_state(args.device):
@@ -100,7 +100,7 @@ class BeforeTraining:
     def _run_still(
         self, loader: Any, number: int, batches: list[int], saved: dict[str, Any] | None, save: Callable
     ) -> None:
-        """OpenCLIP's epoch over another loader, in the log alone, without a schedule of learning rates."""
+        """Run OpenCLIP's epoch over `loader` without a schedule of learning rates; it appears in the log only."""
         args, session = self.args, self.session
         epoch = FIRST_EPOCH + number
         session.data.epoch = epoch
@@ -118,7 +118,7 @@ class BeforeTraining:
             )
 
     def _shown(self, number: int, batches: list[int]) -> Epoch:
-        """Of a recovery of epochs of so many `batches`, before the training."""
+        """The log's view of epoch `number` of a recovery; `batches`: number of batches of each of its epochs."""
         accum_freq = self.args.accum_freq
         steps = [some // accum_freq for some in batches]
         training = self.args.epochs * (self.data["train"].dataloader.num_batches // accum_freq)
@@ -127,12 +127,12 @@ class BeforeTraining:
         return Epoch(RECOVERY, number, len(steps), first, sum(steps[:number]), steps[number], ahead, None)
 
     def _unlogged(self) -> Any:
-        """The arguments of an epoch or an evaluation that belongs in the log alone."""
+        """The run's arguments, changed so that an epoch or evaluation appears in the log only."""
         args = copy.copy(self.args)
         args.save_logs = args.wandb = args.trackio = False
         return args
 
     def _wait(self) -> None:
-        """For process 0, which alone evaluates."""
+        """Wait for process 0, the only one that evaluates."""
         if self.args.distributed and not self.args.horovod:
             dist.barrier()

@@ -1,7 +1,7 @@
-"""Embeddings of the train data: every row once, in the order of the rows, without augmentation, kept on disk.
+"""Embed every row of the train data once, without augmentation, and keep the embeddings on disk.
 
-A block of rows is one file below the cache's folder, written under a temporary name and renamed: what is there is
-whole, and an interrupted run goes on after it.
+Each block of consecutive rows is a file in the cache's folder, written under a temporary name and renamed, so that an
+existing file is complete and an interrupted run resumes with the missing blocks.
 """
 
 import json
@@ -37,27 +37,27 @@ Sample = tuple[int, Any, Any]  # row, image tensor, tokens
 
 
 class MapSource:
-    """Rows of a map-style data set of OpenCLIP's."""
+    """Reads rows of one of OpenCLIP's map-style data sets."""
 
     def __init__(self, dataset: Dataset):
         self.dataset = dataset
 
     def read(self, start: int, stop: int, report: Callable[[str], None]) -> Iterator[Sample]:
-        """The rows `start` .. `stop - 1` that can be read, in order; the others are told to `report`."""
+        """Yield the readable rows among `start` .. `stop - 1` in order; `report` gets a message for each other."""
         for row in range(start, stop):
             try:
                 image, tokens = host().pair(self.dataset[row])
-            except Exception as error:  # image libraries raise whatever they like
+            except Exception as error:  # image libraries may raise anything
                 report(f"row {row}: {error!r}")
             else:
                 yield row, image, tokens
 
 
 class ShardSource:
-    """Rows of a webdataset as training counts them (`shards`).
+    """Reads rows of a webdataset, numbered as in training (see `shards`).
 
     Args:
-        shards: offsets and sizes.
+        shards: offsets and sizes of the shards.
         transform: from a PIL image to a tensor.
         tokenizer: from a caption to tokens (1, L).
     """
@@ -106,10 +106,10 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
     """The train data of a command line.
 
     Args:
-        kind: of `data.DataRows`.
-        shards: of a webdataset.
-        transforms: OpenCLIP's for training, which tells the size of generated scenes, and for evaluation.
-        tokenizer: OpenCLIP's.
+        kind: `DataRows.kind` of the train data.
+        shards: the shards of a webdataset, else None.
+        transforms: OpenCLIP's for training, which has the image size of generated scenes, and for evaluation.
+        tokenizer: OpenCLIP's, from a caption or a list of captions to tokens.
     """
     train_transform, transform = transforms
     if shards is not None:
@@ -126,7 +126,7 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
 
 @dataclass
 class Piece:
-    """A batch of one block; `last` closes the block, and then there may be no samples in it."""
+    """A batch of rows of one block. The one with `last` ends the block and may be empty."""
 
     block: int
     rows: list[int]
@@ -137,13 +137,13 @@ class Piece:
 
 
 class BlockPieces(IterableDataset):
-    """Reads blocks in pieces; each worker of a loader reads whole blocks, and several workers several at a time.
+    """Reads blocks in pieces of a batch each; every loader worker reads blocks of its own.
 
     Args:
-        source: the rows.
+        source: reads the rows.
         blocks: numbers of the blocks to read.
-        num_rows: n.
-        block_rows, batch_size: rows of a block and of a piece.
+        num_rows: n, rows of the data set.
+        block_rows, batch_size: rows per block and per piece.
     """
 
     def __init__(self, source: Source, blocks: list[int], num_rows: int, block_rows: int, batch_size: int):
@@ -184,10 +184,10 @@ class EmbeddingCache:
     """Blocks of embeddings on disk.
 
     Args:
-        folder: where they are.
-        key: what they are embeddings of; plain JSON.
-        num_rows: n.
-        block_rows: rows of a block.
+        folder: folder of the files.
+        key: what the embeddings depend on, as JSON values; a folder with another key is refused.
+        num_rows: n, rows of the data set.
+        block_rows: rows per block; None: `BLOCK_ROWS`.
     """
 
     def __init__(self, folder: str, key: dict[str, Any], num_rows: int, block_rows: int | None = None):
@@ -204,11 +204,11 @@ class EmbeddingCache:
         return os.path.join(self.folder, f"block-{block:06d}.safetensors")
 
     def check(self) -> None:
-        """Raise InputError if the folder holds embeddings of something else."""
+        """Raise InputError if the folder has other files, or embeddings with another key."""
         path = os.path.join(self.folder, KEY_FILE)
         if not os.path.exists(path):
             if os.path.isdir(self.folder) and os.listdir(self.folder):
-                raise InputError(f"--out: {self.folder!r} holds files that are no embeddings; choose another folder")
+                raise InputError(f"--out: {self.folder!r} has files that are not embeddings; choose another folder")
             return
         try:
             with open(path) as file:
@@ -216,23 +216,23 @@ class EmbeddingCache:
         except (OSError, ValueError) as error:
             raise InputError(f"--out: {path!r} cannot be read: {error}; choose another folder") from None
         if not isinstance(found, dict):
-            raise InputError(f"--out: {path!r} is no key of embeddings; choose another folder")
+            raise InputError(f"--out: {path!r} is not a key of embeddings; choose another folder")
         for name, value in self.key.items():
             if found.get(name) != value:
                 raise InputError(
-                    f"--out: the embeddings in {self.folder!r} are of another run, by {name.replace('_', ' ')}; choose "
-                    "another folder, or delete this one"
+                    f"--out: the embeddings in {self.folder!r} were computed with other {name.replace('_', ' ')}; "
+                    "choose another folder, or delete this one"
                 )
 
     def begin(self) -> None:
-        """Make the folder; on one process."""
+        """Create the folder with its key; called by one process."""
         os.makedirs(self.folder, exist_ok=True)
         path = os.path.join(self.folder, KEY_FILE)
         with whole_file(path, text=True) as file:
             json.dump(self.key, file)
 
     def missing(self) -> list[int]:
-        """Numbers of the blocks that are not there."""
+        """Numbers of the blocks that are not on disk."""
         return [block for block in range(self.num_blocks) if not os.path.exists(self.path(block))]
 
     def write(self, block: int, image: Tensor, text: Tensor, rows: Tensor, problem: str | None) -> None:
@@ -241,7 +241,7 @@ class EmbeddingCache:
             file.write(safetensors.torch.save(tensors, metadata={"problem": problem or ""}))
 
     def open(self) -> "Embedded":
-        """All blocks, mapped from disk.
+        """Open all blocks.
 
         Raises:
             InputError: a block is missing or damaged, or no row could be read.
@@ -264,19 +264,21 @@ class EmbeddingCache:
         problem = next((problem for problem in problems if problem), None)
         if sum(map(len, rows)) < 2:
             count = sum(map(len, rows))
-            raise InputError(f"--train-data: {count} of {self.num_rows} rows can be read; the first problem: {problem}")
+            raise InputError(
+                f"--train-data: {count} of {self.num_rows} rows can be read, 2 are needed; the first problem: {problem}"
+            )
         return Embedded(images, texts, torch.cat(rows), self.num_rows, problem)
 
 
 @dataclass
 class Embedded:
-    """The rows that could be read.
+    """Embeddings of the rows that could be read.
 
     Args:
-        image, text: (n_b, d) float32 unit vectors in blocks.
-        rows: their rows in the data set, ascending int64.
-        num_rows: rows of the data set.
-        problem: why a row could not be read, or None.
+        image, text: a list of blocks, each (n_b, d) float32 unit vectors.
+        rows: their rows in the data set, (n,) int64, ascending.
+        num_rows: number of rows of the data set.
+        problem: why the first unreadable row could not be read, or None.
     """
 
     image: list[Tensor]
@@ -291,13 +293,19 @@ def embed(
     model: torch.nn.Module, source: Source, cache: EmbeddingCache, blocks: list[int], args: Namespace,
     show: bool = True,
 ) -> int:
-    """Embed some blocks and write them; the number of rows that were embedded.
+    """Embed blocks and write them to the cache.
 
     Args:
-        model: OpenCLIP's, on args.device, in evaluation mode.
-        blocks: their numbers.
-        args: for precision, device, batch size and workers.
-        show: a progress bar.
+        model: OpenCLIP's model on args.device, in evaluation mode.
+        blocks: numbers of the blocks.
+        args: precision, device, batch_size and workers are used.
+        show: whether to show a progress bar.
+
+    Returns:
+        The number of embedded rows.
+
+    Raises:
+        InputError: an embedding is not finite.
     """
     pieces = BlockPieces(source, blocks, cache.num_rows, cache.block_rows, args.batch_size)
     workers = min(args.workers, len(blocks))

@@ -1,4 +1,4 @@
-"""A look at the first samples before a run starts: data of which nothing can be used are refused here."""
+"""Check the first samples before a run starts, and refuse data in which none of them is usable."""
 
 import io
 from collections import Counter
@@ -13,19 +13,19 @@ from training_ext.loading import PAIR_MEMBERS
 from training_ext.shards import is_local
 from training_ext.tars import one_line, read_samples
 
-LOOKED_AT = 100  # shards, samples of each, and lines of a csv, at most
+LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
 
 
 def look_at_shards(
     urls: list[str], key: Callable[[dict], object] | None = None, flag: str = "--train-data"
 ) -> None:
-    """Read local shards until a pair is found; normally that is their first sample.
+    """Read local shards up to the first usable pair, which is normally the first sample.
 
     Args:
-        key: called with that sample of bytes.
+        key: called with that sample, a dict of bytes.
 
     Raises:
-        InputError: none can be used of the first samples of the first shards; or what `key` raises.
+        InputError: none of the first samples of the first shards is usable, or `key` raises it.
     """
     if not all(map(is_local, urls)):
         return
@@ -41,7 +41,7 @@ def look_at_shards(
                 reasons[f"{reason} in {url!r}"] += 1
         except InputError:
             raise
-        except Exception as error:  # what a run skips and counts; find_shards says what it refuses
+        except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
             reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
     if reasons:
         (first, _), *_ = reasons.items()
@@ -49,7 +49,7 @@ def look_at_shards(
 
 
 def _reason(sample: dict) -> str | None:
-    """Why a sample is no pair of an image and a caption, or None if it is one."""
+    """Why a sample is not a usable pair of an image and a caption; None if it is."""
     suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
     *images, text = PAIR_MEMBERS
     found = [name for name in images if name in sample]
@@ -60,16 +60,16 @@ def _reason(sample: dict) -> str | None:
     try:
         sample[text].decode()
         Image.open(io.BytesIO(sample[found[0]])).load()
-    except Exception as error:  # image libraries raise whatever they like
+    except Exception as error:  # image libraries may raise anything
         return f"a .{found[0]} or .{text} cannot be decoded ({one_line(error)})"
     return None
 
 
 def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
-    """Open the first images of a csv until one can be read.
+    """Open the first images of a csv up to the first readable one.
 
     Raises:
-        InputError: none can.
+        InputError: none of them can be read.
     """
     first = None
     images = table[image_key].dropna().head(LOOKED_AT)

@@ -1,7 +1,6 @@
-"""Which values OpenCLIP's flags may have. One row per flag; OpenCLIP itself checks next to nothing.
+"""The range of each of OpenCLIP's flags, one row per flag; OpenCLIP itself checks few of them.
 
-What a value means beside other flags, on this machine or for a model is looked at in `preflight`, `machine` and
-`rehearsal`.
+Whether a value fits the other flags, this machine or the model is checked in `preflight`, `machine` and `rehearsal`.
 """
 
 from argparse import Namespace
@@ -13,18 +12,18 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.params import MOST_EPOCHS
 
-MAX_INT = 2**31 - 1  # what C code below counts with
+MAX_INT = 2**31 - 1  # C code below Python counts in int32
 MAX_SAMPLES = 1 << 50
-MAX_FLOAT = 1e30  # what float32 holds, and its products with what is usual
+MAX_FLOAT = 1e30  # so that products with usual values stay within float32
 
 
 @dataclass(frozen=True)
 class Range:
-    """Values of one flag.
+    """The values that a flag may have.
 
     Args:
-        holds: whether a value is in range.
-        expected: in words, after "must be".
+        holds: tells whether a value is in range.
+        expected: the range in words, to follow "it must be".
     """
 
     holds: Callable[[Any], bool]
@@ -36,7 +35,7 @@ def whole(least: int, most: int = MAX_INT) -> Range:
 
 
 def all_of(one: Range, counts: tuple[int, ...], expected: str) -> Range:
-    """Of a flag that takes several numbers."""
+    """For a flag that takes several numbers: each in range `one`, and their number in `counts`."""
     return Range(lambda values: len(values) in counts and all(map(one.holds, values)), expected)
 
 
@@ -86,7 +85,7 @@ RANGES: dict[str, Range] = {
     "lock_text_unlocked_layers": whole(0),
     "image_mean": all_of(FINITE, (1, 3), "1 or 3 numbers"),
     "image_std": all_of(POSITIVE, (1, 3), "1 or 3 numbers > 0"),
-    "force_context_length": whole(2, 2**16),  # the start and the end of a caption
+    "force_context_length": whole(2, 2**16),  # room for the tokens of a caption's start and end
     "force_image_size": all_of(whole(1, 2**14), (1, 2), "1 or 2 whole numbers from 1 to 16384"),
     "force_patch_dropout": BELOW_ONE,
     "coca_caption_loss_weight": NOT_NEGATIVE,
@@ -115,7 +114,7 @@ RANGES: dict[str, Range] = {
     "distill_pretrained": GIVEN,
     "use_bnb_linear": GIVEN,
     "loss_dist_impl": Range(lambda value: value in DIST_IMPLS, f"one of {', '.join(DIST_IMPLS)}"),
-    # Ours that belong to no part
+    # This package's flags that belong to no part of a loss
     "osr_transfer": GIVEN,
     "osr_save": GIVEN,
     "osr_load": GIVEN,
@@ -124,7 +123,7 @@ RANGES: dict[str, Range] = {
     "same_key": GIVEN,
     "split_rows_above": NOT_NEGATIVE,
 }
-# Of every other number, those of the losses included, after the range that it has of its own.
+# For all other numbers, also those of the losses, which have ranges of their own.
 FITS = {
     int: Range(lambda value: -(2**63) <= value < 2**63, "of 64 bits"),
     float: Range(lambda value: abs(value) <= MAX_FLOAT, f"a number, at most {MAX_FLOAT:g}"),
@@ -132,7 +131,7 @@ FITS = {
 
 
 def check_ranges(args: Namespace) -> None:
-    """Raise InputError for the first flag whose value is out of range; None is not given."""
+    """Raise InputError for the first flag whose value is out of range; None means that it is not given."""
     for name, value in vars(args).items():
         range_ = RANGES.get(name) or FITS.get(type(value))
         if value is not None and range_ is not None and not range_.holds(value):
@@ -140,7 +139,7 @@ def check_ranges(args: Namespace) -> None:
             raise InputError(f"{flag_of(name)}: {shown} is out of range; it must be {range_.expected}")
 
 
-# Where usual values lie of what makes numbers overflow; the first that lies outside is named when they do.
+# Usual values of the flags that can make numbers overflow; when one overflows, the first flag outside is named.
 USUAL: dict[str, Range] = {
     "tau_init": Range(lambda value: value >= 1e-3, "0.01 to 0.1"),
     "tau_start": Range(lambda value: value >= 1e-3, "0.01 to 0.1"),
@@ -167,7 +166,7 @@ USUAL: dict[str, Range] = {
 
 
 def likely_cause(args: Namespace) -> str:
-    """What to change after numbers were no longer finite: the end of a message."""
+    """What to change after a number was not finite: the end of the error message."""
     for name, usual in USUAL.items():
         value = getattr(args, name)
         if value is not None and not usual.holds(value):

@@ -1,4 +1,4 @@
-"""Whether fine-tuning makes the model worse: every evaluation is compared with the one before the first step."""
+"""Compare every evaluation with the one before the first step, and keep the best weights (`--keep-best`)."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ from training_ext.evaluation.own_classes import IMAGES as OWN_IMAGES
 from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
 from training_ext.loading import load_mapped, one_line
 
-START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where no `--resume latest` picks them
+START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where `--resume latest` does not look
 COUNTS = ("epoch", "num_samples", OWN_IMAGES)
 SIDES = ("image_to_text", "text_to_image")
 VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
@@ -29,7 +29,7 @@ IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 
 def known_metrics(args: Namespace) -> list[str]:
-    """Metrics that the evaluation of this command line gives."""
+    """Names of the metrics that this command line evaluates."""
     names = []
     if args.val_data and args.val_frequency:
         names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
@@ -49,11 +49,11 @@ def check_metric(args: Namespace) -> None:
     if not trains(args):
         raise InputError(f"{given} without training; give --train-data")
     if not keeps_files(args):
-        raise InputError(f"{given} with --logs {args.logs}, which keeps nothing; give a folder")
+        raise InputError(f"{given} with --logs {args.logs}, which writes no files; give a folder")
     if args.keep_best in names:
         return
     if not names:
-        raise InputError(f"{given} needs an evaluation; give --val-data or --imagenet-val, and let it happen")
+        raise InputError(f"{given} needs an evaluation; give --val-data or --imagenet-val, with a frequency above 0")
     raise InputError(f"{given} is not one of {', '.join(names)}")
 
 
@@ -66,7 +66,7 @@ def is_better(metric: str, value: float, other: float) -> bool:
 
 
 def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
-    """Of how many images or captions a metric is a share, where that is known."""
+    """Number of images or captions that a metric is a fraction of; None if unknown."""
     if metric in OWN_CLASSES:
         return metrics.get(OWN_IMAGES)
     for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
@@ -76,17 +76,17 @@ def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int
 
 
 def standard_error(share: float, items: int) -> float:
-    """Of a share of so many items, with one item of each kind more, so that it is not zero for 0 or 1."""
+    """Standard error of a fraction of `items`, with one more success and failure so that it is not zero at 0 or 1."""
     share = (share * items + 1) / (items + 2)
     return math.sqrt(share * (1 - share) / items)
 
 
 class Monitor:
-    """Watches the evaluations of one run, on process 0.
+    """Compares the evaluations of one run and keeps the best weights, on process 0.
 
     Args:
-        args: completed by OpenCLIP.
-        begun: whether an earlier run began this training.
+        args: the command line, completed by OpenCLIP.
+        begun: whether an earlier run started this training.
     """
 
     def __init__(self, args: Namespace, begun: bool):
@@ -97,7 +97,7 @@ class Monitor:
         if self.folder is None:
             return
         folders = [self.folder]
-        if args.resume and begun:  # under another name, it began in the folder of its checkpoint
+        if args.resume and begun:  # with another --name, the files are beside the checkpoint
             folders.append(os.path.dirname(os.path.dirname(args.resume)))
         for folder in folders:
             self.start = self.start or _read_start(os.path.join(folder, START))
@@ -108,17 +108,19 @@ class Monitor:
         return None if self.folder is None else os.path.join(self.folder, name)
 
     def begin(self, metrics: dict[str, Any]) -> None:
-        """Take `metrics` for the starting point."""
+        """Keep `metrics` as those before the first step."""
         self.start = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         if path := self._path(START):
             with whole_file(path, text=True) as file:
                 json.dump(self.start, file, indent=1)
 
     def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module, data: dict[str, Any]) -> None:
-        """Compare with the starting point, and keep the weights if they are the best so far.
+        """Compare with the metrics before the first step, and keep the weights if they are the best so far.
 
         Args:
-            data: OpenCLIP's, by name; tells how many images of ImageNet there are.
+            metrics: by name, of the evaluation after `epoch` epochs.
+            model: without wrappers.
+            data: OpenCLIP's, by name, for the number of ImageNet images.
         """
         values = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         deviations = {
@@ -128,12 +130,14 @@ class Monitor:
         }
         worse = [name for name, deviation in deviations.items() if values[name] < self.start[name] - deviation]
         if worse and epoch > 0:
-            those = ", ".join(
+            changes = ", ".join(
                 f"{name} {values[name]:.4f} (was {self.start[name]:.4f} +- {deviations[name]:.4f})" for name in worse
             )
-            logging.warning(f"Below the starting point after epoch {epoch} by more than a standard error: {those}")
+            logging.warning(
+                f"After epoch {epoch} these are worse than before training by more than a standard error: {changes}"
+            )
         elif deviations and epoch > 0:
-            logging.info(f"No metric is below the starting point after epoch {epoch} by more than a standard error")
+            logging.info(f"After epoch {epoch} no metric is worse than before training by more than a standard error")
         self._keep(values, epoch, model)
 
     def _keep(self, values: dict[str, float], epoch: int, model: torch.nn.Module) -> None:
@@ -149,14 +153,14 @@ class Monitor:
             logging.info(f"Best {self.metric} so far: {value:.4f}, kept in {path}")
 
     def check_unchanged(self, metrics: dict[str, Any]) -> None:
-        """Say whether an evaluation after the recovery of statistics is what it was before."""
+        """Log whether the evaluation after the recovery of statistics gives the same metrics as before."""
         values = {name: float(value) for name, value in metrics.items() if name in self.start}
         other = [name for name, value in values.items() if value != self.start[name]]
         if other:
-            those = ", ".join(f"{name} {values[name]!r} (was {self.start[name]!r})" for name in other)
-            logging.warning(f"The evaluation differs after the recovery, though the weights are the same: {those}")
+            changes = ", ".join(f"{name} {values[name]!r} (was {self.start[name]!r})" for name in other)
+            logging.warning(f"The evaluation differs after the recovery, though the weights are the same: {changes}")
         elif values:
-            logging.info("The evaluation after the recovery of statistics is what it was before, to the last digit")
+            logging.info("The evaluation after the recovery of statistics equals that before, to the last digit")
 
 
 def _read_start(path: str) -> dict[str, float]:
@@ -166,7 +170,7 @@ def _read_start(path: str) -> dict[str, float]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        logging.warning(f"The starting point in '{path}' cannot be read: {error}")
+        logging.warning(f"The metrics before training in '{path}' cannot be read: {error}")
         return {}
 
 

@@ -1,4 +1,4 @@
-"""The loss as OpenCLIP's loop calls it."""
+"""Build the loss of a command line, and wrap it for OpenCLIP's training loop."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -14,17 +14,17 @@ from training_ext.data import RowLoader
 
 
 def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Loss:
-    """The loss that the command line asks for.
+    """Build the loss of the command line.
 
     Args:
         args: as `params.parse_args` gives them.
-        num_rows: of the train data, which tell the length of a pass, too.
-        device: where the loss computes.
+        num_rows: rows of the train data; they also determine the steps per epoch.
+        device: device of the loss.
 
     Raises:
-        InputError: the parts do not go together, or a setting is out of range.
+        InputError: the parts cannot be combined, or a setting is out of range.
     """
-    # Only what was given, and not of the optimizer: the rest resolves again as it did.
+    # Only the loss's settings that were given; the others get their defaults again.
     parts = factory.parts_of(args.loss, vars(args))
     own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
     return create_loss(
@@ -39,10 +39,11 @@ def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Lo
 
 
 class LogItems(dict):
-    """OpenCLIP adds up `values()` to the total loss and logs `items()`: only the latter shows the diagnostics.
+    """A dict of losses whose `items()` also has the diagnostics.
 
-    The total, "loss", is the one loss under a name that says less, and is not logged. OpenCLIP asks for `items()` on
-    steps that it logs, so that nothing waits for the device on the others.
+    OpenCLIP sums `values()` to the total loss, which must not have them, and logs `items()`. The total "loss" equals
+    the only loss and is not logged. OpenCLIP calls `items()` on logged steps only, so no other step waits for the
+    device.
     """
 
     def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):
@@ -55,12 +56,12 @@ class LogItems(dict):
 
 
 class TrainingLoss:
-    """Adds the samples' rows to OpenCLIP's call, and the diagnostics to what it logs.
+    """Calls a loss with the samples' rows and keys, and adds the diagnostics to what OpenCLIP logs.
 
     Args:
-        loss: one of ours.
-        loader: the train loader, which knows the rows of the batches since the last step.
-        device: where the loss computes.
+        loss: a loss of this package.
+        loader: the train loader, which has the rows of the batches since the last step.
+        device: device of the loss.
     """
 
     def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):
@@ -75,18 +76,18 @@ class TrainingLoss:
         return LogItems({self.name: value}, self.diagnostics) if output_dict else value
 
     def value(self, index: Tensor | None = None, key: Tensor | None = None, **model_out: Any) -> Tensor:
-        """The loss of a model's output and the samples' rows and keys."""
+        """The loss, 0-d, of a model's output and the rows and keys of its samples, (b,) each or None."""
         if not self.loss.needs_index:
             index = None
         return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
 
     def load_diagnostics_state(self, state: dict[str, Any]) -> None:
-        """As `Loss.load_diagnostics_state`, from tensors anywhere."""
+        """As `Loss.load_diagnostics_state`, with tensors on any device."""
         self.loss.load_diagnostics_state(
             {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in state.items()}
         )
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """For a logged step; raises if a step so far was not finite."""
+        """The diagnostics of a logged step by name; raises if any step so far was not finite."""
         self.loss.raise_if_not_finite()
         return self.loss.diagnostics()

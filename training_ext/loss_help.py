@@ -1,4 +1,4 @@
-"""What `--loss NAME --help` shows: that loss's flags alone, with the values that it would use."""
+"""The text of `--loss NAME --help`: only the flags of that loss, with the values that it would use."""
 
 import shutil
 import textwrap
@@ -13,16 +13,16 @@ from open_clip_ext.parts import Part
 
 PART_HELP = {
     "normalizer": "estimator of the normalizers",
-    "temperature": "how the temperature moves",
-    "surrogate": "what a negative's similarity gap counts as",
-    "encoder_objective": "what the encoders minimise",
+    "temperature": "temperature scheme",
+    "surrogate": "function of a negative's similarity gap",
+    "encoder_objective": "objective of the encoders",
 }
-COLUMN = 34  # where the second column begins
+COLUMN = 34  # start of the second column
 REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."
 
 
 def default_text(option: Option) -> str:
-    """What the help on all flags adds about an option's default; nothing for a switch."""
+    """The note on an option's default in the help on all flags; empty for a switch."""
     if option.type is bool:
         return ""
     declared = {same.default for part in factory.all_parts() for same in factory.options_of([part])
@@ -35,11 +35,11 @@ def default_text(option: Option) -> str:
 
 
 def loss_help(given: Mapping[str, Any]) -> str:
-    """The text about the loss that `given` names.
+    """The help on the loss `given["loss"]`.
 
     Args:
-        given: flags of the command line by name. Settings and parts are shown as they would be with them; with `epochs`
-            also what follows from that, else words say what follows.
+        given: flags of the command line by name. The values shown are those with these flags; values that depend on
+            `epochs` are described in words if it is not among them.
 
     Raises:
         InputError: as `factory.resolve_options`.
@@ -70,18 +70,18 @@ def loss_help(given: Mapping[str, Any]) -> str:
             else:
                 unused.append(option.flag)
         if unused:
-            rows.append(("", f"(without effect beside these: {', '.join(unused)})"))
+            rows.append(("", f"(no effect with these: {', '.join(unused)})"))
     if preset.has_parts:
         rows.append(_choice("encoder_objective", settings["encoder_objective"]))
     if preset.training_defaults:
         flags = " ".join(f"{flag_of(name)} {value}" for name, value in preset.training_defaults.items())
-        rows.append(("the training, unless given:", flags))
+        rows.append(("the training, by default:", flags))
     lines = _lines(rows) or ["It has no flags of its own."]
     return "\n".join([f"--loss {preset.name}: {preset.summary}", preset.paper, "", *lines, "", REST])
 
 
 def _choice(kind: str, name: str) -> tuple[str, str]:
-    """The row of a replaceable part; those of its options follow."""
+    """The row of a replaceable part, above those of its options."""
     return f"{flag_of(kind)} {name}", f"{PART_HELP[kind]}: {', '.join(factory.PARTS[kind])}"
 
 
@@ -99,7 +99,7 @@ def _option(option: Option, value: Any, default: Any) -> tuple[str, str]:
 
 
 def _has_effect(option: Option, parts: Sequence[type[Part]], settings: dict[str, Any], epochs: int | None) -> bool:
-    """Whether the option may be given beside the settings; a switch is given to be on."""
+    """Whether the option has an effect with the settings; a switch is tried in its on position."""
     changed = {option.name: True} if option.type is bool else {}
     try:
         for part in parts:

@@ -1,4 +1,4 @@
-"""What a command line wants of the machine: folders, devices, packages. Looked at on process 0, nothing is written."""
+"""Check what a command line needs of the machine: folders, devices, packages; runs on process 0, writes nothing."""
 
 import importlib.util
 import os
@@ -20,17 +20,17 @@ from training_ext.hosts import host
 from training_ext.loading import one_line
 
 PACKAGES = {"horovod": "horovod", "use_bnb_linear": "bitsandbytes", "imagenet_v2": "imagenetv2_pytorch"}
-REGISTERED_ELSEWHERE = ("hccl", "ccl")  # backends that a package of its own brings
+REGISTERED_ELSEWHERE = ("hccl", "ccl")  # backends that other packages register
 
 
 def check_machine(args: Namespace) -> None:
-    """Raise InputError for the first flag that asks for what this machine does not have."""
+    """Raise InputError for the first flag that needs what this machine does not have."""
     for check in CHECKS:
         check(args)
 
 
 def check_writable(flag: str, path: str) -> None:
-    """Raise InputError unless a folder `path` is there, or can be made, and takes files."""
+    """Raise InputError unless the folder `path` exists or can be created, and files can be written to it."""
     try:
         whole = folder = Path(path).absolute()
         while not folder.exists():
@@ -40,12 +40,12 @@ def check_writable(flag: str, path: str) -> None:
         most = os.pathconf(folder, "PC_NAME_MAX")
         if any(len(os.fsencode(part)) > most for part in whole.parts):
             raise OSError(None, f"a name has at most {most} bytes")
-        # Asked by doing it: root may write where the file system says no.
+        # By trying, since permissions do not tell: root may write where they forbid it.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         reason = error.strerror or one_line(error)
-        raise InputError(f"{flag}: {path!r} cannot be written to: {reason}; give a folder that can") from None
+        raise InputError(f"{flag}: {path!r} cannot be written to: {reason}; give a writable folder") from None
 
 
 def check_logs(args: Namespace) -> None:
@@ -57,7 +57,7 @@ def check_logs(args: Namespace) -> None:
 
 
 def check_device(args: Namespace) -> None:
-    """OpenCLIP's default is cuda, and where there is none it says so and takes the CPU."""
+    """Raise InputError for a missing device that was given; for the default, cuda, OpenCLIP uses the CPU."""
     kind = args.device.partition(":")[0]
     try:
         torch.empty(0, device=args.device)
@@ -74,7 +74,7 @@ def check_device(args: Namespace) -> None:
         if processes > torch.cuda.device_count():
             raise InputError(
                 f"--device: {args.device!r} for {processes} processes on this machine, which has "
-                f"{torch.cuda.device_count()} of them; start one process for each"
+                f"{torch.cuda.device_count()} GPUs; start one process per GPU"
             )
 
 
@@ -97,7 +97,7 @@ def check_packages(args: Namespace) -> None:
         if getattr(host().main_module, logger) is None:
             raise InputError(f"{given} needs {logger}; pip install {logger}, or leave it out")
     if not trains(args) and "wandb" in loggers:
-        raise InputError(f"{given} without training, for which OpenCLIP fails; leave out wandb")
+        raise InputError(f"{given} without training makes OpenCLIP fail; leave out wandb")
 
 
 def check_imagenet(args: Namespace) -> None:
@@ -105,7 +105,7 @@ def check_imagenet(args: Namespace) -> None:
         return
     path = Path(args.imagenet_val)
     if not path.is_dir() or not any(entry.is_dir() for entry in path.iterdir()):
-        raise InputError(f"--imagenet-val: {args.imagenet_val!r} is no folder with a folder for each class; give one")
+        raise InputError(f"--imagenet-val: {args.imagenet_val!r} is not a folder with one folder per class; give one")
 
 
 def check_remote(args: Namespace) -> None:
@@ -113,10 +113,10 @@ def check_remote(args: Namespace) -> None:
         return
     given = f"--remote-sync: {args.remote_sync!r}"
     if args.resume == "latest" and (args.save_most_recent or args.remote_sync_protocol != "s3"):
-        raise InputError(f"{given} with --resume latest wants --remote-sync-protocol s3 and no --save-most-recent")
+        raise InputError(f"{given} with --resume latest needs --remote-sync-protocol s3 and no --save-most-recent")
     if args.remote_sync_protocol == "s3":
         if not args.remote_sync.startswith("s3://"):
-            raise InputError(f"{given} is no s3://BUCKET/FOLDER; give one, or --remote-sync-protocol fsspec")
+            raise InputError(f"{given} is not s3://BUCKET/FOLDER; give one, or --remote-sync-protocol fsspec")
         if shutil.which("aws") is None:
             raise InputError(f"{given} needs the command aws; install it, or give --remote-sync-protocol fsspec")
         return
@@ -127,17 +127,20 @@ def check_remote(args: Namespace) -> None:
 
 
 def check_remote_file(flag: str, url: str) -> None:
-    """Raise InputError unless there is a file at this url of fsspec's."""
+    """Raise InputError unless fsspec finds a file at this URL."""
     try:
         system, path = fsspec.core.url_to_fs(url)
         if not system.isfile(path):
             raise FileNotFoundError("there is no such file")
-    except Exception as error:  # each file system raises what it likes
+    except Exception as error:  # file systems may raise anything
         raise InputError(f"{flag}: {url!r} cannot be read: {one_line(error) or repr(error)}") from None
 
 
 def check_code(args: Namespace) -> None:
-    """OpenCLIP copies what is three folders above its code: of a checkout the repository."""
+    """Raise InputError for --copy-codebase with an installed OpenCLIP, and for --trace in a training.
+
+    OpenCLIP copies the folder three levels above its code, which is the repository in a checkout only.
+    """
     source = Path(host().main_module.__file__).resolve().parents[2]
     if args.copy_codebase and (source / "site-packages").is_dir():
         raise InputError(

@@ -1,4 +1,4 @@
-"""The temperature's own optimizer group."""
+"""An optimizer group for the temperature, with a learning rate of its own (`--lr-tau`)."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 
 LOW_TAU = 0.03  # FastCLIP's schedule: below it the temperature's learning rate is a third
 LOW_TAU_FACTOR = 1 / 3
-CHECK_EVERY = 100  # steps between looks at tau, each of which waits for the device
+CHECK_EVERY = 100  # steps between readings of tau, which wait for the device
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The same on every process, where FSDP divides it; then every process must call this."""
+    """The whole tensor, if FSDP shards it; then every process must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -23,11 +23,11 @@ class TemperatureGroup:
     cannot `--resume` an optimizer with the extra group.
 
     Args:
-        optimizer: just made by OpenCLIP.
+        optimizer: OpenCLIP's, before its first step.
         logit_scale: the model's parameter, log(1 / tau).
         lr: `--lr-tau`.
-        schedule: `model`: the shape of the model's schedule; `fastclip`: no warm-up and no decay, but a third of it
-            while tau <= 0.03, looked up every 100 steps.
+        schedule: `model`: the model's schedule, scaled; `fastclip`: no warm-up and no decay, but a third of `lr` while
+            tau <= 0.03, checked every 100 steps.
         model_lr: `--lr`, the peak of the model's schedule.
     """
 
@@ -40,7 +40,7 @@ class TemperatureGroup:
         self.model_lr = model_lr
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter is not logit_scale]
-        # `steps` and `tau_is_low` travel with the optimizer's state: a resumed run decides as an uninterrupted one.
+        # `steps` and `tau_is_low` are in the optimizer's state, so that a resumed run equals an uninterrupted one.
         optimizer.add_param_group({"params": [logit_scale], "weight_decay": 0.0, "lr": lr, "steps": 0})
         self._optimizer = optimizer
         self.group["tau_is_low"] = self._tau_is_low()
@@ -48,7 +48,7 @@ class TemperatureGroup:
 
     @property
     def group(self) -> dict:
-        """The group as the optimizer holds it now; load_state_dict replaces it."""
+        """The group; looked up each time, since load_state_dict replaces it."""
         return self._optimizer.param_groups[-1]
 
     def _tau_is_low(self) -> bool:
@@ -60,7 +60,7 @@ class TemperatureGroup:
             self.group["tau_is_low"] = self._tau_is_low()
 
     def assign(self, original: Callable[[Optimizer, float], None], optimizer: Optimizer, new_lr: float) -> None:
-        """In place of OpenCLIP's assign_learning_rate: its rate for the model, the schedule's for the temperature."""
+        """Replaces OpenCLIP's assign_learning_rate: `new_lr` for the model, the schedule's rate for the temperature."""
         original(optimizer, new_lr)
         if self.schedule == "model":
             self.group["lr"] = new_lr * self.lr / self.model_lr

@@ -1,4 +1,4 @@
-"""Replacing names that OpenCLIP's modules look up, for the duration of a `with` block."""
+"""Replace names that OpenCLIP's modules look up, for the duration of a `with` block."""
 
 import builtins
 import importlib
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Overlay:
-    """Stands in for a module: every name is the module's but those that were set on the overlay.
+    """Stands in for a module: has the module's names, except those that are replaced on the overlay.
 
     Only the code that holds the overlay sees the replacement; the module itself stays as it is.
     """
@@ -29,8 +29,11 @@ class Overlay:
 
 
 def look_up(module: str, path: str) -> Any:
-    """The object at the dotted `path` below `module`, or else the built-in one that the module's code finds under this
-    name; AttributeError or ImportError if there is none."""
+    """The object at the dotted `path` in `module`, or else the built-in of this name, as the module's code finds it.
+
+    Raises:
+        AttributeError, ImportError: there is none.
+    """
     found: Any = importlib.import_module(module)
     if not hasattr(found, path) and hasattr(builtins, path):
         return getattr(builtins, path)
@@ -41,10 +44,10 @@ def look_up(module: str, path: str) -> Any:
 
 @contextmanager
 def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
-    """Put each value in place of (module, dotted path); afterwards everything is as before.
+    """Replace each (module, dotted path) by its value within the block, and restore the original afterwards.
 
     A path of several names (`torch.save` below `open_clip_train.main`) replaces the first of them by an overlay, so
-    that only this module sees the change. A built-in name becomes a name of the module meanwhile.
+    that only this module sees the change. A built-in name becomes a name of the module within the block.
     """
     with ExitStack() as undo:
         for (module_name, path), value in replacements.items():

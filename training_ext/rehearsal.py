@@ -1,6 +1,6 @@
-"""The model and the optimizer of a command line, tried without memory or data before anything is written.
+"""Try the model and the optimizer of a command line, without memory or data, before anything is written.
 
-OpenCLIP builds its model on the meta device, which computes shapes alone, and takes one batch of two pairs; the
+OpenCLIP builds its model on the meta device, which computes shapes only, and runs it on a batch of two pairs; the
 optimizer takes one step on four numbers. What would fail after the first files are written fails here, in one line.
 """
 
@@ -28,7 +28,7 @@ from training_ext.params import SCHEMAS, trains_logit_scale
 from training_ext.patching import replaced
 from training_ext.task_flags import check_same_loop
 
-# What makes the model and its transforms; each is left out in turn to find the one that fails.
+# Flags of the model and its transforms; if it fails, each is left out in turn to find the cause.
 TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")
 TOWERS = (
     "lock_image_unlocked_groups", "lock_image", "lock_text_unlocked_layers", "lock_text", "grad_checkpointing",
@@ -38,7 +38,7 @@ WEIGHTS = ("pretrained",)
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The run that follows says everything once more."""
+    """Suppress logs and warnings, which the run itself will repeat."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -50,15 +50,15 @@ def quiet() -> Iterator[None]:
 
 
 def model_config(args: Namespace) -> dict[str, Any] | None:
-    """The model's configuration, fetched where it is one of the hub's.
+    """The model's configuration, downloaded for a model of the hub; None if that must be left to OpenCLIP.
 
     Raises:
-        InputError: there is none.
+        InputError: the model is unknown, or its configuration cannot be read or is incomplete.
     """
     given = f"--model: {args.model!r}"
     if args.model.startswith(SCHEMAS):
         if args.model.startswith("hf-hub:") and args.cache_dir is not None:
-            return None  # OpenCLIP would fetch it to another place
+            return None  # OpenCLIP would download it to another folder
         try:
             config = open_clip.get_model_config(args.model)
             return config if {"vision_cfg", "text_cfg", "embed_dim"} <= set(config) else _no_model(given)
@@ -72,26 +72,26 @@ def model_config(args: Namespace) -> dict[str, Any] | None:
 
 
 def _no_model(given: str) -> NoReturn:
-    raise InputError(f"{given} is no model of OpenCLIP's: its open_clip_config.json has no embed_dim or no towers")
+    raise InputError(f"{given} is not a model of OpenCLIP's: its open_clip_config.json has no embed_dim or no towers")
 
 
 def check_model(args: Namespace) -> nn.Module | None:
-    """The model on the meta device, or None where that cannot be told without its real tensors.
+    """Build the model on the meta device and run it; None if that needs a download or real tensors.
 
     Raises:
-        InputError: the model cannot be built, does not take a batch, or its weights do not fit.
+        InputError: the model cannot be built or run, or its weights do not fit.
     """
     config = model_config(args)
     if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
-        raise InputError(f"--model: {args.model!r} has captions of variable length; --loss {args.loss} takes no such")
-    if config is None or "hf_model_name" in config["text_cfg"]:  # a part of it would have to be fetched
+        raise InputError(f"--model: {args.model!r} has captions of variable length, which --loss {args.loss} cannot take")
+    if config is None or "hf_model_name" in config["text_cfg"]:  # its text tower would have to be downloaded
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
         raise InputError(f"--pretrained-image: --model {args.model} has no image tower of timm's; leave it out")
     with quiet():
         try:
             return _rehearse(args)
-        except NotImplementedError:  # the meta device does not know an operation
+        except NotImplementedError:  # the meta device lacks an operation
             return None
         except Exception as error:
             flag, value = _to_blame(args)
@@ -102,7 +102,7 @@ def check_model(args: Namespace) -> nn.Module | None:
 
 
 def _to_blame(args: Namespace) -> tuple[str, str]:
-    """The flag without which it works, and its value."""
+    """The flag without which the model works, and its value as text."""
     defaults = open_clip_params.parse_args([])
     for name in (*WEIGHTS, *FORCED, *TRANSFORM, *TOWERS, "precision"):
         value = getattr(args, name)
@@ -149,7 +149,7 @@ def _rehearse(args: Namespace) -> nn.Module:
 
 
 def train_temperature(model: nn.Module, trained: bool) -> None:
-    """Whether OpenCLIP's optimizer gets the model's temperature; a loss of ours has no use for its bias."""
+    """Freeze the model's temperature unless it is trained, and its bias, which this package's losses do not use."""
     if not trained:
         model.logit_scale.requires_grad_(False)
     if getattr(model, "logit_bias", None) is not None:
@@ -157,10 +157,10 @@ def train_temperature(model: nn.Module, trained: bool) -> None:
 
 
 def check_optimizer(args: Namespace) -> torch.optim.Optimizer:
-    """The optimizer of the command line, over four numbers, after one step.
+    """The optimizer of the command line on four numbers, after one step.
 
     Raises:
-        InputError: there is none of that name, or it does not go with the other flags.
+        InputError: the name is unknown, or the optimizer does not work with the other flags.
     """
     numbers = nn.Linear(2, 2, bias=False)
     try:
@@ -175,9 +175,9 @@ def check_optimizer(args: Namespace) -> torch.optim.Optimizer:
             optimizer.step()
     except InputError:
         raise
-    except Exception as error:  # each of timm's raises what it likes
+    except Exception as error:  # timm's optimizers may raise anything
         raise InputError(
-            f"--opt: {args.opt!r} does not work with the flags given beside it: {one_line(error) or repr(error)}"
+            f"--opt: {args.opt!r} does not work with the other flags: {one_line(error) or repr(error)}"
         ) from None
     return optimizer
 
@@ -208,15 +208,15 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     """Raise InputError unless OpenCLIP can load the checkpoint into this model and this optimizer.
 
     Args:
-        path: of a local file that `checkpoint.read_entry` could read.
-        model: on the meta device; None if not known.
-        optimizer: of the same kind as the run's; None if it only evaluates.
+        path: a local file that `checkpoint.read_entry` could read.
+        model: the model on the meta device, or None if unknown.
+        optimizer: one of the same kind as the run's, or None if the run only evaluates.
     """
     content = load_mapped(path)
     if not isinstance(content, dict):
-        raise InputError(f"--resume: {path!r} holds a {type(content).__name__}; give a checkpoint of OpenCLIP's")
+        raise InputError(f"--resume: {path!r} contains a {type(content).__name__}; give a checkpoint of OpenCLIP's")
     if "epoch" not in content:
-        _check_weights(path, content, model, args)  # weights alone, which OpenCLIP takes as well
+        _check_weights(path, content, model, args)  # weights only, which OpenCLIP accepts, too
         return
     epoch = content["epoch"]
     if type(epoch) is not int or epoch < 0:
@@ -224,15 +224,15 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     _check_weights(path, content.get("state_dict"), model, args)
     if optimizer is None:
         return
-    if epoch >= args.epochs and args.resume != "latest":  # a job that is requeued may find that it is done
-        raise InputError(f"--epochs: {args.epochs}, and --resume {path!r} has {epoch} behind it; give more")
+    if epoch >= args.epochs and args.resume != "latest":  # a requeued job may find that it is already done
+        raise InputError(f"--epochs: {args.epochs}, but --resume {path!r} has completed {epoch}; give more")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
     check_same_loop(path, content, args)
 
 
 def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Namespace) -> None:
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise InputError(f"--resume: {path!r} holds no weights; give a checkpoint of OpenCLIP's")
+        raise InputError(f"--resume: {path!r} has no weights; give a checkpoint of OpenCLIP's")
     if model is None:
         return
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -250,11 +250,11 @@ def _check_moments(
 ) -> None:
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     if not groups:
-        raise InputError(f"--resume: {path!r} holds no optimizer's state; give it as --pretrained for its weights only")
+        raise InputError(f"--resume: {path!r} has no optimizer state; give it as --pretrained to use its weights only")
     missing = set(optimizer.param_groups[0]) - set(groups[0])
     if missing:
         raise InputError(
-            f"--opt: {path!r} was trained with another optimizer than {args.opt!r}: one without "
+            f"--opt: {path!r} was trained with another optimizer than {args.opt!r}, one without "
             f"{', '.join(sorted(missing))}; give that one"
         )
     own = None if model is None else sum(parameter.requires_grad for parameter in model.parameters())

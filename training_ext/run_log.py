@@ -1,7 +1,7 @@
-"""What a training with --loss says: a short line for each logged step, and every number in metrics.jsonl.
+"""The log of a training with --loss: a short line for each logged step, and every number in metrics.jsonl.
 
-OpenCLIP's loop logs a line with all numbers, and gives the same numbers to TensorBoard's writer by name. `RunLog`
-stands in for the writer, so that it has them without reading any text, and says its own line in place of OpenCLIP's.
+OpenCLIP's loop logs a line with all numbers, and passes the same numbers by name to TensorBoard's writer. `RunLog`
+stands in for the writer to receive them, and logs its own line in place of OpenCLIP's.
 """
 
 import logging
@@ -19,21 +19,21 @@ from open_clip_train.distributed import is_master
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
 from training_ext.hosts import host
 
-# Change once an epoch or are taken once in it; shown in the line at its end.
+# These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives")
 
 
 @dataclass
 class Epoch:
-    """One that is in progress.
+    """The epoch in progress.
 
     Args:
         stage: TRAIN or RECOVERY.
-        number: completed epochs of this stage.
-        of: epochs of this stage.
-        first: number of the epoch's first step, as OpenCLIP counts them.
+        number: number of completed epochs of this stage.
+        of: number of epochs of this stage.
+        first: number of the epoch's first step, as OpenCLIP counts steps.
         before, steps, ahead: steps of this stage before the epoch, of the epoch, and of the whole run after it.
-        tensorboard: its writer, or None.
+        tensorboard: TensorBoard's writer, or None.
     """
 
     stage: str
@@ -51,25 +51,25 @@ class Epoch:
 
 
 class RunLog:
-    """The log of one run, on every process; process 0 alone writes.
+    """The log of one run, on every process; only process 0 writes.
 
     Args:
-        args: as `params.parse_args` gives them. Without --loss OpenCLIP's own lines pass as they are.
+        args: as `params.parse_args` gives them. Without --loss OpenCLIP's lines are logged unchanged.
     """
 
     def __init__(self, args: Namespace):
         self.args = args
-        self.loss_name: str | None = None  # of the value that the loss minimises, if it is ours
+        self.loss_name: str | None = None  # name of the value that this package's loss minimises
         self._file: MetricsFile | None = None
         self._full = False
         self._epoch: Epoch | None = None
         self._numbers: dict[str, float] = {}
         self._latest: dict[str, Any] = {}
         self._step = 0  # number of the latest logged step in the epoch
-        self._done = 0  # steps of this run, in epochs before the present one
-        self._came_in_at = 0  # step of the present epoch at which this run began
+        self._done = 0  # steps of this run in earlier epochs
+        self._came_in_at = 0  # step of the present epoch at which this run started
         self._began: float | None = None
-        self._since = 0.0  # of the epoch, for the time of its steps
+        self._since = 0.0  # start of the epoch's steps; after them their duration
         self._last: tuple[int, float] = 0, 0.0  # step and time of the latest line
         self._losses: list[float] = []
         self._quiet = False
@@ -79,7 +79,7 @@ class RunLog:
     # Lines of OpenCLIP's main
 
     def of_main(self, original: Callable, message: Any, *args: Any) -> None:
-        """In place of main's `logging.info`."""
+        """Replaces `logging.info` in OpenCLIP's main."""
         if self._held is not None:
             self._held.append(message)
         elif self._file_only:
@@ -91,7 +91,7 @@ class RunLog:
             original(message, *args)
 
     def has_model(self, model: torch.nn.Module) -> None:
-        """Main goes on with pages of its structure and of all flags, which the terminal is spared."""
+        """Log the model's size; main then prints its structure and all flags, which go to the file only."""
         if self.args.loss is None or self.args.log_all or self._file_only or not is_master(self.args):
             return
         sizes = [parameter.numel() for parameter in model.parameters()]
@@ -99,15 +99,16 @@ class RunLog:
         self._file_only = True
 
     def has_start(self) -> None:
-        """Main goes on with what the terminal should show."""
+        """The next lines of main go to the terminal again."""
         self._file_only = False
 
     def hold(self) -> None:
-        """Main says that an epoch begins; what comes before the first one is said first."""
+        """Hold back main's line that an epoch begins, so that the lines before training come first."""
         if self.args.loss is not None and self._held is None:
             self._held = []
 
     def release(self) -> None:
+        """Log the lines that were held back."""
         held, self._held = self._held, None
         for message in held or ():
             logging.info(message)
@@ -115,21 +116,21 @@ class RunLog:
     # Lines of OpenCLIP's loop
 
     def begin(self, loss_name: str) -> None:
-        """The loss is one of ours, and its value has this name."""
+        """Start the log of a training with one of this package's losses, whose value is named `loss_name`."""
         self.loss_name = loss_name
         if is_master(self.args) and not self.args.log_all:
             everything = f"; all numbers are in {self.path}" if self.args.save_logs else ""
             logging.info(f"In the lines below, error is the estimated log-normalizers' / the minibatch's{everything}")
 
     def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
-        """In place of `logging.info` of its epochs and evaluations."""
+        """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""
         replaces = self._epoch is not None and not (self.args.log_all and self._epoch.stage == TRAIN)
         if not self._quiet and not replaces:
             original(message, *args)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """For an evaluation whose outcome is known."""
+        """Log no lines of an evaluation that repeats an earlier one."""
         self._quiet = True
         try:
             yield
@@ -138,7 +139,7 @@ class RunLog:
 
     @contextmanager
     def epoch(self, epoch: Epoch) -> Iterator[Any]:
-        """For the time of an epoch of OpenCLIP's; gives what to pass to it as `tb_writer`."""
+        """Log an epoch of OpenCLIP's; yields the `tb_writer` to pass to it."""
         if self.args.loss is None:
             yield epoch.tensorboard
             return
@@ -151,10 +152,10 @@ class RunLog:
             self._tell_epoch(epoch)
 
     def steps(self, numbered: Iterable[tuple[int, Any]], first: int) -> Iterator[tuple[int, Any]]:
-        """The numbered batches of an epoch; the next is asked for when all is known of the step before.
+        """Yield the numbered batches of an epoch; when OpenCLIP asks for the next, the step before is logged.
 
         Args:
-            first: number of the first.
+            first: number of the first batch.
         """
         self._since = time.monotonic()
         self._began = self._began or self._since
@@ -166,7 +167,7 @@ class RunLog:
         self._since = time.monotonic() - self._since
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
-        """As TensorBoard's writer."""
+        """The method of TensorBoard's writer."""
         assert self._epoch is not None
         self._numbers[name.removeprefix("train/")] = value
         self._step = step - self._epoch.first + 1
@@ -174,7 +175,7 @@ class RunLog:
             self._epoch.tensorboard.add_scalar(name, value, step)
 
     def _write(self) -> None:
-        """The step's line, if OpenCLIP has logged it."""
+        """Log the step and write its numbers, if OpenCLIP has logged it."""
         if not self._numbers or self._epoch is None:
             return
         epoch, now = self._epoch, time.monotonic()
@@ -183,14 +184,14 @@ class RunLog:
         throughput = (self._step - step_before) * global_batch / max(now - time_before, 1e-9)
         self._last = self._step, now
         numbers, self._numbers = self._numbers, {}
-        numbers["throughput"] = throughput  # OpenCLIP's samples_per_second is of the last step alone
+        numbers["throughput"] = throughput  # OpenCLIP's samples_per_second covers the last step only
         numbers.setdefault("tau", 1 / numbers[host().scale_name])
         self._losses.append(numbers[self.loss_name or "loss"])
         self._add(
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
             samples=(epoch.before + self._step) * global_batch, **numbers,
         )
-        # The loop of tasks gives numbers more often than it says them.
+        # OpenCLIP 4.x's loop of tasks reports numbers more often than it logs a line.
         if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
             line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]
             logging.info(" ".join(line))
@@ -202,7 +203,7 @@ class RunLog:
         yield f"{numbers['throughput']:.0f}/s"
 
     def _left(self, now: float) -> str:
-        """The time that the rest of the run takes, at the pace so far, evaluations and checkpoints included."""
+        """Estimated time left, at the mean pace so far, with evaluations and checkpoints."""
         assert self._epoch is not None and self._began is not None
         done = self._done + self._step - self._came_in_at
         return f"left {duration((now - self._began) / done * (self._epoch.steps - self._step + self._epoch.ahead))}"
@@ -216,7 +217,7 @@ class RunLog:
     # Evaluations
 
     def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Process 0 has evaluated after `epoch` epochs."""
+        """Write the metrics of the evaluation after `epoch` epochs; on process 0."""
         if self.args.loss is not None:
             self._add(EVAL, epoch, 0, **{name: value for name, value in metrics.items() if name != "epoch"})
 
@@ -227,13 +228,13 @@ class RunLog:
         try:
             self._file = self._file or MetricsFile(os.path.dirname(self.path))
             self._file.add({"stage": stage, "epoch": epoch, "step": step, "time": round(time.time(), 3), **numbers})
-        except OSError as error:  # the training is worth more
+        except OSError as error:  # do not lose the training for a log
             self._full = True
             logging.warning(f"No more lines are added to {self.path}: {error.strerror}")
 
     @property
     def path(self) -> str:
-        """Of the file with every number."""
+        """Path of the file with all numbers."""
         return os.path.join(self.args.logs, self.args.name, FILE)
 
     def close(self) -> None:
@@ -243,7 +244,7 @@ class RunLog:
 
 
 def duration(seconds: float) -> str:
-    """Short: 45s, 12m05s, 34h02m."""
+    """A duration as short text: 45s, 12m05s, 34h02m."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds}s"

@@ -1,4 +1,4 @@
-"""One row of the table of seams, see `hooks`."""
+"""`Seam`: one row of the table of replaced names in `hooks`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 from training_ext.hosts import Host
 from training_ext.session import RUN
 
-# Names in braces are those of `hosts.Host`.
+# Names in braces are fields of `hosts.Host`.
 MAIN, TRAIN, SHARDS, DATA = "{main}", "{train}", "{shards}", "open_clip_train.data"
 
 
@@ -16,13 +16,13 @@ class Seam:
     """One replaced name.
 
     Args:
-        module, path: where it is; a path of several names changes only what this module sees of the last.
+        module, path: the name; with a dotted path only this module sees the replacement.
         why: what OpenCLIP cannot do without it.
-        contract: what is relied on; the thing to check when OpenCLIP changes.
-        replacement: from the original and the session to what takes its place.
+        contract: what the replacement relies on, to be checked when OpenCLIP changes.
+        replacement: maps the original and the session to the replacement.
         scopes: when it is in place: the whole run, or while the train or validation data set is built.
-        for_ext_loss: only with a loss of ours; the others also serve OpenCLIP's own losses.
-        loop: LEGACY or TASKS of `hosts` where only that loop has the name; None for both.
+        for_ext_loss: whether it is needed for this package's losses only, not for OpenCLIP's.
+        loop: LEGACY or TASKS of `hosts` if only that loop has the name; None for both.
     """
 
     module: str
@@ -35,6 +35,6 @@ class Seam:
     loop: str | None = None
 
     def of(self, host: Host) -> "Seam":
-        """The row with the host's names."""
+        """The row with the names of the installed OpenCLIP filled in."""
         names = asdict(host)
         return replace(self, module=self.module.format(**names), path=self.path.format(**names))

@@ -1,10 +1,8 @@
-"""Random numbers that depend on the seed and on the place of their use alone, so that a run that is resumed, at
-whatever step, equals an uninterrupted one.
+"""Seed all random numbers by where they are used, so that a run resumed at any step equals an uninterrupted one.
 
-The order of the data depends on (seed, epoch, rank, worker), the augmentation of a sample on its row or its number in
-the worker's stream as well, what the model draws (dropout) on (seed, epoch, rank, batch). OpenCLIP seeds once at start,
-its webdataset shuffle buffer by time and process number, and keeps loader workers, with their generators, from epoch to
-epoch.
+The order of the data depends on (seed, epoch, rank, worker); the augmentation of a sample also on its row or its number
+in the worker's stream; dropout on (seed, epoch, rank, batch). OpenCLIP itself seeds once at the start, seeds its
+webdataset shuffle buffer by time and process id, and keeps the loader workers' generators from epoch to epoch.
 """
 
 import random
@@ -20,13 +18,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from training_ext.shards import ROW_SEPARATOR
 
-# First number after the seed: no two uses draw the same numbers.
+# The first number after the seed tells the uses apart, so that no two draw the same numbers.
 AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE = 1, 2, 3, 4, 5, 6
 
 
 def seed_of(seed: int, *place: int) -> int:
     """A 63-bit seed that differs for every (seed, *place), all non-negative."""
-    # SeedSequence takes (1,) and (1, 0) for the same, so the length comes first.
+    # The length comes first, since SeedSequence does not tell (1,) from (1, 0).
     sequence = np.random.SeedSequence([len(place), seed, *place])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
@@ -38,7 +36,7 @@ def seed_all(seed: int, *place: int) -> None:
 
 
 def seed_host(seed: int, *place: int) -> None:
-    """Seed Python's, NumPy's and torch's generators on the host alone, which is quick."""
+    """Seed Python's, NumPy's and torch's generators of the host only, which is faster."""
     value = seed_of(seed, *place)
     random.seed(value)
     np.random.seed(value % 2**32)
@@ -57,13 +55,13 @@ def num_workers() -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a process goes on in an epoch that it has begun before.
+    """Where a process resumes an interrupted epoch.
 
     Args:
-        epoch: its number.
-        batches: those that are done, of all loader workers together.
-        of: batches of the whole epoch.
-        samples: for each worker, how many have left its shuffle buffer.
+        epoch: number of the epoch.
+        batches: number of completed batches, of all loader workers together.
+        of: number of batches of the whole epoch.
+        samples: per worker, the number of samples that have left its shuffle buffer.
     """
 
     epoch: int
@@ -73,13 +71,13 @@ class Start:
 
 
 class SampleStream:
-    """The samples of one loader worker: shuffled, numbered from 1 in each epoch, each with random numbers of its own.
+    """Shuffles the samples of one loader worker, numbers them from 1 in each epoch, and seeds each by its number.
 
-    A stage of the pipeline in place of webdataset's shuffle buffer. The number goes in front of the caption.
+    A stage of the pipeline in place of webdataset's shuffle buffer. The number is put in front of the caption.
 
     Args:
         seed: the run's seed.
-        rank: this process.
+        rank: rank of this process.
     """
 
     def __init__(self, seed: int, rank: int):
@@ -90,22 +88,22 @@ class SampleStream:
         self._shuffle: Callable[[Iterable[dict]], Iterator[dict]]
 
     def shuffled_by(self, shuffle: Callable[[Iterable[dict]], Iterator[dict]]) -> "SampleStream":
-        """Take the shuffle buffer, which draws from `rng`."""
+        """Set the shuffle buffer, which must draw from `rng`; returns self."""
         self._shuffle = shuffle
         return self
 
     def begin(self, epoch: int, skipped: int = 0) -> None:
-        """Called before each epoch; the first `skipped` samples do not go further, and so are not decoded."""
+        """Start an epoch; its first `skipped` samples are dropped before they are decoded."""
         self._epoch, self._number, self._skipped = epoch, 0, skipped
         self.rng.seed(seed_of(self.seed, SHUFFLE, epoch, self.rank, worker_id()))
 
     def __call__(self, source: Iterable[dict]) -> Iterator[dict]:
-        """May be called several times in an epoch, where the data are gone through more than once."""
+        """Yield the samples; called again if an epoch takes several passes over the data."""
         for sample in self._shuffle(source):
             self._number += 1
             if self._number <= self._skipped:
                 continue
-            # The stages that follow take one sample at a time.
+            # Enough, since the following stages handle one sample at a time.
             seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
             if "txt" in sample:
                 sample["txt"] = f"{self._number}{ROW_SEPARATOR}".encode() + sample["txt"]
@@ -118,7 +116,7 @@ class SeededEpochs(IterableDataset):
     Args:
         dataset: an iterable data set of batches, whose augmentations draw from the global generators.
         seed: the run's seed.
-        rank: this process.
+        rank: rank of this process.
         stream: the stage of `dataset` that numbers its samples.
 
     `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
@@ -134,7 +132,7 @@ class SeededEpochs(IterableDataset):
         self._start: Start | None = None
 
     def start_at(self, start: Start) -> None:
-        """Begin that epoch later; called before the first iteration, which copies this into the workers."""
+        """Resume at `start`; called before the first iteration, which copies this object into the workers."""
         self._start = start
 
     def __iter__(self) -> Iterator[Any]:
@@ -147,15 +145,15 @@ class SeededEpochs(IterableDataset):
         self.stream.begin(epoch, start.samples[worker])
         done = len(range(worker, start.batches, workers))
         left = len(range(worker, start.of, workers)) - done
-        # The loader asks worker 0 first: those that are ahead of the others by a batch give an empty one, which
-        # `RowLoader` drops.
+        # The loader asks worker 0 first, so a worker that is a batch ahead first yields an empty one, which `RowLoader`
+        # drops.
         ahead = [()] if worker < start.batches % workers else []
         return chain(ahead, islice(iter(self.dataset), left))
 
 
 @contextmanager
 def kept_random_state(device: str) -> Iterator[None]:
-    """What happens in this block does not change what is drawn after it."""
+    """Restore the random state of the host and of `device` after the block."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if str(device).startswith("cuda") else []):
         yield
@@ -164,7 +162,7 @@ def kept_random_state(device: str) -> Iterator[None]:
 
 
 class WorkerSeed:
-    """Called for the seed of OpenCLIP's resampled shard list, which adds the epoch."""
+    """A callable that gives the worker's seed to OpenCLIP's resampled shard list, which adds the epoch."""
 
     def __init__(self, seed: int, rank: int):
         self.seed = seed

@@ -1,4 +1,4 @@
-"""What local shards hold, from one look at their headers that is remembered until the file changes."""
+"""Count the samples of local shards from their headers, with a cache that is valid until a file changes."""
 
 import json
 import os
@@ -17,14 +17,19 @@ def _stamp(path: str) -> list[int]:
 
 
 def scanned_before(paths: dict[str, str]) -> set[str]:
-    """The urls whose scan is remembered; `paths` are local files by url."""
+    """The URLs with a valid entry in the cache; `paths` are local files by URL."""
     cache = _load_cache() if paths else {}
     entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
     return {url for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
 
 
 def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
-    """What shards hold by url, from the cache where the file is unchanged since, else from their headers."""
+    """Contents of shards by URL, from the cache if the file is unchanged, else from its headers.
+
+    Args:
+        paths: local files by URL.
+        progress: whether to show a progress bar.
+    """
     found: dict[str, Contents] = {}
     todo = {}
     cache = _load_cache() if paths else {}
@@ -57,7 +62,7 @@ def _cache_file() -> str:
 
 
 def _load_cache() -> dict[str, list[int]]:
-    """By absolute path: bytes, modification time (ns), samples, key digest; empty if there is no usable cache."""
+    """The cache, [size, modification time (ns), samples, key digest] by absolute path; {} if there is no usable one."""
     try:
         with open(_cache_file(), encoding="utf-8") as file:
             cache = json.load(file)
@@ -77,7 +82,7 @@ def _save_cache(fresh: dict[str, list[int]]) -> None:
     temporary = None
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        cache = {**_load_cache(), **fresh}  # read again: another process may have saved since
+        cache = {**_load_cache(), **fresh}  # read again, since another process may have written it
         with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
             temporary = file.name
             json.dump(cache, file)

@@ -1,6 +1,6 @@
-"""Samples that cannot be used: left out, counted in the loader's workers, and reported by epoch.
+"""Skip samples that cannot be used, count them in the loader's workers, and report them per epoch.
 
-A run ends in one line where no sample can be used any more, and where more than --max-bad-samples cannot.
+A run ends with one line if no more samples are usable, or if the fraction that is not exceeds --max-bad-samples.
 """
 
 import json
@@ -26,9 +26,9 @@ from training_ext.seeding import worker_id
 from training_ext.tars import one_line
 
 FILE = "data.jsonl"  # in the experiment's folder: a line for each epoch
-SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # after which one worker gives up; of a pipe or a URL, minutes
+SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
 
-# What is counted: each worker has a row of these. The skipped come last.
+# Columns of the counts; each worker has a row of them. Skipped samples come last.
 READ, LOST, SHARDS, MISSING, DAMAGED, USED, NO_CAPTION, NO_IMAGE, UNREADABLE = range(9)
 SKIPPED = {
     NO_CAPTION: "without a caption",
@@ -43,33 +43,33 @@ NAMES = {
 
 
 class Skips:
-    """Counts of one process's train data, over all workers of its loader.
+    """Counts of used and skipped train samples of one process, over all workers of its loader.
 
     Args:
-        max_share: --max-bad-samples, from 0 to 1, or None for no limit.
-        workers: of the loader.
+        max_share: --max-bad-samples, a fraction from 0 to 1, or None for no limit.
+        workers: number of workers of the loader.
     """
 
     def __init__(self, max_share: float | None, workers: int):
         self.max_share = max_share
-        self.epoch_samples = 0  # that this process uses in an epoch
-        # Each worker writes to a row of its own, so that none waits for another.
+        self.epoch_samples = 0  # number of samples that this process uses per epoch
+        # Each worker writes its own row, so that no lock is needed.
         self._counts = torch.zeros(max(1, workers), 9, dtype=torch.int64).share_memory_()
         self._named = torch.zeros(9, dtype=torch.int64).share_memory_()
         self._shards_in_a_row = 0
         self._samples_in_a_row = 0
         self._empty_passes = 0
-        self.complete = ""  # name of the latest sample with image and caption, for stages that know no name
+        self.complete = ""  # name of the latest sample with image and caption, for stages that do not know it
 
     def begin_epoch(self) -> None:
         self._counts.zero_()
 
     def counts(self) -> list[int]:
-        """Of this epoch, so far."""
+        """Counts of this epoch so far, over all workers."""
         return self._counts.sum(0).tolist()
 
     def own(self) -> np.ndarray:
-        """The counts of the worker that calls."""
+        """The row of the calling worker."""
         return self._counts.numpy()[worker_id()]
 
     def use(self) -> None:
@@ -77,10 +77,14 @@ class Skips:
         self._samples_in_a_row = 0
 
     def skip(self, kind: int, what: str, why: str) -> None:
-        """Leave out one sample.
+        """Count a skipped sample.
+
+        Args:
+            kind: one of `SKIPPED`.
+            what, why: name of the sample and reason, for messages.
 
         Raises:
-            InputError: there were too many.
+            InputError: too many were skipped.
         """
         self.own()[kind] += 1
         self._name(kind, f"{what}: {why}")
@@ -91,15 +95,15 @@ class Skips:
             )
         counts = self.counts()
         bad = sum(counts[kind] for kind in SKIPPED)
-        # What is skipped is not used: this share is reached whatever the rest of the epoch is like.
+        # However good the rest of the epoch is, the limit is exceeded.
         if self.max_share is not None and bad > self.max_share * (bad + self.epoch_samples):
             self._raise_share(counts, f"{what}: {why}")
 
     def skip_shard(self, url: str, error: Exception, position: int, size: int | None) -> None:
-        """Leave out what could not be read of a shard: all after `position` of its `size` samples, if that is known.
+        """Count the samples lost in a damaged shard: those after `position` of its `size`, which may be unknown.
 
         Raises:
-            InputError: there were too many.
+            InputError: too many were lost, or too many shards in a row could not be read.
         """
         kind = DAMAGED if position or not isinstance(error, OSError) else MISSING
         own = self.own()
@@ -113,10 +117,10 @@ class Skips:
         self._count_row(position, last)
 
     def end_shard(self, url: str, samples: int) -> None:
-        """A shard was read to its end.
+        """Count a shard that was read to its end.
 
         Raises:
-            InputError: it was the last of too many in which there was nothing.
+            InputError: too many shards in a row were empty.
         """
         own = self.own()
         own[SHARDS] += 1
@@ -129,26 +133,26 @@ class Skips:
             raise InputError(f"--train-data: {SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}")
 
     def end_pass(self, used: int, batch_size: int) -> None:
-        """A worker has gone through all of its shards once, and goes through the same ones again.
+        """Count a pass of a worker over all its shards, which it then repeats.
 
         Raises:
-            InputError: that gave no batch twice, and never will.
+            InputError: two passes in a row gave no full batch, so none ever will.
         """
         self._empty_passes = 0 if used >= batch_size else self._empty_passes + 1
-        # Once is not enough: a run that resumes in the middle of an epoch may see the end of a pass only.
+        # One is not enough, since a run that resumes within an epoch may see only the end of a pass.
         if self._empty_passes < 2:
             return
         left_out = describe(self.counts())
         raise InputError(
-            f"--train-data: a loader's shards hold {used} samples that can be used where --batch-size is {batch_size}"
+            f"--train-data: a loader worker's shards have {used} usable samples, but --batch-size is {batch_size}"
             + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers")
         )
 
     def check_share(self, counts: list[int]) -> None:
-        """At the end of an epoch.
+        """Check the counts of all processes at the end of an epoch.
 
         Raises:
-            InputError: more than `max_share` of it could not be used.
+            InputError: more than `max_share` of its samples could not be used.
         """
         if self.max_share is not None and share_of(counts) > self.max_share:
             self._raise_share(counts)
@@ -157,30 +161,30 @@ class Skips:
         last = f"; the last is {last}" if last else ""
         raise InputError(
             f"--max-bad-samples: more than {self.max_share:g} of the train data cannot be used: "
-            f"{describe(counts)}{last}; mend the data or give a larger share"
+            f"{describe(counts)}{last}; repair the data or give a larger fraction"
         )
 
     def _name(self, kind: int, text: str) -> None:
         if not self._named[kind]:
             self._named[kind] = 1
-            logging.warning(f"Left out of the train data: {text}. Others like it are counted, and not named")
+            logging.warning(f"Left out of the train data: {text}. Others like it are counted but not logged")
 
 
 def share_of(counts: list[int]) -> float:
-    """The share of an epoch's samples that could not be used, from 0 to 1.
+    """Fraction of an epoch's samples that could not be used, from 0 to 1.
 
-    Shards and their samples are counted apart: a loader reads ahead of what it uses.
+    Losses in shards and skipped samples are fractions of different totals, since a loader reads ahead of what it uses.
     """
     bad = sum(counts[kind] for kind in SKIPPED)
     bad_shards = sum(counts[kind] for kind in BAD_SHARDS)
-    # Of shards of unknown size, the share of shards has to do.
+    # If the sizes of shards are unknown, the fraction of shards must do.
     of_shards = counts[LOST] / (counts[LOST] + counts[READ]) if counts[LOST] else bad_shards / max(1, counts[SHARDS])
     of_samples = bad / max(1, bad + counts[USED])
     return 1 - (1 - of_shards) * (1 - of_samples)
 
 
 def describe(counts: list[int]) -> str:
-    """What was left out and why, such as '3 sample(s) without a caption'; '' if nothing was."""
+    """What was skipped and why, such as '3 sample(s) without a caption'; '' if nothing was."""
     parts = [f"{counts[kind]} sample(s) {text}" for kind, text in SKIPPED.items() if counts[kind]]
     parts += [f"{counts[kind]} {text}" for kind, text in BAD_SHARDS.items() if counts[kind]]
     if counts[LOST]:
@@ -189,10 +193,10 @@ def describe(counts: list[int]) -> str:
 
 
 def report_epoch(skips: Skips, args: Namespace, epoch: int, loader: Any, tb_writer: Any) -> None:
-    """Log what an epoch skipped, and write it beside the other metrics: TensorBoard, W&B and data.jsonl.
+    """Log what an epoch skipped, and write it to TensorBoard, W&B and data.jsonl; every process calls this.
 
     Raises:
-        InputError: it was more than --max-bad-samples.
+        InputError: the fraction exceeds --max-bad-samples.
     """
     every: list[Any] = [skips.counts()]
     if dist.is_available() and dist.is_initialized():
@@ -225,7 +229,7 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
 
 
 class Complete:
-    """OpenCLIP's filter of samples without image or caption, which counts what it leaves out."""
+    """OpenCLIP's filter of samples without image or caption, with a count of those that it drops."""
 
     def __init__(self, accepts: Callable[[dict], bool], skips: Skips):
         self.accepts = accepts
@@ -248,12 +252,12 @@ def name_of(sample: dict) -> str:
 
 
 class Decode:
-    """webdataset's `decode` of the members that OpenCLIP makes a pair of; counts what cannot be decoded.
+    """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded.
 
     Args:
-        decode: webdataset's.
-        skips: of the train data.
-        batch_size: in samples.
+        decode: webdataset's function.
+        skips: counts of the train data.
+        batch_size: samples per batch.
     """
 
     def __init__(self, decode: Callable, skips: Skips, batch_size: int):
@@ -262,7 +266,7 @@ class Decode:
         self.batch_size = batch_size
 
     def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
-        """As webdataset's, but for the handler of errors, which is ours."""
+        """As webdataset's `decode`; the given error handler is replaced by the count."""
         return partial(self._run, partial(self.decode, *handlers, only=PAIR_MEMBERS))
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
@@ -288,7 +292,7 @@ class Decode:
 
 
 class DecodeImages(Decode):
-    """webdataset's `map_dict`; of the stage that has a handler of errors, as `Decode`."""
+    """As `Decode`, for webdataset's `map_dict`; only the stage with an error handler is changed."""
 
     def __call__(self, handler: Callable | None = None, **functions: Callable) -> Callable:  # type: ignore[override]
         if handler is None:
@@ -297,7 +301,7 @@ class DecodeImages(Decode):
 
 
 class Worded:
-    """OpenCLIP's filter of captions without words, which counts what it leaves out; they come after `Complete`."""
+    """OpenCLIP's filter of empty captions, with a count of those that it drops; a stage after `Complete`."""
 
     def __init__(self, accepts: Callable[[dict], bool], skips: Skips):
         self.accepts = accepts
@@ -313,14 +317,14 @@ class Worded:
 
 
 class UsableLines(Dataset):
-    """The lines of a csv, where another one takes the place of one that cannot be used.
+    """The lines of a csv, with each unusable line replaced by another.
 
     Args:
         csv: OpenCLIP's data set, with the cells as `images` and `captions`.
         dataset: the same lines, as they reach the loader.
-        path: of the file.
-        skips: of the train data; None for validation data, whose metrics are of all lines, so that a bad one raises
-            InputError.
+        path: path of the file.
+        skips: counts of the train data; None for validation data, where a bad line raises InputError, since metrics
+            must cover all lines.
     """
 
     def __init__(self, csv: Any, dataset: Dataset, path: str, skips: Skips | None):
@@ -334,7 +338,7 @@ class UsableLines(Dataset):
 
     def __getitem__(self, row: int) -> Any:
         item = self._read(row)
-        # Whatever was drawn before, so that a resumed run takes the same.
+        # Seeded by the row, so that a resumed run takes the same replacement.
         draws = random.Random(row)
         while item is None:
             item = self._read(draws.randrange(len(self)))
@@ -347,7 +351,7 @@ class UsableLines(Dataset):
             return self._skip(row, NO_IMAGE, "its image is empty")
         try:
             item = self.dataset[row]
-        except Exception as error:  # image libraries raise whatever they like
+        except Exception as error:  # image libraries may raise anything
             return self._skip(row, UNREADABLE, f"{self.csv.images[row]!r}: {one_line(error)}")
         if self.skips is not None:
             self.skips.use()
@@ -356,6 +360,6 @@ class UsableLines(Dataset):
     def _skip(self, row: int, kind: int, why: str) -> Any:
         what = f"line {row + 2} of {self.path!r}"
         if self.skips is None:
-            raise InputError(f"--val-data: {what} cannot be used: {why}; mend or remove it")
+            raise InputError(f"--val-data: {what} cannot be used: {why}; repair or remove it")
         self.skips.skip(kind, what, why)
         return None

@@ -1,4 +1,4 @@
-"""SIGTERM, the warning that a machine will be taken away: the run ends between two steps, on all processes the same."""
+"""End a run after SIGTERM, which announces preemption: between two steps, the same on all processes."""
 
 import multiprocessing
 import os
@@ -13,10 +13,10 @@ from open_clip_ext.distributed import world_size
 
 
 class StopRequest:
-    """Remembers a SIGTERM; made by every process at the same time.
+    """Records a SIGTERM and agrees with the other processes on the step to stop after; every process creates one.
 
-    The processes ask each other without waiting: what was asked after one step is answered after the next. The question
-    goes over the hosts' network, so that nothing waits for a GPU.
+    The all-reduce is asynchronous: it starts after one step and is read after the next. It runs over gloo, so nothing
+    waits for a GPU.
     """
 
     def __init__(self) -> None:
@@ -31,10 +31,10 @@ class StopRequest:
         self.requested = True
 
     def agreed(self, at_once: bool = False) -> bool:
-        """Whether to stop after this step; called by all processes after each.
+        """Whether to stop after this step; every process calls it after each step.
 
         Args:
-            at_once: wait for the answer to this step's question, where a long time passes before the next step.
+            at_once: wait for this step's all-reduce, for example at the end of an epoch, before a long pause.
         """
         if self._group is None:
             return self.requested
@@ -53,16 +53,16 @@ class StopRequest:
         return work, anyone
 
     def close(self) -> None:
-        """SIGTERM does again what it did before."""
+        """Restore the previous handler of SIGTERM."""
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
 
 
 class Outlive:
-    """`worker_init_fn` of loaders: while the run goes on, SIGTERM does not end their workers.
+    """A loader's `worker_init_fn`: its workers ignore SIGTERM until the run has ended.
 
-    It comes to the whole process group where Slurm sends it, and the step in progress needs its batches. A worker whose
-    process is gone ends by itself.
+    Slurm may signal the whole process group, and the step in progress still needs its batches. Workers end by
+    themselves if their parent process is gone.
     """
 
     def __init__(self) -> None:
@@ -77,5 +77,5 @@ class Outlive:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """The run has ended."""
+        """Let SIGTERM end the workers from now on."""
         self._running.value = 0

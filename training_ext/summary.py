@@ -1,4 +1,4 @@
-"""What a training says at its end: best and last metrics, the time, where everything is, and the next commands."""
+"""The summary at the end of a training: best and last metrics, duration, files, and the next commands."""
 
 import os
 import shlex
@@ -13,27 +13,27 @@ from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
 from training_ext.keep_best import BEST, COUNTS, START, is_better
 from training_ext.run_log import duration
 
-SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics, by the end of their names
+SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 WHAT = {
     "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
     "data.jsonl": "samples used, by epoch", BEST: "the best weights", START: "metrics before the first step",
-    "temperatures.html": "samples by temperature", "confusion": "classes taken for others",
+    "temperatures.html": "samples by temperature", "confusion": "confusion matrices",
     "tensorboard": "tensorboard --logdir",
 }
 
 
 def summary(args: Namespace, seconds: float) -> Iterator[str]:
-    """Lines for the log of process 0.
+    """Lines of the summary, for the log of process 0.
 
     Args:
-        args: completed by OpenCLIP.
-        seconds: that this run has taken.
+        args: the command line, completed by OpenCLIP.
+        seconds: duration of this run.
     """
     folder = os.path.join(args.logs, args.name)
     yield f"Done: {args.epochs} epoch(s) of {args.loss}; this run took {duration(seconds)}"
     yield from _metrics(read_metrics(folder, EVAL))
     last = f"checkpoints/epoch_{args.epochs}.pt"
-    yield f"Everything is in {folder}:"
+    yield f"Files in {folder}:"
     yield f"  {last}: the last checkpoint"
     yield from (f"  {name}: {what}" for name, what in WHAT.items() if os.path.exists(os.path.join(folder, name)))
     yield "Next:"

@@ -1,7 +1,7 @@
-"""The samples of tar files, grouped as OpenCLIP groups them, with damage told from the archive's end.
+"""Read the samples of tar files, grouped as OpenCLIP groups them, and detect damaged archives.
 
-webdataset reads by tarfile, which takes a header that is damaged or zeroed for the end: the rest of the shard would be
-lost without a word.
+webdataset reads with tarfile, which takes a damaged or zeroed header for the end of the archive, so that the rest of a
+shard is lost silently.
 """
 
 import hashlib
@@ -23,40 +23,40 @@ _READ_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, zlib.error)
 
 
 class _StrictHeader(tarfile.TarInfo):
-    """Raises ReadError for a damaged header, where tarfile would quietly take it for the archive's end."""
+    """Raises ReadError for a damaged header, which tarfile would silently take for the archive's end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_StrictHeader":
         try:
             return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as err:
-            if not buf.strip(b"\0"):  # a true end: zeros, or the end of the file
+            if not buf.strip(b"\0"):  # the archive's real end: zeros, or the end of the file
                 raise
             raise tarfile.ReadError(str(err)) from err
 
 
 def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The members that webdataset's tar_file_iterator yields; ReadError where the archive is damaged."""
+    """The members that webdataset's tar_file_iterator yields; raises ReadError at damage."""
     for member in tar:
-        # Else tarfile keeps every header in memory.
+        # Otherwise tarfile keeps every header in memory.
         tar.members = []  # type: ignore[attr-defined]  # undocumented
         # The pattern covers webdataset's meta_prefix and meta_suffix, too.
         if member.isreg() and not re.match(_SKIP_META, member.name):
             yield member
     file: Any = tar.fileobj
     while block := file.read(_BLOCK):
-        if block.count(0) < len(block):  # after a true end there are only zeros
-            raise tarfile.ReadError("there is more after the end of the archive, as where a header is zeroed")
+        if block.count(0) < len(block):  # after the real end there are only zeros
+            raise tarfile.ReadError("there are data after the end of the archive, as if a header were zeroed")
 
 
 class KeyDigest:
-    """A digest of the keys of samples, in order; 56 bits, which JSON can hold."""
+    """A digest of the keys of samples, in order: an integer of 56 bits."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=7)
 
     def add(self, key: object) -> None:
-        # A member may be named "a.__key__": its payload is then the key, which a look at the headers does not see.
+        # The payload of a member named "a.__key__" is the key, which the headers do not show.
         name = key if isinstance(key, str) else ""
         self._hash.update(name.encode(errors="surrogateescape") + b"\0")
 
@@ -65,9 +65,9 @@ class KeyDigest:
 
 
 def read_samples(url: str) -> Iterator[dict]:
-    """The samples of one shard, dicts of bytes by suffix, just as OpenCLIP's reader yields them.
+    """Yield the samples of one shard, dicts of bytes by suffix, exactly as OpenCLIP's reader does.
 
-    Raises whatever opening and reading may raise, once the samples before the damage were yielded.
+    An error of opening or reading, of any type, is raised after the samples before it.
     """
     errors: list[Exception] = []
     yield from group_by_keys_nothrow(_payloads(url, errors))
@@ -76,22 +76,22 @@ def read_samples(url: str) -> Iterator[dict]:
 
 
 def _payloads(url: str, errors: list[Exception]) -> Iterator[dict]:
-    # The last sample is grouped when this ends, so an error must wait.
+    # The last sample is yielded when this ends, so an error must wait.
     try:
         with tarfile.open(fileobj=gopen(url), mode="r|*", tarinfo=_StrictHeader) as tar:
             for member in _members(tar):
                 payload: Any = tar.extractfile(member)
                 yield {"fname": member.name, "data": payload.read(), "__url__": url}
-    except Exception as error:  # file systems, commands and archives raise whatever they like
+    except Exception as error:  # file systems, commands and archives may raise anything
         errors.append(error)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a look at a tar's headers finds.
+    """Result of a scan of a tar's headers.
 
     Args:
-        samples: their number; of a damaged tar, before the damage.
+        samples: number of samples; in a damaged tar those before the damage.
         keys: `KeyDigest` of the samples.
         damage: what is wrong, or None.
     """
@@ -102,7 +102,7 @@ class Contents:
 
 
 def scan(path: str) -> Contents:
-    """Look at the headers of a local tar."""
+    """Scan the headers of a local tar, without its payloads."""
     samples, keys, damage = 0, KeyDigest(), None
     errors: list[Exception] = []
     for sample in group_by_keys_nothrow(_lengths(path, errors)):
@@ -114,8 +114,10 @@ def scan(path: str) -> Contents:
 
 
 def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:
-    """As `_payloads`, with each payload's length in its place: as true or false as the payload, which decides on a
-    sample with a "__bad__" member."""
+    """As `_payloads`, with each payload's length in its place.
+
+    The length is falsy where the payload is, which matters for a "__bad__" member.
+    """
     try:
         with open(path, "rb") as file, _open_tar(file) as tar:
             for member in _members(tar):
@@ -128,7 +130,7 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
     try:
         return tarfile.open(fileobj=file, mode="r:", tarinfo=_StrictHeader)
     except tarfile.ReadError:
-        # Compressed. As a stream, like webdataset: that mode stops after the first of several gzip members.
+        # Compressed. Read as a stream, like webdataset, since that mode stops after the first of several gzip members.
         file.seek(0)
         return tarfile.open(fileobj=file, mode="r|*", tarinfo=_StrictHeader)
 
@@ -136,5 +138,5 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
 def one_line(error: BaseException) -> str:
     """An exception's message on one line, without the number and the path of an OSError."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)  # what Pillow calls an image in memory
+    text = re.sub(r" ?<_io\.BytesIO object at \w+>", "", text)  # Pillow's name of an image in memory
     return " ".join(text.split())[:200] or type(error).__name__

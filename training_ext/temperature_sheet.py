@@ -1,7 +1,7 @@
-"""The samples with the largest and the smallest temperatures, as a page of thumbnails with captions.
+"""Write an HTML page of the samples with the largest and smallest temperatures, with thumbnails and captions.
 
-iSogCLR's Section 6.3 looks at these: a large temperature goes to samples whose meaning is common, which have many
-near neighbours among the negatives, a small one to rare ones.
+As in iSogCLR, Section 6.3: samples of common meaning, with many similar negatives, have large temperatures, and rare
+samples small ones.
 """
 
 import base64
@@ -31,10 +31,10 @@ def write_sheet(folder: str, taus: Tensor, args: Namespace, rows: Any, transform
     """Write the page and return its path.
 
     Args:
-        folder: of the experiment.
-        taus: temperatures of the n samples, images first, (n, 2).
-        args, rows: of the training.
-        transforms: OpenCLIP's for training and evaluation.
+        folder: the experiment's folder.
+        taus: temperatures of the n samples as image and as text anchors, (n, 2).
+        args, rows: command line and data rows of the training.
+        transforms: OpenCLIP's for training and for evaluation.
     """
     chosen = {
         (side, end): taus[:, number].topk(min(SHOWN, len(taus)), largest=end == "largest").indices.tolist()
@@ -81,7 +81,7 @@ def _figure(row: int, tau: float, sample: tuple[Image.Image, str] | None) -> str
 
 
 def _read(wanted: set[int], args: Namespace, rows: Any, transforms: tuple) -> dict[int, tuple[Image.Image, str]]:
-    """Images and captions of some rows; those that cannot be read, or are not on this machine, are left out."""
+    """Image and caption by row; rows that cannot be read, or are not on this machine, are left out."""
     if args.dataset_type == "synthetic" or (rows.shards is not None and not all(map(is_local, rows.shards.urls))):
         return {}
     source = source_of(args, rows.kind, rows.shards, (transforms[0], _as_it_is), _as_a_list)

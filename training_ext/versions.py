@@ -1,4 +1,4 @@
-"""The version of the installed OpenCLIP, known before any of it is imported."""
+"""The version of the installed OpenCLIP, read without importing it."""
 
 import importlib.metadata
 
@@ -6,7 +6,11 @@ from open_clip_ext.errors import InputError
 
 
 def open_clip_version() -> str:
-    """The installed version; InputError if there is none."""
+    """The installed version, such as "2.32.0".
+
+    Raises:
+        InputError: open_clip_torch is not installed.
+    """
     try:
         return importlib.metadata.version("open_clip_torch")
     except importlib.metadata.PackageNotFoundError:
@@ -14,12 +18,12 @@ def open_clip_version() -> str:
 
 
 def release_of(version: str) -> tuple[int, ...]:
-    """Its first two numbers."""
+    """Major and minor number of a version, for comparisons."""
     return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
 
 
 def cannot_import(error: ImportError) -> str:
-    """One line for an OpenCLIP whose training code is not there, or lacks a name or a package."""
+    """The error line if OpenCLIP's training code, a name in it, or a package that it needs is missing."""
     reason = " ".join(str(error).split())
     return (
         f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "

@@ -1,4 +1,4 @@
-"""Zero-shot classification of generated scenes, beside OpenCLIP's of ImageNet."""
+"""Zero-shot classification of generated scenes during training, as OpenCLIP has it for ImageNet."""
 
 from argparse import Namespace
 from dataclasses import replace
@@ -13,19 +13,19 @@ from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scen
 from training_ext.hosts import host, taken
 
 METRIC = "shapes-zeroshot-top1"
-# 180 kinds of scenes: the colours of the two objects, in any order, and the background.
+# The 180 classes: the colours of the two objects, in any order, and the background.
 KINDS = tuple((*pair, ground) for pair in combinations_with_replacement(sorted(COLOURS), 2) for ground in BACKGROUNDS)
-CAPTIONS = 16  # of each kind, whose mean embedding stands for it
+CAPTIONS = 16  # per class, whose mean embedding is its classifier
 
 
 def kind_of(scene: Scene) -> tuple[str, str, str]:
-    """The entry of `KINDS` that a scene is of."""
+    """The class of a scene, an entry of `KINDS`."""
     first, second = sorted((scene.first.colour, scene.second.colour))
     return first, second, scene.background
 
 
 def example(kind: tuple[str, str, str], number: int) -> str:
-    """A caption of a scene of this kind, the shapes, sizes, places and words those of scene `number`."""
+    """A caption for this class, with the shapes, sizes, places and words of scene `number`."""
     colours = kind[:2] if number % 2 else kind[1::-1]
     scene = describe_scene(0, number)
     first, second = (replace(thing, colour=c) for thing, c in zip((scene.first, scene.second), colours, strict=True))
@@ -33,11 +33,11 @@ def example(kind: tuple[str, str, str], number: int) -> str:
 
 
 def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, tokenizer: Any) -> dict[str, float]:
-    """Share of the scenes that are nearest to their own of the 180 `KINDS`; a guess is right in 1 of 180 cases.
+    """Top-1 accuracy in [0, 1] over the 180 classes `KINDS`; chance is 1/180.
 
     Args:
         model: the CLIP model without wrappers, in evaluation mode.
-        dataloader: of `Scenes`, in their order.
+        dataloader: loader over `Scenes`, in their order.
     """
     device = torch.device(args.device)
     scenes = dataloader.dataset

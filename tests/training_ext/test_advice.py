@@ -25,17 +25,17 @@ def test_nothing_is_said_where_all_fits(loss):
 @pytest.mark.parametrize(
     "flags, steps, parts",
     [
-        ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), 80 in all", "at most 30"]),
+        ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 30"]),
         (
             "--loss queue --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
-            ["--epochs: 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
+            ["--epochs: the training has 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
         ),
-        ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps where the training has 200", "0.2 %", "20"]),
+        ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps, but the training has 200", "0.2 %", "20"]),
         # exp(-200 * 1e-3 / 8), and log(2) / 200
         ("--loss queue --queue-size 200 --warmup 5", 10, ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"]),
-        ("--loss fastclip-v3 --warmup 5 --lr-tau 1 --epochs 4", 10, ["--gamma: 0.2", "5 visits", "4 epoch", "gives 1"]),
-        ("--loss queue --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are held"]),
-        ("--loss neuclip --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are held"]),
+        ("--loss fastclip-v3 --warmup 5 --lr-tau 1 --epochs 4", 10, ["--gamma: 0.2", "5 visits", "4 in", "gives 1"]),
+        ("--loss queue --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are used"]),
+        ("--loss neuclip --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are used"]),
         (
             "--loss neuclip --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
             ["--npn-restart-every: 1 ", "10 step(s)"],
@@ -67,6 +67,6 @@ def test_the_rule_for_gamma():
 
 def test_the_command_says_it_once(run, datasets):
     log = run("told", f"{datasets['shapes']} --loss queue --epochs 2 --workers 0 --batch-size 16").log
-    for flag in ("--batch-size: an epoch is only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
+    for flag in ("--batch-size: an epoch has only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
         assert log.count(flag) == 1, flag
     assert "normalizers queue (of 48, for as many samples)" in log and "queued 48" in log

@@ -234,7 +234,7 @@ def test_a_damaged_shard_is_counted(run, shards, tmp_path, workers):
     (counts,) = epochs(experiment.path)
     assert counts["shards_damaged"] > 0 and counts["lost"] == 0  # of a shard of unknown size
     log = experiment.log
-    assert log.count("1.tar' after 3 samples: there is more after the end of the archive") == 1
+    assert log.count("1.tar' after 3 samples: there are data after the end of the archive") == 1
 
 
 def test_missing_and_damaged_shards_that_are_allowed(run, shards, tmp_path):
@@ -325,7 +325,7 @@ def test_shards_without_a_pair_that_nobody_could_see(ends, unseen, shards, monke
     monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
     line, log = ends(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
-    assert ("500 samples in a row" if resampled else "hold 0 samples that can be used") in line, line
+    assert ("500 samples in a row" if resampled else "have 0 usable samples") in line, line
     assert "cannot identify image" in line or "whose image or caption cannot be read" in line
     assert log.count("Others like it are counted") == 1
 
@@ -333,7 +333,7 @@ def test_shards_without_a_pair_that_nobody_could_see(ends, unseen, shards, monke
 @pytest.mark.parametrize("loss", ["clip", "neuclip"])
 def test_fewer_samples_than_a_batch(ends, shards, loss):
     line, _ = ends(f"{COMMON} {LOSSES[loss]} {shards()} --batch-size 33 --warmup 1")
-    assert "a loader's shards hold 32 samples that can be used where --batch-size is 33" in line
+    assert "a loader worker's shards have 32 usable samples, but --batch-size is 33" in line
 
 
 @WORKERS

@@ -72,11 +72,11 @@ def test_the_log_says_what_is_below_the_start(run, pretrained, evaluations):
     at = evaluations([0.5, 0.4, 0.6, 0.49])
     log = run("x", f"{FLAGS} --loss clip --lr 1e-3 --pretrained {pretrained} --epochs 3").log
     assert at == [0, 1, 2, 3]
-    below = [line for line in log.splitlines() if "Below the starting point" in line]
+    below = [line for line in log.splitlines() if "these are worse than before training" in line]
     assert len(below) == 1 and "WARNING" in below[0]
     assert f"after epoch 1 by more than a standard error: {RECALL} 0.4000 (was 0.5000 +- 0.0250)" in below[0]
-    assert "No metric is below the starting point after epoch 2" in log
-    assert "No metric is below the starting point after epoch 3" in log
+    assert "After epoch 2 no metric is worse than before training" in log
+    assert "After epoch 3 no metric is worse than before training" in log
 
 
 def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations, tmp_path):
@@ -87,7 +87,7 @@ def test_a_resumed_run_knows_its_start_and_its_best(run, pretrained, evaluations
     at = evaluations([0.6, 0.4])
     assert not run_main(ext_main, f"{flags} --epochs 3 --name x --resume latest", tmp_path / "logs")
     assert at == [2, 3]
-    assert "Below the starting point after epoch 3" in experiment.log
+    assert "After epoch 3 these are worse than before training" in experiment.log
     kept = torch.load(experiment.path / BEST, weights_only=True)
     assert kept["metrics"] == first["metrics"] == {"epoch": 1, RECALL: 0.7, "clip_val_loss": pytest.approx(0.3)}
 
@@ -98,14 +98,14 @@ def test_a_training_resumed_elsewhere_knows_them_too(run, pretrained, evaluation
     checkpoint = run("x", f"{flags} --epochs 2").path / "checkpoints/epoch_1.pt"
     evaluations([0.6])
     other = run("y", f"{flags} --epochs 2 --resume {checkpoint}")
-    assert "No metric is below the starting point after epoch 2" in other.log
+    assert "After epoch 2 no metric is worse than before training" in other.log
     assert not (other.path / BEST).exists()
     (checkpoint.parent.parent / START).write_text("")
     (checkpoint.parent.parent / BEST).write_bytes(b"torn")
     evaluations([0.6])
     third = run("z", f"{flags} --epochs 2 --resume {checkpoint}")
     assert "starting_point.json' cannot be read" in third.log and "best.pt' cannot be read" in third.log
-    assert "The starting point is not known here" in third.log
+    assert "The metrics before training were not found" in third.log
     assert (third.path / BEST).exists()
 
 
@@ -140,7 +140,7 @@ def test_weights_alone_begin_a_training_of_their_own(run, pretrained, evaluation
 @pytest.mark.parametrize(
     "flags, part",
     [
-        ("--val-num-samples 16 --val-frequency 0", "let it happen"),
+        ("--val-num-samples 16 --val-frequency 0", "with a frequency above 0"),
         ("--val-num-samples 16 --logs none", "--logs none"),
     ],
 )
@@ -195,7 +195,7 @@ def test_nothing_to_evaluate_on_is_said(run, pretrained):
 
 def test_training_from_scratch_has_no_start(run):
     experiment = run("x", f"{FLAGS} --loss fastclip-v3 --lr 1e-3 --epochs 1")
-    assert "Eval Epoch: 0" not in experiment.log and "starting point" not in experiment.log
+    assert "Eval Epoch: 0" not in experiment.log and "before training" not in experiment.log
     assert not (experiment.path / START).exists()
 
 

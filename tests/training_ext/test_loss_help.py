@@ -51,7 +51,7 @@ def test_what_follows_from_the_epochs(shown):
 def test_beside_other_flags(shown):
     text = shown("--loss neuclip --normalizer mlp --npn-joint --help")
     assert "--npn-opt adamw " in text and "--npn-prototypes" not in text
-    assert re.search(r"without effect .*--npn-updates", text)
+    assert re.search(r"no effect with .*--npn-updates", text)
 
 
 def test_all_flags_show_no_default_that_a_loss_changes(shown):

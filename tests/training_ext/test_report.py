@@ -434,4 +434,4 @@ def test_amorlip_has_no_true_value_over_all_data(refused):
 
 def test_embeddings_of_another_run_are_refused(report, refused, tmp_path):
     report("table")
-    assert "are of another run, by weights" in refused("neuclip", f"--out {tmp_path}/out")
+    assert "were computed with other weights" in refused("neuclip", f"--out {tmp_path}/out")

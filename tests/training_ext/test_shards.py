@@ -117,7 +117,7 @@ def test_count_without_end_marker_and_after_it(tmp_path):
         assert find_shards(url, progress=False).sizes == (2,)
     url = write(tmp_path / "x.tar", whole + tar_bytes(pairs(3)))
     assert openclip_count(url) == 2  # and nothing is said of the other three
-    one_line_error(lambda: find_shards(url, progress=False), url, "more after the end of the archive")
+    one_line_error(lambda: find_shards(url, progress=False), url, "data after the end of the archive")
 
 
 def test_count_of_several_gzip_members_is_openclips(tmp_path):

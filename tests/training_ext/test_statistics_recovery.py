@@ -427,7 +427,7 @@ def test_two_processes(datasets, pretrained, pair, tmp_path):
     common = f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --epochs 1 --workers 0"
     ended = pair(f"{common} --val-num-samples 16 --osr-epochs 1.5 --name two --osr-save {path}", tmp_path)
     assert [process.code for process in ended] == [0, 0], ended
-    assert "what it was before, to the last digit" in Experiment(tmp_path, "two").log
+    assert "equals that before, to the last digit" in Experiment(tmp_path, "two").log
     saved = torch.load(path, weights_only=True)
     assert {int(state["step"]) for state in saved["moments"].values()} == {5}  # 3 + round(1.5) steps of 16
     assert saved["loss_state"]["state.log_u"].shape == (48, 2)
@@ -454,7 +454,7 @@ def test_where_weights_come_from(run, datasets, pretrained, epochs, tmp_path, ki
     flags = f"{TUNE} --workers 0 --epochs 1 --val-num-samples 8 --osr-epochs 0.5"
     experiment = run("x", f"{datasets['shapes']} {given} {flags}")
     assert equal(epochs[-1].weights, weights) and epochs[0].number == FIRST_EPOCH
-    assert "what it was before, to the last digit" in experiment.log
+    assert "equals that before, to the last digit" in experiment.log
     if kind != "resumed weights":
         assert parse_args(f"{given} --loss tuneclip --train-data x.tar".split()).osr_epochs == 5
 

@@ -69,7 +69,7 @@ def test_what_is_wrong_with_a_sample(shards):
         shards(("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", stream.getvalue()))
     with pytest.raises(InputError, match="needs an .npy of 2 numbers"):
         shards(kind="multilabel")
-    with pytest.raises(InputError, match="'segmentation', which is none of classification"):
+    with pytest.raises(InputError, match="'segmentation', which is not one of classification"):
         shards(kind="segmentation")
 
 

@@ -64,7 +64,7 @@ def test_numbers_and_images(tasks, checkpoints, tmp_path, marker, refused):
     assert "allow_pickle=False" in refused(f"{good} evalset/colours")
     program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 48\n%%EndComments\nshowpage\n%%EOF\n"
     replace_member(tasks / "wds_evalset-background_test" / "test" / "0.tar", ".png", program)
-    assert "it is none of JPEG, PNG" in refused(f"{good} Background")
+    assert "it is not one of JPEG, PNG" in refused(f"{good} Background")
 
 
 def test_a_name_that_leads_elsewhere(evalset, checkpoints, tmp_path, refused):
