@@ -122,6 +122,7 @@ RANGES: dict[str, Range] = {
     "keep_best": GIVEN,
     "shard_sizes": GIVEN,
     "same_key": GIVEN,
+    "captions_field": GIVEN,
 }
 # Of every other number, those of the losses included, after the range that it has of its own.
 FITS = {
