@@ -15,6 +15,7 @@ from pair import Pair
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.make_shards import main as make_shards
+from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
 from training_ext.hosts import TASKS, choose, host
@@ -114,6 +115,30 @@ def run(tmp_path):
         return Experiment(tmp_path / "logs", name)
 
     return run
+
+
+class Told:
+    """Rows and keys of every call of the loss."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+        self.clear = self.calls.clear
+
+    def __call__(self) -> list[torch.Tensor | None]:
+        """All of them, one after the other; None for what the loss was not told."""
+        return [None if parts[0] is None else torch.cat(parts) for parts in zip(*self.calls, strict=True)]
+
+
+@pytest.fixture
+def told(monkeypatch) -> Told:
+    told, forward = Told(), GlobalContrastiveLoss.forward
+
+    def call(self, *args, index=None, key=None, **kwargs):
+        told.calls.append((index, key))
+        return forward(self, *args, index=index, key=key, **kwargs)
+
+    monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
+    return told
 
 
 @pytest.fixture(scope="session")
