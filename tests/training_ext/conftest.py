@@ -27,7 +27,7 @@ choose(legacy=bool(LOOP))
 # A fifth of the time of ViT-shapes-tiny, most of which goes into the optimizer's steps on the token embedding.
 open_clip.add_model_config(Path(__file__).parent / "model_configs")
 DEVICE = "--device cpu" if hasattr(params.parse_args([]), "device") else ""  # not in OpenCLIP 2.26, which finds it
-TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1 {LOOP}"
+TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1"
 SHIPPED = TINY.replace("ViT-test", "ViT-shapes-tiny")  # for processes of their own, which have no other tiny model
 LOSSES = {
     "clip": "--loss clip",
@@ -48,7 +48,8 @@ def run_main(main, arguments: str, folder: Path) -> int:
     logging.root.handlers.clear()
     others = set(multiprocessing.active_children())
     try:
-        return main([*TINY.split(), *arguments.split(), "--logs", str(folder)])
+        loop = LOOP.split() if main is ext_main else []
+        return main([*TINY.split(), *loop, *arguments.split(), "--logs", str(folder)])
     finally:
         for handler in logging.root.handlers:
             handler.close()
