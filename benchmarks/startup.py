@@ -18,6 +18,7 @@ import os
 import pickle
 import tarfile
 import tempfile
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -72,10 +73,12 @@ def start(flags: str) -> dict:
         found.append(rows)
 
     with contextlib.redirect_stderr(io.StringIO()) as shown:
+        before = time.process_time()
         seconds, memory = peak_resident(look)
+        cpu_seconds = time.process_time() - before
     bars = sorted({line.partition(":")[0] for line in shown.getvalue().replace("\r", "\n").splitlines() if ":" in line})
     return {
-        "rows": found[0].num_rows, "seconds": seconds, "memory_bytes": memory,
+        "rows": found[0].num_rows, "seconds": seconds, "cpu_seconds": cpu_seconds, "memory_bytes": memory,
         "sent_bytes": len(pickle.dumps(found[0])), "progress": bars,
     }
 
@@ -102,7 +105,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     print(table([
         {
             "shards": result["shards"], "number": f"{result['number']:,}", "samples each": result["samples"],
-            "start": result["start"], "s": f"{result['seconds']:.1f}",
+            "start": result["start"], "s": f"{result['seconds']:.1f}", "of the CPU": f"{result['cpu_seconds']:.1f}",
             "memory, MiB": f"{result['memory_bytes'] / 2**20:.0f}",
             "to each process, MiB": f"{result['sent_bytes'] / 2**20:.1f}",
             "progress": ", ".join(result["progress"]) or "-",

@@ -97,6 +97,13 @@ def test_saving(loop, tmp_path):
     assert (tmp_path / "state.pt").exists()
 
 
+def test_rows_in_files(loop, tmp_path):
+    names, before = loop("Rows in files")
+    assert equal(names["loss"].state_dict(), before["loss"])
+    assert isinstance(names["state"]["_extra_state"]["state.log_u"], dict)
+    assert (tmp_path / "step_20.rows/table_0_part_0_of_1.safetensors").stat().st_size > 8 * names["n"]
+
+
 def test_recovery(loop):
     names, _ = loop("Recovery of optimizer statistics")
     assert names["done"] == 2 and names["loss"].steps == (2 + 3) * 20

@@ -15,7 +15,9 @@ from open_clip_ext.metrics_file import read_metrics
 
 TRAINING = Path(__file__).parent / "training_ext"
 WHEEL = "OPEN_CLIP_WHEEL"  # of OpenCLIP's main branch, which is not on PyPI
-VERSIONS = ["2.29.0", "2.32.0", pytest.param(WHEEL, id="wheel")]
+VERSIONS = [
+    "2.29.0", "2.32.0", pytest.param(WHEEL, id="wheel"), pytest.param(f"{WHEEL} --legacy-loop", id="wheel-legacy")
+]
 CHOSEN = (
     "test_training.py::test_a_resumed_run_equals_an_uninterrupted_one[neuclip-csv-0-]",
     "test_training.py::test_a_resumed_run_equals_an_uninterrupted_one[queue-shards-0-]",
@@ -36,22 +38,23 @@ FLAGS = "--dataset-type shapes --train-num-samples 48 --loss fastclip-v3 --lr 1e
 pytestmark = pytest.mark.slow
 
 
-def environment(*first: Path) -> dict[str, str]:
-    """With `first` on the path before what is installed."""
+def environment(*first: Path, loop: str = "") -> dict[str, str]:
+    """With `first` on the path before what is installed; `loop` may be --legacy-loop."""
     path = [*map(str, first), str(TRAINING.parents[1]), str(TRAINING)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "OPEN_CLIP_LOOP": loop}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def folder(request, tmp_path_factory) -> Path:
-    """The folder of another OpenCLIP."""
-    package = f"open_clip_torch=={request.param}"
-    if request.param == WHEEL and not (package := os.environ.get(WHEEL, "")):
+def other(request, tmp_path_factory) -> dict[str, str]:
+    """The environment of another OpenCLIP."""
+    version, _, loop = request.param.partition(" ")
+    package = f"open_clip_torch=={version}"
+    if version == WHEEL and not (package := os.environ.get(WHEEL, "")):
         pytest.skip(f"{WHEEL} in the environment names no wheel of OpenCLIP's main branch")
     folder = tmp_path_factory.mktemp("open_clip")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), package]
     subprocess.run(pip, check=True)
-    return folder
+    return environment(folder, loop=loop)
 
 
 def train(folder: Path, environment: dict[str, str]) -> list[float]:
@@ -65,15 +68,27 @@ def losses(tmp_path_factory) -> list[float]:
     return train(tmp_path_factory.mktemp("installed"), environment())
 
 
-def test_chosen_tests_of_the_training(folder, request):
-    version = request.node.callspec.params["folder"]
-    chosen = [str(TRAINING / name) for name in CHOSEN if name != UNREADABLE.get(version)]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow", *chosen]
-    ended = subprocess.run(command, env=environment(folder), cwd=TRAINING.parents[1], capture_output=True, text=True)
-    assert ended.returncode == 0 and f"{len(chosen)} passed" in ended.stdout, ended.stdout[-5000:]
+def run_tests(names: list[str], environment: dict[str, str]) -> str:
+    """The end of what pytest says of tests that must pass."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow"]
+    command += [str(TRAINING / name) for name in names]
+    ended = subprocess.run(command, env=environment, cwd=TRAINING.parents[1], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    return ended.stdout[-5000:]
 
 
-def test_the_losses_are_those_of_the_installed_open_clip(folder, losses, tmp_path):
+def test_chosen_tests_of_the_training(other, request):
+    version = request.node.callspec.params["other"]
+    chosen = [name for name in CHOSEN if name != UNREADABLE.get(version)]
+    assert f"{len(chosen)} passed" in run_tests(chosen, other)
+
+
+def test_the_losses_are_those_of_the_installed_open_clip(other, losses, tmp_path):
     assert len(losses) == 12
-    # Models of other versions round otherwise.
-    assert train(tmp_path, environment(folder)) == pytest.approx(losses, rel=1e-4)
+    # Models of other versions round otherwise, and the loop of tasks decays other weights.
+    assert train(tmp_path, other) == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("other", [WHEEL], indirect=True)
+def test_the_loop_of_tasks(other):
+    assert "1 skipped" in run_tests(["test_tasks.py"], other)

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, Sampler
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
+from training_ext.captions import Pictures, captions_of_samples
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import TASKS, host
 from training_ext.keys import Keys, check_column, key_of_samples
@@ -71,7 +72,7 @@ def check_usable(args: Namespace) -> None:
     elif kind == "webdataset":
         urls = shard_urls(args.train_data)
         missing = check_missing(urls, max_bad=args.max_bad_samples)
-        look_at_shards([url for url in urls if url not in missing], key_of_samples(args))
+        _look_at_shards(args, [url for url in urls if url not in missing])
 
 
 def find_rows(args: Namespace) -> DataRows:
@@ -90,7 +91,7 @@ def find_rows(args: Namespace) -> DataRows:
             check_usable(args)
             return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
-        look_at_shards([url for url in shards.urls if shards.size_of(url)], key_of_samples(args))
+        _look_at_shards(args, [url for url in shards.urls if shards.size_of(url)])
         return DataRows(kind, shards.num_rows, shards.digest, shards)
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
@@ -101,14 +102,25 @@ def find_rows(args: Namespace) -> DataRows:
         if len(captions) == 0:
             raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
         # Captions but not paths, so that moved images are the same data.
-        digest = hashlib.sha256("\x1f".join(map(str, captions)).encode()).hexdigest()
-        return DataRows(kind, len(captions), digest)
+        lines = hashlib.sha256("\x1f".join(map(str, captions)).encode())
+        num_rows = len(captions)
+        if args.several_captions:
+            pictures = Pictures(table[args.csv_img_key].tolist())
+            if args.same_key is not None:
+                pictures.check_alike(table[args.same_key], table[args.csv_img_key])
+            num_rows = len(pictures)
+            lines.update(pictures.of.astype("<i8").tobytes())
+        return DataRows(kind, num_rows, lines.hexdigest())
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
     seed = args.shapes_seed if kind == "shapes" else None
     shifted = " shifted" if args.shapes_shifted else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
+
+
+def _look_at_shards(args: Namespace, urls: list[str]) -> None:
+    look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
 
 
 def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:

@@ -1,14 +1,17 @@
 """The seams of the data pipeline: what each puts in OpenCLIP's place, and what they share."""
 
+import logging
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from open_clip_train.data import SharedEpoch
+from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
+from training_ext.captions import captions_of_samples, draw_from_lines
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
 from training_ext.hosts import host
 from training_ext.keys import find_keys, key_of_samples
@@ -29,7 +32,7 @@ class DataSeams:
         rows: of the train data, on process 0; the others get them before the data are built.
 
     Attributes:
-        epoch: by which the order and the augmentation of the data are seeded.
+        epoch: by which the order, the augmentation and the captions of the data are seeded.
         skips: what was left out of the train data.
         loader: of the train data, once built, for a loss of ours.
     """
@@ -37,7 +40,6 @@ class DataSeams:
     def __init__(self, args: Namespace, rows: DataRows | None):
         self.args = args
         self.rows = rows
-        self.epoch = 0
         self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
         self._seeded_epochs: SeededEpochs | None = None
@@ -45,12 +47,21 @@ class DataSeams:
         self._shared_epoch = SharedEpoch()
         self._outlive = Outlive()
         self._building = TRAIN_DATA
+        self._recaption = captions_of_samples(args, self._shared_epoch)
 
     @property
     def known_rows(self) -> DataRows:
         """`rows`, once every process has them."""
         assert self.rows is not None
         return self.rows
+
+    @property
+    def epoch(self) -> int:
+        return self._shared_epoch.get_value()
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._shared_epoch.set_value(epoch)
 
     def close(self) -> None:
         """The run has ended, in whatever way."""
@@ -101,20 +112,35 @@ class DataSeams:
 
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
+            first_lines = None
+            if is_train and self.args.several_captions:
+                first_lines = self._draw_captions(lines)
             if is_train and self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
-            return UsableLines(lines, rowed, path, self.skips if is_train else None)
+            return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
 
         return build
 
+    def _draw_captions(self, lines: Any) -> Sequence[int]:
+        """Make pictures of lines, and say so; their first lines."""
+        captions = len(lines)
+        pictures = draw_from_lines(lines, self.args.seed, self._shared_epoch)
+        if is_master(self.args):
+            logging.info(f"{captions} captions of {len(pictures)} pictures: one of each picture's is drawn each epoch")
+        return pictures.first.tolist()
+
     def complete(self, original: Callable) -> Callable:
+        missing = {} if self._recaption is None else {"missing": self._recaption.missing}
         if host().builds_filter:
-            return lambda **keys: Complete(original(**keys), self.skips)
-        return Complete(original, self.skips)
+            return lambda **keys: Complete(original(**keys), self.skips, **missing)
+        return Complete(original, self.skips, **missing)
 
     def shard_rows(self) -> Callable:
         shards = self.known_rows.shards if self.args.uses_ext_loss else None
-        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard, key_of_samples(self.args))
+        if self._recaption is not None and is_master(self.args):
+            logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
+        key = key_of_samples(self.args)
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard, key, self._recaption)
 
     def decode(self, original: Callable) -> Callable:
         if self._building == VAL_DATA:
@@ -142,5 +168,4 @@ class DataSeams:
         return partial(original, worker_seed=WorkerSeed(self.args.seed, self.args.rank))
 
     def _seed(self, use: int, *place: int) -> None:
-        self._shared_epoch.set_value(self.epoch)
         seed_all(self.args.seed, use, self.epoch, self.args.rank, *place)

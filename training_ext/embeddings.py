@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
+from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines
 from training_ext.data import shapes_dataset
 from training_ext.hosts import host, taken
 from training_ext.loading import decode_pairs
@@ -60,10 +61,14 @@ class ShardSource:
         shards: offsets and sizes of the shards.
         transform: from a PIL image to a tensor.
         tokenizer: from a caption to tokens (1, L).
+        recaption: as in `ShardRows`.
     """
 
-    def __init__(self, shards: Shards, transform: Callable, tokenizer: Callable):
+    def __init__(
+        self, shards: Shards, transform: Callable, tokenizer: Callable, recaption: JsonCaptions | None = None
+    ):
         self.shards = shards
+        self.recaption = recaption
         self.transform = transform
         self.tokenizer = tokenizer
 
@@ -89,7 +94,8 @@ class ShardSource:
                     yield sample
 
         wds = open_clip_data.wds
-        tagged = ShardRows(self.shards, lambda url, error, *place: tell(error))([{"url": url}])
+        stage = ShardRows(self.shards, lambda url, error, *place: tell(error), recaption=self.recaption)
+        tagged = stage([{"url": url}])
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(tagged))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
             try:
@@ -103,7 +109,7 @@ Source = MapSource | ShardSource
 
 
 def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tuple, tokenizer: Callable) -> Source:
-    """The train data of a command line.
+    """The train data of a command line; of several captions a picture, those that epoch 0 draws.
 
     Args:
         kind: `DataRows.kind` of the train data.
@@ -113,10 +119,13 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
     """
     train_transform, transform = transforms
     if shards is not None:
-        return ShardSource(shards, transform, tokenizer)
+        return ShardSource(shards, transform, tokenizer, captions_of_samples(args))
     if kind == "csv":
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
-        return MapSource(open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer))
+        csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
+        if args.several_captions:
+            draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
+        return MapSource(csv)
     if kind == "shapes":
         size = train_transform.transforms[0].size
         return MapSource(shapes_dataset(args, True)(transform=transform, image_size=size, tokenizer=tokenizer))

@@ -9,6 +9,7 @@ import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
+from training_ext.captions import JsonCaptions
 from training_ext.loading import PAIR_MEMBERS
 from training_ext.shards import is_local
 from training_ext.tars import one_line, read_samples
@@ -17,12 +18,14 @@ LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
 
 
 def look_at_shards(
-    urls: list[str], key: Callable[[dict], object] | None = None, flag: str = "--train-data"
+    urls: list[str], key: Callable[[dict], object] | None = None, recaption: JsonCaptions | None = None,
+    flag: str = "--train-data",
 ) -> None:
     """Read local shards up to the first usable pair, which is normally the first sample.
 
     Args:
         key: called with that sample, a dict of bytes.
+        recaption: puts the captions of samples in their place first.
 
     Raises:
         InputError: none of the first samples of the first shards is usable, or `key` raises it.
@@ -33,7 +36,9 @@ def look_at_shards(
     for url in urls[:LOOKED_AT]:
         try:
             for sample in islice(read_samples(url), LOOKED_AT):
-                reason = _reason(sample)
+                if recaption is not None:
+                    recaption(sample)
+                reason = _reason(sample, "no caption .txt" if recaption is None else recaption.missing)
                 if reason is None:
                     if key is not None:
                         key(sample)
@@ -48,13 +53,13 @@ def look_at_shards(
         raise InputError(f"{flag}: none of the first {reasons.total()} samples can be used, as {first}")
 
 
-def _reason(sample: dict) -> str | None:
+def _reason(sample: dict, missing: str) -> str | None:
     """Why a sample is not a usable pair of an image and a caption; None if it is."""
     suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
     *images, text = PAIR_MEMBERS
     found = [name for name in images if name in sample]
     if text not in sample:
-        return f"a sample has no caption .{text} but {suffixes}"
+        return f"a sample has {missing} but {suffixes}"
     if not found:
         return f"a sample has no image .{', .'.join(images)} but {suffixes}"
     try:

@@ -122,6 +122,7 @@ RANGES: dict[str, Range] = {
     "shard_sizes": GIVEN,
     "same_key": GIVEN,
     "split_rows_above": NOT_NEGATIVE,
+    "captions_field": GIVEN,
 }
 # For all other numbers, also those of the losses, which have ranges of their own.
 FITS = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
+from training_ext.captions import Pictures
 from training_ext.sample_json import JsonKey
 
 Keys = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -37,7 +38,8 @@ def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
         raise InputError(f"--same-caption: with --same-key {args.same_key!r}; give one of the two")
     if not takes_keys:
         raise InputError(
-            f"{flag}: --loss {args.loss} cannot leave out single negatives; use --normalizer table, queue or batch"
+            f"{flag}: --loss {args.loss} as given cannot leave out single negatives; use one with --normalizer table, "
+            "prototypes, queue or batch"
         )
     if args.same_key is not None and kind not in ("csv", "webdataset"):
         raise InputError(
@@ -57,7 +59,10 @@ def find_keys(args: Namespace, kind: str) -> Keys | None:
     if args.same_key is not None and kind == "webdataset":
         return last_column
     if args.same_key is not None:
-        cells = pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.same_key])[args.same_key]
+        table = pd.read_csv(args.train_data, sep=args.csv_separator, usecols=[args.same_key, args.csv_img_key])
+        cells = table[args.same_key]
+        if args.several_captions:
+            cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
         of_rows = keys_of_cells(cells)
         return lambda tokens, rows: (tokens, of_rows[rows])
     return (lambda tokens, rows: (tokens, keys_of_captions(tokens))) if args.same_caption else None

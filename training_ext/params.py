@@ -201,6 +201,17 @@ class Parser(argparse.ArgumentParser):
             help="samples with the same caption are not one another's negatives",
         )
         group.add_argument(
+            "--several-captions",
+            action="store_true",
+            default=None,
+            help="lines of the csv with the same image are one sample, and one of their captions is drawn each epoch",
+        )
+        group.add_argument(
+            "--captions-field",
+            metavar="NAME",
+            help="field of the samples' .json in shards with a list of captions, of which one is drawn each epoch",
+        )
+        group.add_argument(
             "--keep-best",
             metavar="METRIC",
             help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
@@ -240,7 +251,7 @@ MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
     "shard_sizes", "osr_epochs", "osr_transfer", "osr_save", "osr_load", "save_every_steps", "keep_best", "log_all",
-    "same_key", "same_caption", "split_rows_above",
+    "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
 )
 
 

@@ -22,6 +22,7 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, keep_best, midepoch, row_folders
+from training_ext.captions import check_captions
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
 from training_ext.flag_ranges import check_ranges
@@ -40,7 +41,8 @@ from training_ext.task_flags import check_loop
 SAME_EVERYWHERE: tuple[str, ...] = (
     "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
     "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
-    "save_every_steps", "split_rows_above", "same_key", "same_caption", "legacy_loop",
+    "save_every_steps", "split_rows_above", "same_key", "same_caption", "several_captions", "captions_field",
+    "legacy_loop",
 )
 
 
@@ -101,6 +103,8 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     check_experiment(args)
     check_numbers(args, world_size)
     check_schedule(args)
+    if trains(args):
+        check_captions(args, kind_of(args, args.train_data))
     if args.uses_ext_loss:
         check_pairs(args)
         check_combination(args)

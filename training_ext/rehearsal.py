@@ -83,7 +83,7 @@ def check_model(args: Namespace) -> nn.Module | None:
     """
     config = model_config(args)
     if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
-        raise InputError(f"--model: {args.model!r} has variable-length captions; --loss {args.loss} cannot use them")
+        raise InputError(f"--model: {args.model!r} takes captions of variable length; --loss {args.loss} does not")
     if config is None or "hf_model_name" in config["text_cfg"]:  # its text tower would have to be downloaded
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:

@@ -1,4 +1,4 @@
-"""What is read of a sample's .json in a shard: its key."""
+"""What is read of a sample's .json in a shard: its fields, and a key by one of them."""
 
 import hashlib
 import json
@@ -10,6 +10,24 @@ from training_ext.tars import one_line
 _NAMED = 10  # fields in a message
 
 
+def fields_of(sample: dict) -> dict[str, Any]:
+    """The fields of the .json of a sample of bytes by suffix.
+
+    Raises:
+        ValueError: there are none; the message says what there is instead.
+    """
+    if "json" not in sample:
+        suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+        raise ValueError(f"no .json but {suffixes}")
+    try:
+        fields = json.loads(sample["json"])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a .json that cannot be read: {one_line(error)}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("a .json that is no object with fields")
+    return fields
+
+
 class JsonKey:
     """The key of a sample by a field of its .json: a hash of 64 bits of the value, equal where the values are.
 
@@ -18,12 +36,10 @@ class JsonKey:
 
     Args:
         field: its name.
-        flag: that names it, for messages.
     """
 
-    def __init__(self, field: str, flag: str = "--same-key"):
+    def __init__(self, field: str):
         self.field = field
-        self.flag = flag
 
     def __call__(self, sample: dict) -> int:
         """As a signed number of a sample of bytes by suffix, with its "__key__" and "__url__".
@@ -31,7 +47,10 @@ class JsonKey:
         Raises:
             InputError: it has no such field; the message names the shard and the sample.
         """
-        fields = self._fields(sample)
+        try:
+            fields = fields_of(sample)
+        except ValueError as error:
+            raise self._error(sample, f"{error}, where the field {self.field!r} is wanted") from None
         if self.field not in fields:
             names = ", ".join(repr(name) for name in list(fields)[:_NAMED]) or "none"
             raise self._error(sample, f"no field {self.field!r} in its .json; its fields are {names}")
@@ -41,17 +60,5 @@ class JsonKey:
         text = json.dumps(value, sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
-    def _fields(self, sample: dict) -> dict[str, Any]:
-        if "json" not in sample:
-            suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
-            raise self._error(sample, f"no .json with the field {self.field!r} but {suffixes}")
-        try:
-            fields = json.loads(sample["json"])
-        except (ValueError, RecursionError) as error:
-            raise self._error(sample, f"a .json that cannot be read: {one_line(error)}") from None
-        if not isinstance(fields, dict):
-            raise self._error(sample, "a .json that is no object with fields")
-        return fields
-
     def _error(self, sample: dict, what: str) -> InputError:
-        return InputError(f"{self.flag}: sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}")
+        return InputError(f"--same-key: sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}")

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from training_ext.shards import ROW_SEPARATOR
 
 # The first number after the seed tells the uses apart, so that no two draw the same numbers.
-AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE = 1, 2, 3, 4, 5, 6
+AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE, CAPTION = 1, 2, 3, 4, 5, 6, 7
 
 
 def seed_of(seed: int, *place: int) -> int:

@@ -3,12 +3,13 @@
 import json
 import os
 import tempfile
+import time
 
 from tqdm import tqdm
 
 from training_ext.tars import Contents, scan
 
-_SAVE_EVERY = 100  # scanned shards
+_SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
 
 
 def _stamp(path: str) -> list[int]:
@@ -41,6 +42,7 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
         else:
             todo[url] = path, key, stamp
     fresh: dict[str, list[int]] = {}
+    saved = time.monotonic()
     try:
         for url, (path, key, stamp) in tqdm(
             todo.items(), desc="Counting samples", unit="shard", disable=not (progress and todo)
@@ -48,8 +50,9 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
             found[url] = contents = scan(path)
             if contents.damage is None:
                 fresh[key] = [*stamp, contents.samples, contents.keys]
-            if fresh and len(fresh) % _SAVE_EVERY == 0:
+            if time.monotonic() - saved > _SAVE_EVERY:
                 _save_cache(fresh)
+                saved = time.monotonic()
     finally:
         if fresh:
             _save_cache(fresh)

@@ -17,6 +17,7 @@ from itertools import accumulate
 from urllib.parse import urlparse
 
 from open_clip_train.data import expand_urls
+from tqdm import tqdm
 from webdataset.gopen import rewrite_url
 
 from open_clip_ext.errors import InputError
@@ -189,7 +190,9 @@ def check_missing(urls: list[str], flag: str = "--train-data", max_bad: float | 
     Raises:
         InputError: they are more than a share of `max_bad`, or all.
     """
-    missing = {url: reason for url in urls if (reason := _why_missing(url)) is not None}
+    # Silent where it takes a moment; on a network's disk 100,000 take minutes.
+    looked_at = tqdm(urls, desc="Looking for shards", unit="shard", delay=2)
+    missing = {url: reason for url in looked_at if (reason := _why_missing(url)) is not None}
     _check_share(flag, urls, missing, max_bad)
     return missing
 
@@ -286,6 +289,7 @@ class ShardRows:
             be read, or not to its end.
         ended: called with url and number of samples of a shard that was read to its end.
         key: tells the key of a sample, which then stands between the row, if any, and the caption.
+        recaption: puts the caption of a sample in the place of its "txt", before all else.
 
     Iterating raises InputError at a shard that is not among `shards`, at one that is not as it was counted, and what
     `key` raises.
@@ -294,11 +298,13 @@ class ShardRows:
     def __init__(
         self, shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
         ended: Callable[[str, int], object] | None = None, key: Callable[[dict], int] | None = None,
+        recaption: Callable[[dict], object] | None = None,
     ):
         self.shards = shards
         self.failed = failed
         self.ended = ended
         self.key = key
+        self.recaption = recaption
 
     def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
         """Yields the samples of `src`, dicts with a "url"."""
@@ -321,6 +327,8 @@ class ShardRows:
                 if size is not None and position >= size:
                     raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
                 keys.add(sample["__key__"])
+                if self.recaption is not None:
+                    self.recaption(sample)
                 if self.key is not None and "txt" in sample:
                     sample["txt"] = _numbered(sample["txt"], self.key(sample))
                 if self.shards is not None and "txt" in sample:

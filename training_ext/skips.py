@@ -8,7 +8,7 @@ import logging
 import os
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -229,11 +229,18 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
 
 
 class Complete:
-    """OpenCLIP's filter of samples without image or caption, with a count of those that it drops."""
+    """OpenCLIP's filter of samples without image or caption, with a count of those that it drops.
 
-    def __init__(self, accepts: Callable[[dict], bool], skips: Skips):
+    Args:
+        accepts: OpenCLIP's.
+        skips: of the train data.
+        missing: what a sample without a caption lacks, in words.
+    """
+
+    def __init__(self, accepts: Callable[[dict], bool], skips: Skips, missing: str = "no .txt"):
         self.accepts = accepts
         self.skips = skips
+        self.missing = missing
 
     def __call__(self, sample: dict) -> bool:
         if self.accepts(sample):
@@ -241,7 +248,7 @@ class Complete:
             return True
         suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
         if "txt" not in sample:
-            self.skips.skip(NO_CAPTION, name_of(sample), f"it has no .txt but {suffixes}")
+            self.skips.skip(NO_CAPTION, name_of(sample), f"it has {self.missing} but {suffixes}")
         else:
             self.skips.skip(NO_IMAGE, name_of(sample), f"it has no .png, .jpg, .jpeg or .webp but {suffixes}")
         return False
@@ -325,10 +332,14 @@ class UsableLines(Dataset):
         path: path of the file.
         skips: counts of the train data; None for validation data, where a bad line raises InputError, since metrics
             must cover all lines.
+        line_of: the first line of each sample, (n,), where a sample is not a line.
     """
 
-    def __init__(self, csv: Any, dataset: Dataset, path: str, skips: Skips | None):
+    def __init__(
+        self, csv: Any, dataset: Dataset, path: str, skips: Skips | None, line_of: Sequence[int] | None = None
+    ):
         self.csv = csv
+        self.line_of = range(len(csv)) if line_of is None else line_of
         self.dataset = dataset
         self.path = path
         self.skips = skips
@@ -358,7 +369,7 @@ class UsableLines(Dataset):
         return item
 
     def _skip(self, row: int, kind: int, why: str) -> Any:
-        what = f"line {row + 2} of {self.path!r}"
+        what = f"line {self.line_of[row] + 2} of {self.path!r}"
         if self.skips is None:
             raise InputError(f"--val-data: {what} cannot be used: {why}; repair or remove it")
         self.skips.skip(kind, what, why)

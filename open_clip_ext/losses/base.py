@@ -34,13 +34,13 @@ class Loss(Part, nn.Module):
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
             sizes. Otherwise the first step makes them, and `raise_if_not_finite` repeats that of the norms.
 
-    Class attributes, in addition to those of `Part` (* an instance may change it):
+    Class attributes, in addition to those of `Part`:
         name: stored in the state, so that one loss cannot load another's.
-        needs_index*: as in `Part`.
-        takes_keys*: whether samples may have keys, see `forward`.
-        takes_reference*: whether `forward` takes a reference model's features.
+        needs_index: as in `Part`; an instance may change it.
+        takes_keys: whether samples may have keys, see `forward`; an instance may change it.
+        takes_reference: whether `forward` takes a reference model's features; an instance may change it.
+        trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may change it.
         least_pairs: smallest number of pairs per process.
-        trains_logit_scale*: whether OpenCLIP's parameter gets a gradient.
         CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
 

@@ -15,6 +15,7 @@ from pair import Pair
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.make_shards import main as make_shards
+from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
 from training_ext.hosts import TASKS, choose, host
@@ -26,7 +27,7 @@ choose(legacy=bool(LOOP))
 # A fifth of the time of ViT-shapes-tiny, most of which goes into the optimizer's steps on the token embedding.
 open_clip.add_model_config(Path(__file__).parent / "model_configs")
 DEVICE = "--device cpu" if hasattr(params.parse_args([]), "device") else ""  # not in OpenCLIP 2.26, which finds it
-TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1 {LOOP}"
+TINY = f"--model ViT-test --precision fp32 {DEVICE} --batch-size 8 --warmup 2 --log-every-n-steps 1"
 SHIPPED = TINY.replace("ViT-test", "ViT-shapes-tiny")  # for processes of their own, which have no other tiny model
 LOSSES = {
     "clip": "--loss clip",
@@ -47,7 +48,8 @@ def run_main(main, arguments: str, folder: Path) -> int:
     logging.root.handlers.clear()
     others = set(multiprocessing.active_children())
     try:
-        return main([*TINY.split(), *arguments.split(), "--logs", str(folder)])
+        loop = LOOP.split() if main is ext_main else []
+        return main([*TINY.split(), *loop, *arguments.split(), "--logs", str(folder)])
     finally:
         for handler in logging.root.handlers:
             handler.close()
@@ -114,6 +116,30 @@ def run(tmp_path):
         return Experiment(tmp_path / "logs", name)
 
     return run
+
+
+class Told:
+    """Rows and keys of every call of the loss."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+        self.clear = self.calls.clear
+
+    def __call__(self) -> list[torch.Tensor | None]:
+        """All of them, one after the other; None for what the loss was not told."""
+        return [None if parts[0] is None else torch.cat(parts) for parts in zip(*self.calls, strict=True)]
+
+
+@pytest.fixture
+def told(monkeypatch) -> Told:
+    told, forward = Told(), GlobalContrastiveLoss.forward
+
+    def call(self, *args, index=None, key=None, **kwargs):
+        told.calls.append((index, key))
+        return forward(self, *args, index=index, key=key, **kwargs)
+
+    monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
+    return told
 
 
 @pytest.fixture(scope="session")

@@ -107,7 +107,7 @@ def ends(tmp_path, capsys):
 @pytest.fixture
 def unseen(monkeypatch):
     """Without the look at the first samples, which sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.data.look_at_shards", lambda urls, key: None)
+    monkeypatch.setattr("training_ext.data.look_at_shards", lambda urls, *fields: None)
 
 
 # Before the start

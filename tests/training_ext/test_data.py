@@ -180,7 +180,7 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
     args = SimpleNamespace(
         dataset_type="csv", train_data=path, shard_sizes=None, csv_separator="\t",
         csv_img_key="filepath", csv_caption_key="title", max_bad_samples=None,
-        same_key=None, same_caption=None,
+        same_key=None, same_caption=None, several_captions=None, captions_field=None,
     )
     rows = find_rows(args)
     assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 48, None)

@@ -1,37 +1,19 @@
 """--same-key and --same-caption: what the loss is told of the samples that are not one another's negatives."""
 
-import io
-import json
 import shlex
-import tarfile
-from pathlib import Path
 
+import json_shards
 import pandas as pd
 import pytest
 import torch
 from conftest import LOSSES, run_main
 
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from training_ext.keys import keys_of_captions, keys_of_cells
 from training_ext.sample_json import JsonKey
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 1 --workers 0"
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """Rows and keys of every call of the loss."""
-    calls, forward = [], GlobalContrastiveLoss.forward
-
-    def call(self, *args, index=None, key=None, **kwargs):
-        calls.append((index, key))
-        return forward(self, *args, index=index, key=key, **kwargs)
-
-    monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
-    return lambda: [None if parts[0] is None else torch.cat(parts) for parts in zip(*calls, strict=True)]
 
 
 @pytest.fixture
@@ -48,29 +30,12 @@ def repeated(datasets, tmp_path):
 @pytest.fixture(scope="session")
 def with_json(tmp_path_factory):
     """Shards of 48 samples with a .json, the last of them without its field: the flags of all, and of all but that."""
-    folder = tmp_path_factory.mktemp("json")
-    assert not make_shards(
-        f"shapes --out {folder} --num-samples 48 --val-samples 0 --samples-per-shard 8 --image-size 48".split()
-    )
-    for shard, path in enumerate(sorted(Path(folder).glob("*.tar"))):
-        with tarfile.open(path) as tar:
-            # Members of a sample stand together, as webdataset's writers put them.
-            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
-        with tarfile.open(path, "w") as tar:
-            for number, (member, data) in enumerate(members):
-                tar.addfile(member, io.BytesIO(data))
-                row = 8 * shard + number // 2
-                if member.name.endswith(".txt"):
-                    fields = {"set": None if row % 8 == 7 else {"id": row % 8}} if row < 47 else {"size": 1}
-                    add(tar, member.name.replace(".txt", ".json"), json.dumps(fields).encode())
-    shards = "--dataset-type webdataset --train-data {folder}/train-{{000000..00000{last}}}.tar"
-    return [shards.format(folder=folder, last=last) for last in (5, 4)]
 
+    def fields(row):
+        return {"set": None if row % 8 == 7 else {"id": row % 8}} if row < 47 else {"size": 1}
 
-def add(tar, name, data):
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    tar.addfile(info, io.BytesIO(data))
+    shards = json_shards.write(tmp_path_factory.mktemp("json"), 48, fields)
+    return [shards.format(last=last) for last in (5, 4)]
 
 
 def same(keys):
@@ -156,7 +121,7 @@ def test_keys():
     [
         ("{csv} --loss fastclip-v3 --same-key nope", ["--same-key", "'nope'", "'group'"]),
         ("{csv} --loss fastclip-v3 --same-key group --same-caption", ["--same-caption", "one of the two"]),
-        ("{csv} --loss neuclip --same-caption", ["--same-caption", "--loss neuclip", "--normalizer table"]),
+        ("{csv} --loss amorlip --same-caption", ["--same-caption", "--loss amorlip", "--normalizer table"]),
         ("{csv} --loss clip --same-caption", ["--same-caption", "clip"]),
         ("{csv} --same-key group", ["--same-key", "needs --loss"]),
         ("{shards} --loss fastclip-v3 --same-key group", ["--same-key", "'000000000'", ".tar'", "no .json", ".png"]),

@@ -5,6 +5,7 @@ import os
 import pickle
 import shutil
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 import webdataset as wds
@@ -375,7 +376,8 @@ def test_cache_keeps_other_shards(tmp_path, monkeypatch):
 
 
 def test_cache_is_saved_during_long_scans(tmp_path, monkeypatch, cache_home):
-    monkeypatch.setattr(shard_scan, "_SAVE_EVERY", 2)
+    seconds = iter([0, 20, 40, 50, 60])  # at the start, after each shard, and after the save that follows the second
+    monkeypatch.setattr(shard_scan, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     for i in range(3):
         write(tmp_path / f"{i}.tar", pairs(1))
     file = cache_home / "open_clip_ext/shard_sizes.json"

@@ -41,7 +41,7 @@ CONTEXT = {
     "--osr-save": "--osr-epochs 1",
 }
 DATA = {
-    "--same-key": CSV,
+    "--same-key": CSV, "--several-captions": CSV, "--captions-field": SHARDS,
     "--csv-separator": CSV, "--csv-img-key": CSV, "--csv-caption-key": CSV, "--train-data": "--workers 0 --epochs 1",
     "--val-data": f"{CSV.partition(' --val-data')[0]} --workers 0 --epochs 1",
     "--train-data-upsampling-factors": f"{SHARDS} --dataset-resampled", "--shard-sizes": SHARDS,

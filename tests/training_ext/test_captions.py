@@ -1,0 +1,130 @@
+"""Several captions a picture: which one a sample has in each epoch, and what is a sample."""
+
+import shlex
+
+import json_shards
+import pandas as pd
+import pytest
+import torch
+from conftest import LOSSES
+from open_clip import get_tokenizer
+
+from open_clip_ext.data import Scenes
+from training_ext.captions import Pictures, drawn
+from training_ext.keys import keys_of_captions
+
+# Keys of captions tell which ones the loss has met.
+COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"
+UNUSABLE = {5, 6, 17, 18}
+CAPTIONS = [Scenes(48)[row][1] for row in range(48)]
+
+
+@pytest.fixture(scope="module")
+def lines(datasets, tmp_path_factory):
+    """A csv of 48 lines of 12 pictures, whose lines are not beside one another; the flags of the data."""
+    table = pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t")
+    table["filepath"] = [table["filepath"][row % 12] for row in range(len(table))]
+    table["group"] = [row % 6 for row in range(len(table))]
+    table["line"] = range(len(table))
+    path = tmp_path_factory.mktemp("lines") / "lines.csv"
+    table.to_csv(path, sep="\t", index=False)
+    return f"--train-data {path}"
+
+
+@pytest.fixture(scope="module")
+def lists(tmp_path_factory):
+    """Shards of 20 pictures without .txt: lists of captions, one caption, and what cannot be used, `UNUSABLE`."""
+
+    def fields(row):
+        captions = CAPTIONS[2 * row : 2 * row + 2]
+        few = {3: captions[0], 4: ["", 5, *captions], 5: [], 6: None, 17: [7]}
+        return {"captions": few.get(row, captions)} if row != 18 else {"other": captions}
+
+    return json_shards.write(tmp_path_factory.mktemp("lists"), 20, fields, has_text=False).format(last=2)
+
+
+@pytest.fixture(scope="module")
+def captions():
+    """By the keys of captions, their numbers."""
+    keys = keys_of_captions(get_tokenizer("ViT-test")(CAPTIONS))
+    return {key: number for number, key in enumerate(keys.tolist())}
+
+
+def of_epochs(told, captions, per_epoch):
+    """For each epoch the number of the caption by row."""
+    rows, keys = told()
+    pairs = [(row, captions[key]) for row, key in zip(rows.tolist(), keys.tolist(), strict=True)]
+    told.clear()
+    return [dict(sorted(pairs[start : start + per_epoch])) for start in range(0, len(pairs), per_epoch)]
+
+
+def test_lines_of_a_picture_are_one_sample(run, told, lines, captions):
+    first = run("x", f"{lines} {COMMON} --workers 0 --several-captions")
+    log = first.log
+    assert "48 captions of 12 pictures: one of each picture's is drawn each epoch" in log
+    epochs = of_epochs(told, captions, 12)
+    assert len(epochs) == 2 and epochs[0] != epochs[1]
+    for epoch, numbers in enumerate(epochs):
+        # Every picture once, with one of its own captions
+        assert numbers == {row: drawn([row, row + 12, row + 24, row + 36], 0, epoch, row) for row in range(12)}
+    run("two", f"{lines} {COMMON} --workers 2 --several-captions")
+    assert of_epochs(told, captions, 12) == epochs
+    run("resumed", f"{lines} {COMMON} --workers 1 --several-captions --resume {first.path}/checkpoints/epoch_1.pt")
+    assert of_epochs(told, captions, 12) == epochs[1:]
+
+
+def test_lists_in_shards(run, told, lists, captions):
+    log = run("x", f"{lists} {COMMON} --workers 1 --captions-field captions --train-num-samples 16").log
+    assert "One of the captions in the field 'captions' is drawn each epoch" in log
+    assert "no captions in the field 'captions' of a .json but .json, .png" in log
+    epochs = of_epochs(told, captions, 16)
+    assert len(epochs) == 2 and epochs[0] != epochs[1]
+    for numbers in epochs:
+        assert numbers.keys() == {*range(20)} - UNUSABLE
+        assert all(number // 2 == row for row, number in numbers.items()) and numbers[3] == 6
+        assert len({number % 2 for number in numbers.values()}) == 2
+    run("two", f"{lists} {COMMON} --workers 2 --captions-field captions --train-num-samples 16 --batch-size 2")
+    rows, keys = told()
+    by_sample = {(row, captions[key]) for row, key in zip(rows.tolist(), keys.tolist(), strict=True)}
+    assert by_sample <= {pair for numbers in epochs for pair in numbers.items()}
+
+
+def test_with_open_clips_loss(run, lines):
+    log = run("x", f"{lines} --loss clip --epochs 1 --workers 1 --batch-size 4 --several-captions").log
+    assert "48 captions of 12 pictures" in log and "Epoch 0 3/3" in log
+
+
+def test_pictures():
+    images = ["b", "a", None, "b", "c", "a", "b"]
+    pictures = Pictures(images)
+    assert pictures.first.tolist() == [0, 1, 2, 4] and [pictures.lines(n) for n in range(4)][:2] == [[0, 3, 6], [1, 5]]
+    assert len(Pictures([])) == 0
+    counts = torch.bincount(torch.tensor([drawn(range(4), 0, epoch, 5) for epoch in range(400)]))
+    # Each of 4 with probability 1/4: within 5 standard deviations, of 8.7
+    assert (counts - 100).abs().max() < 44
+    assert len({tuple(drawn(range(4), 0, epoch, picture) for epoch in range(20)) for picture in range(50)}) == 50
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ("{lines} --loss clip --captions-field a", ["--captions-field", "csv", "--several-captions"]),
+        ("{lists} --loss clip --several-captions", ["--several-captions", "webdataset", "--captions-field"]),
+        ("{shapes} --loss fastclip-v3 --several-captions", ["--several-captions", "csv", "shapes"]),
+        ("{lines} --several-captions", ["--several-captions", "needs --loss"]),
+        ("{lists} --loss fastclip-v3 --captions-field nope", ["--train-data", "field 'nope' of a .json"]),
+        ("{lists} --loss fastclip-v3", ["--train-data", "no caption .txt but .json, .png"]),
+        ("{lines} --loss fastclip-v3 --several-captions --same-key line", ["--same-key", "0.png", "'line'"]),
+    ],
+)
+def test_wrong_flags(refused, datasets, lines, lists, arguments, parts):
+    line = refused(arguments.format(**datasets, lines=lines, lists=lists) + " --epochs 1 --workers 1")
+    assert all(part in line for part in parts), line
+
+
+def test_one_entry_of_a_column_for_all_lines_of_a_picture(run, told, lines):
+    arguments = f"{lines} {LOSSES['fastclip-v3']} --epochs 1 --batch-size 4 --workers 0 --several-captions"
+    run("x", f"{arguments} --same-key group")
+    rows, keys = told()
+    groups = rows % 6
+    assert torch.equal(keys[:, None] == keys, groups[:, None] == groups)
