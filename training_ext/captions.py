@@ -1,8 +1,8 @@
-"""Several captions a picture, of which one is drawn each epoch: the picture stays one sample with one row.
+"""Draw one of several captions of an image each epoch; the image stays one sample with one row.
 
-The draw depends on the run's seed, the epoch and the picture alone, so that it is the same for any number of processes
-and loader workers, and in a run that is resumed. The pictures of a csv are told by their path, those of shards by their
-sample's name.
+The draw depends only on the run's seed, the epoch and the image, so it is the same for any number of processes and
+loader workers, and in a resumed run. Images of a csv are identified by their path, those in shards by their sample's
+key.
 """
 
 import hashlib
@@ -19,31 +19,31 @@ from open_clip_ext.options import flag_of
 from training_ext.sample_json import fields_of
 from training_ext.seeding import CAPTION, seed_of
 
-FLAGS = {"several_captions": "csv", "captions_field": "webdataset"}  # with the kind of data that each is for
+FLAGS = {"several_captions": "csv", "captions_field": "webdataset"}  # with the kind of data that each needs
 
 
 def check_captions(args: Namespace, kind: str) -> None:
-    """Raise InputError unless the flags of this module are for the kind of the train data, as `data.kind_of` says."""
+    """Raise InputError if a flag of this module does not fit `kind`, the train data's as `data.kind_of` gives it."""
     for name, of_kind in FLAGS.items():
         if getattr(args, name) and kind != of_kind:
             other = {"csv": "; give --several-captions", "webdataset": "; give --captions-field"}.get(kind, "")
-            raise InputError(f"{flag_of(name)}: is for {of_kind}, and the train data are {kind}{other}")
+            raise InputError(f"{flag_of(name)}: is for {of_kind} data, but the train data are {kind}{other}")
 
 
 def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
-    """One of them, each with the same probability."""
+    """One of the captions, drawn uniformly."""
     return captions[seed_of(seed, CAPTION, epoch, picture) % len(captions)]
 
 
 class Pictures:
-    """The lines of a csv by picture, in the order of the pictures' first lines.
+    """The lines of a csv grouped by image, in the order of the images' first lines.
 
     Args:
-        images: the path in each line.
+        images: the image's path in each line.
 
     Attributes:
-        of: the picture of each line, int64.
-        first: the first line of each picture, (n,) int64.
+        of: number of each line's image, (lines,) int64.
+        first: first line of each of the n images, (n,) int64.
     """
 
     def __init__(self, images: Sequence[Any]):
@@ -56,11 +56,11 @@ class Pictures:
         return len(self.first)
 
     def lines(self, picture: int) -> list[int]:
-        """Those of one picture."""
+        """The lines of one image."""
         return self._order[self._starts[picture] : self._starts[picture + 1]].tolist()
 
     def check_alike(self, cells: pd.Series, images: pd.Series) -> None:
-        """Raise InputError for the first picture whose lines differ in this column."""
+        """Raise InputError for the first image whose lines differ in the column `cells`."""
         codes = pd.factorize(cells)[0]
         others = (codes != codes[self.first][self.of]).nonzero()[0]
         if len(others):
@@ -71,13 +71,13 @@ class Pictures:
 
 
 class DrawnCaptions:
-    """The caption of each picture in the present epoch.
+    """The caption of each image in the present epoch, as a sequence.
 
     Args:
-        captions: of every line of the csv.
-        pictures: its lines by picture.
+        captions: the caption in each line of the csv.
+        pictures: its lines by image.
         seed: the run's seed.
-        epoch: by which they are drawn.
+        epoch: number of the present epoch.
     """
 
     def __init__(self, captions: Sequence[Any], pictures: Pictures, seed: int, epoch: SharedEpoch):
@@ -94,7 +94,7 @@ class DrawnCaptions:
 
 
 def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
-    """Make OpenCLIP's data set of lines, `csv`, one of pictures."""
+    """Change OpenCLIP's data set of lines, `csv`, into one of images; returns the grouping."""
     pictures = Pictures(csv.images)
     csv.captions = DrawnCaptions(csv.captions, pictures, seed, epoch)
     csv.images = [csv.images[line] for line in pictures.first]
@@ -102,18 +102,18 @@ def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
 
 
 class JsonCaptions:
-    """Puts one of the captions in a field of a sample's .json in the place of its .txt.
+    """Replaces a sample's .txt by one of the captions in a field of its .json.
 
-    The field holds a list, or one caption; what is no text in it, or an empty one, is passed over. Where there is no
-    caption the sample has no .txt afterwards, and is left out and counted like any other without a caption.
+    The field is a list or one caption; entries that are empty or not text are ignored. If no caption is left, the
+    sample has no .txt afterwards, and is skipped and counted like any other without a caption.
 
     Args:
-        field: its name.
+        field: name of the field.
         seed: the run's seed.
-        epoch: by which they are drawn.
+        epoch: number of the present epoch.
 
     Attributes:
-        missing: what a sample without captions lacks, in words.
+        missing: what a sample without captions lacks, for messages.
     """
 
     def __init__(self, field: str, seed: int, epoch: SharedEpoch):
@@ -123,7 +123,7 @@ class JsonCaptions:
         self.missing = f"no captions in the field {field!r} of a .json"
 
     def __call__(self, sample: dict) -> None:
-        """Change a sample of bytes by suffix, with its "__key__"."""
+        """Change the sample, a dict of bytes by suffix with its "__key__", in place."""
         sample.pop("txt", None)
         try:
             value = fields_of(sample).get(self.field)
@@ -137,5 +137,5 @@ class JsonCaptions:
 
 
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
-    """What tells the captions of shards, by default those of epoch 0; None where they stand in .txt."""
+    """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
     return JsonCaptions(args.captions_field, args.seed, epoch or SharedEpoch()) if args.captions_field else None

@@ -1,9 +1,9 @@
-"""Train data whose samples carry their row, and whose epochs can be begun at any batch.
+"""Train data whose samples have their row number, and whose epochs can start at any batch.
 
-The row travels as one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
-collation need no change; `RowLoader` takes it off before OpenCLIP's loop sees the batch. So does a sample's number in
-the stream of a loader worker. The loop of tasks gets the rows as the batch's `index`, and of data without shards, whose
-samples are dicts that are collated as they are, it is `index` from the start.
+The row is one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
+collation need no change; `RowLoader` removes it before OpenCLIP's loop sees the batch. A sample's number in the
+stream of a loader worker is another such column. The loop of tasks gets the rows as the batch's `index`; data without
+shards, whose samples are dicts, have `index` from the start.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class DataRows:
     Args:
         kind: webdataset, csv, synthetic or shapes.
         num_rows: n.
-        digest: tells whether the rows of two runs are the same samples.
+        digest: equal for two runs if their rows are the same samples.
         shards: offsets and sizes, for a webdataset whose samples need a row.
     """
 
@@ -51,7 +51,7 @@ class DataRows:
 
 
 def trains(args: Namespace) -> bool:
-    """Whether OpenCLIP trains, told as OpenCLIP tells it; otherwise it only evaluates."""
+    """Whether OpenCLIP trains, by its own rule; otherwise it only evaluates."""
     return bool(args.train_data) or args.dataset_type == "synthetic"
 
 
@@ -61,10 +61,10 @@ def needs_index(args: Namespace) -> bool:
 
 
 def check_usable(args: Namespace) -> None:
-    """Look whether the train data are there, and pairs among the first of them.
+    """Check that the train data exist and that the first samples have usable pairs.
 
     Raises:
-        InputError: shards or lines are missing, more than --max-bad-samples allows, or nothing can be used.
+        InputError: more shards or lines are missing than --max-bad-samples allows, or nothing is usable.
     """
     kind = kind_of(args, args.train_data)
     if kind == "csv":
@@ -78,10 +78,10 @@ def check_usable(args: Namespace) -> None:
 def find_rows(args: Namespace) -> DataRows:
     """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
 
-    Shards whose number of samples is given, for a loss without state per sample, are not looked into.
+    Shards are not read if the number of samples is given and the loss has no state per sample.
 
     Raises:
-        InputError: the data cannot be read, or their rows cannot be told; the message says what to provide.
+        InputError: the data cannot be read, or their rows cannot be counted; the message says what to provide.
     """
     kind = kind_of(args, args.train_data)
     if kind == "webdataset":
@@ -124,7 +124,7 @@ def _look_at_shards(args: Namespace, urls: list[str]) -> None:
 
 
 def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
-    """The kind of the data at `path`, told as OpenCLIP tells it."""
+    """The kind of the data at `path`, by OpenCLIP's own rule."""
     if args.dataset_type != "auto":
         return args.dataset_type
     builders = {open_clip_data.get_wds_dataset: "webdataset", open_clip_data.get_csv_dataset: "csv"}
@@ -173,12 +173,12 @@ def read_csv(
 
 
 class WithRow(Dataset):
-    """A map-style data set of images and tokens, as the host has them, whose samples carry their row.
+    """A map-style data set of the host's images and tokens, with the row added to each sample.
 
     Args:
         dataset: OpenCLIP's, whose augmentations draw from the global generators.
         seed: the run's seed.
-        epoch: OpenCLIP's SharedEpoch; each epoch, each sample has random numbers of its own.
+        epoch: OpenCLIP's SharedEpoch; the augmentation is seeded by epoch and row.
     """
 
     def __init__(self, dataset: Dataset, seed: int, epoch: Any):
@@ -199,11 +199,11 @@ class WithRow(Dataset):
 
 
 class RowTokenizer:
-    """Tokenizer for captions with numbers in front, which become the last tokens, the first of them the very last.
+    """Tokenizer for captions with numbers in front, which it appends to the tokens in reverse order.
 
     Args:
         tokenizer: OpenCLIP's.
-        numbers: how many there are: the number of `SampleStream`, then what `ShardRows` puts there.
+        numbers: how many numbers there are: that of `SampleStream`, then those of `ShardRows`.
     """
 
     def __init__(self, tokenizer: Callable, numbers: int):
@@ -222,16 +222,16 @@ class RowTokenizer:
 
 
 def append_row(tokens: Tensor, row: int) -> Tensor:
-    """(L,) int64 tokens and a row: (L + 1,)."""
+    """Append the row to the tokens (L,); (L + 1,) int64."""
     return torch.cat([tokens.long(), torch.tensor([row])])
 
 
 class LateSampler(Sampler[int]):
-    """A sampler whose next epoch can begin later.
+    """A sampler whose next epoch can start at a later batch.
 
     Args:
         sampler: OpenCLIP's.
-        batch_size: of this process.
+        batch_size: batch size of this process.
     """
 
     def __init__(self, sampler: Sampler[int], batch_size: int):
@@ -251,21 +251,21 @@ class LateSampler(Sampler[int]):
 
 
 class RowLoader:
-    """A train loader without the columns of numbers; the rows and keys of the last `keep` batches wait for the loss.
+    """A train loader that removes the columns of numbers, and keeps rows and keys of the last `keep` batches.
 
     Args:
         loader: OpenCLIP's, with its `num_batches` and `num_samples`.
         keep: batches per optimiser step.
-        has_rows: whether the tokens hold a row.
-        streams: loader workers whose samples are numbered, which then is the last token; 0 for map-style data.
+        has_rows: whether the tokens include a row.
+        streams: loader workers that number their samples, as the last token; 0 for map-style data.
         seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
-        order: a LateSampler or SeededEpochs, which decides what the loader gives.
-        keys: tells the keys of a batch, if samples have any, and takes off what the tokens hold for them.
+        order: a LateSampler or SeededEpochs, which determines the loader's order.
+        keys: finds the keys of a batch and removes them from the tokens; None without keys.
 
     Attributes:
-        first: batches of the epoch that an earlier run has had.
-        numbers: of the latest sample of each stream that came out.
-        after_step: called between two optimiser steps with the number of batches of the epoch that are done.
+        first: number of batches of the epoch that an earlier run completed.
+        numbers: number of the latest sample of each stream.
+        after_step: called between two optimizer steps with the number of completed batches of the epoch.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class RowLoader:
         self._latest_keys: deque[Tensor] = deque(maxlen=keep)
 
     def start_at(self, start: Start | None) -> None:
-        """Begin the next epoch there; None for its first batch."""
+        """Start the next epoch at `start`; None: at its first batch."""
         self.first = 0 if start is None else start.batches
         self.numbers = [0] * self.streams if start is None else list(start.samples)
         if start is not None:
@@ -300,7 +300,7 @@ class RowLoader:
         empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
         for done, batch in enumerate(islice(self.loader, empty, None), self.first + 1):
             images, tokens = host().pair(batch)
-            # Nothing that the loader has drawn in this process matters to the model.
+            # So that the model's random numbers do not depend on what the loader draws in this process.
             self.seed(AT_BATCH, done)
             if self.streams:
                 self.numbers[(done - 1) % self.streams] = int(tokens[-1, -1])
@@ -320,7 +320,7 @@ class RowLoader:
                 self.after_step(done)
 
     def _given(self, batch: Any, images: Tensor, tokens: Tensor) -> Any:
-        """What the loop gets."""
+        """The batch that OpenCLIP's loop gets."""
         if host().loop != TASKS:
             return host().batch(images, tokens)
         own = {"index": self._latest[-1]} if self.has_rows else {}
@@ -339,7 +339,7 @@ class RowLoader:
         return torch.cat(list(self._latest))
 
     def latest_keys(self) -> Tensor | None:
-        """Their keys, int64 on the CPU, or None where samples have none."""
+        """Keys of the last `keep` batches, one after the other, int64 on the CPU; None without keys."""
         return torch.cat(list(self._latest_keys)) if self.keys is not None else None
 
 
@@ -351,7 +351,7 @@ class HostScenes(Scenes):
 
 
 def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
-    """What OpenCLIP's synthetic builder calls in place of SyntheticDataset for `--dataset-type shapes`."""
+    """The replacement of SyntheticDataset in OpenCLIP's builder for `--dataset-type shapes`."""
 
     def build(
         transform: Callable | None = None, image_size: int | tuple[int, ...] | list[int] = 64,

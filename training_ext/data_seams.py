@@ -1,4 +1,4 @@
-"""The seams of the data pipeline: what each puts in OpenCLIP's place, and what they share."""
+"""`DataSeams`: the functions that replace OpenCLIP's in the data pipeline, and the state that they share."""
 
 import logging
 from argparse import Namespace
@@ -25,16 +25,16 @@ TRAIN_DATA, VAL_DATA = "train data", "validation data"
 
 
 class DataSeams:
-    """The data of one run.
+    """The replaced data pipeline of one run.
 
     Args:
         args: as `params.parse_args` gives them.
-        rows: of the train data, on process 0; the others get them before the data are built.
+        rows: rows of the train data on process 0; the others get them before the data are built.
 
     Attributes:
-        epoch: by which the order, the augmentation and the captions of the data are seeded.
-        skips: what was left out of the train data.
-        loader: of the train data, once built, for a loss of ours.
+        epoch: number that seeds the order, the augmentation and the captions of the data.
+        skips: counts of the skipped train samples.
+        loader: the train loader, once it is built, for this package's losses.
     """
 
     def __init__(self, args: Namespace, rows: DataRows | None):
@@ -64,7 +64,7 @@ class DataSeams:
         self._shared_epoch.set_value(epoch)
 
     def close(self) -> None:
-        """The run has ended, in whatever way."""
+        """End the run, after success or an error."""
         self._outlive.close()
 
     @staticmethod
@@ -75,7 +75,7 @@ class DataSeams:
         self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,
         tokenizer: Any = None, **kwargs: Any,
     ) -> Any:
-        """OpenCLIP's data set, built with the seams of its scope."""
+        """Build OpenCLIP's data set with the names of its scope replaced."""
         self._building = TRAIN_DATA if is_train else VAL_DATA
         streams, has_rows = 0, True
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
@@ -122,7 +122,7 @@ class DataSeams:
         return build
 
     def _draw_captions(self, lines: Any) -> Sequence[int]:
-        """Make pictures of lines, and say so; their first lines."""
+        """Group the lines by image, log it, and return each image's first line."""
         captions = len(lines)
         pictures = draw_from_lines(lines, self.args.seed, self._shared_epoch)
         if is_master(self.args):

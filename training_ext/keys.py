@@ -1,8 +1,8 @@
-"""Keys of samples: those with the same key are not one another's negatives.
+"""Keys of samples: samples with the same key are not used as each other's negatives.
 
 `--same-key` takes them from a column of a csv or a field of the .json in shards (`sample_json.JsonKey`),
-`--same-caption` from the captions. A caption's key is a hash of its tokens: texts that the model cannot tell apart are
-the same, whatever stands beyond the context's length.
+`--same-caption` from the captions. A caption's key is a hash of its tokens, so texts that differ only
+beyond the context length have the same key.
 """
 
 from argparse import Namespace
@@ -17,7 +17,7 @@ from training_ext.captions import Pictures
 from training_ext.sample_json import JsonKey
 
 Keys = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""From the tokens (b, L) and rows (b,) of a batch to the tokens of the captions alone, and its keys, (b,) int64."""
+"""Maps tokens (b, L) and rows (b,) of a batch to the captions' tokens and the keys, (b,) int64."""
 
 
 def has_keys(args: Namespace) -> bool:
@@ -25,10 +25,10 @@ def has_keys(args: Namespace) -> bool:
 
 
 def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
-    """Raise InputError unless the keys that were asked for can be told, and the loss has a use for them.
+    """Raise InputError unless the data have the requested keys and the loss can use them.
 
     Args:
-        kind: of the train data, as `data.kind_of` tells it.
+        kind: kind of the train data, as `data.kind_of` gives it.
         takes_keys: as `Loss.takes_keys`.
     """
     if not has_keys(args):
@@ -55,7 +55,7 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
 
 
 def find_keys(args: Namespace, kind: str) -> Keys | None:
-    """What tells the keys of a batch; None where none were asked for."""
+    """The function that finds the keys of a batch; None if no keys were requested."""
     if args.same_key is not None and kind == "webdataset":
         return last_column
     if args.same_key is not None:
@@ -69,22 +69,22 @@ def find_keys(args: Namespace, kind: str) -> Keys | None:
 
 
 def last_column(tokens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Keys that `JsonKey` has told where the shards were read; they follow the tokens (b, L) of the captions."""
+    """Split off the keys that `JsonKey` found when the shards were read; they follow the captions' tokens (b, L)."""
     return tokens[:, :-1], tokens[:, -1].contiguous()
 
 
 def key_of_samples(args: Namespace) -> JsonKey | None:
-    """What tells the key of a shard's sample where it is read, if that was asked for."""
+    """The function that finds the key of a shard's sample as it is read; None without --same-key."""
     return None if args.same_key is None else JsonKey(args.same_key)
 
 
 def keys_of_cells(cells: pd.Series) -> Tensor:
-    """A number for each cell, equal where the cells are, (n,) int64; an empty cell is like no other."""
+    """A key for each cell, (n,) int64, equal for equal cells; an empty cell equals no other."""
     codes = torch.from_numpy(pd.factorize(cells)[0].astype("int64"))
     return torch.where(codes >= 0, codes, -1 - torch.arange(len(codes)))
 
 
 def keys_of_captions(tokens: Tensor) -> Tensor:
-    """A hash of each row of tokens (b, L) int64: of two that differ, equal with a probability of 2^-63."""
+    """A hash of each row of tokens (b, L) int64; different rows have equal hashes with a probability of 2^-63."""
     factors = torch.randint(-(2**62), 2**62, (tokens.shape[1],), generator=torch.Generator().manual_seed(0))
     return (tokens * (2 * factors + 1)).sum(dim=1)

@@ -1,4 +1,4 @@
-"""What is read of a sample's .json in a shard: its fields, and a key by one of them."""
+"""Read a sample's .json in a shard: its fields, and a key from one of them."""
 
 import hashlib
 import json
@@ -29,20 +29,20 @@ def fields_of(sample: dict) -> dict[str, Any]:
 
 
 class JsonKey:
-    """The key of a sample by a field of its .json: a hash of 64 bits of the value, equal where the values are.
+    """The key of a sample: a 64-bit hash of the value of a field in its .json.
 
-    Of two values that differ the hashes are equal with a probability of 2^-64. An empty value, null or "", is like no
-    other sample's: its hash is of the shard's and the sample's name.
+    Different values have equal hashes with a probability of 2^-64. An empty value, null or "", equals no other
+    sample's: its hash is that of the shard's and the sample's name.
 
     Args:
-        field: its name.
+        field: name of the field.
     """
 
     def __init__(self, field: str):
         self.field = field
 
     def __call__(self, sample: dict) -> int:
-        """As a signed number of a sample of bytes by suffix, with its "__key__" and "__url__".
+        """The key, a signed integer, of a sample: a dict of bytes by suffix, with its "__key__" and "__url__".
 
         Raises:
             InputError: it has no such field; the message names the shard and the sample.
