@@ -1,4 +1,4 @@
-"""The command line: every flag of OpenCLIP, and ours in a group of their own, from one parser."""
+"""The command line: OpenCLIP's flags and, in a group of their own, this package's, from one parser."""
 
 import argparse
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from training_ext.row_folders import SPLIT_ABOVE
 
 
 class Parser(argparse.ArgumentParser):
-    """OpenCLIP's parser, which its parse_args makes and fills itself, with our flags added before it parses."""
+    """The parser that OpenCLIP's parse_args creates and fills; it adds this package's flags before it parses."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -71,10 +71,10 @@ class Parser(argparse.ArgumentParser):
         except InputError:
             raise
         except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
-            self.error(f"--aug-cfg: wants NAME=VALUE, such as scale=(0.9,1.0); {error}")
+            self.error(f"--aug-cfg: must be NAME=VALUE, such as scale=(0.9,1.0); {error}")
 
     def _of_recipe(self, recipe: recipes.Recipe) -> list[str]:
-        """Its arguments, which go before those of the command line, so that the latter count."""
+        """The recipe's arguments, to be put before those of the command line, which override them."""
         arguments = recipes.arguments(recipe, self._actions)
         try:
             self.parse_known_args(arguments)
@@ -83,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def _given(self, args: Sequence[str]) -> dict[str, Any]:
-        """The flags among the arguments by name; OpenCLIP's defaults do not tell."""
+        """The flags given in the arguments, by name; a value equal to its default counts, too."""
         for action in self._actions:
             action.default = argparse.SUPPRESS
         return vars(self.parse_known_args(args)[0])
@@ -92,19 +92,19 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--recipe",
             metavar="NAME|FILE",
-            help="a published training's flags, or those of a YAML file, where none are given; see --list-recipes",
+            help="use the flags of a published training or a YAML file as defaults; see --list-recipes",
         )
         group.add_argument("--list-recipes", action=ListRecipes, help="print every recipe with its source, and exit")
         group.add_argument(
             "--dry-run",
             action="store_true",
-            help="print the flags that result, the steps, the state of each process and where files would go, and "
-            "stop; needs no data. WORLD_SIZE=8 in the environment stands for 8 processes",
+            help="print the resulting flags, the steps, the memory of each process and the files, and exit; needs no "
+            "data. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
         group.add_argument(
             "--legacy-loop",
             action="store_true",
-            help="with OpenCLIP 4.x, train by its legacy_main rather than by its loop of tasks",
+            help="with OpenCLIP 4.x, train with its legacy_main instead of its loop of tasks",
         )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
@@ -126,79 +126,79 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--shard-sizes",
             metavar="FILE",
-            help="JSON file of samples per shard, by file name or url, where no sizes.json lies beside the shards",
+            help="JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
         )
         group.add_argument(
             "--max-bad-samples",
             type=float,
             metavar="SHARE",
-            help="share of the train data that may be missing or unusable, 0 to 1; above it the run ends (default: 0 "
-            "for what is missing at the start, no limit for what turns out to be unusable)",
+            help="fraction of the train data that may be missing or unusable, 0 to 1; above it the run ends (default: "
+            "0 for data missing at the start, no limit for samples found to be unusable later)",
         )
         group.add_argument(
             "--shapes-seed",
             type=int,
             default=None,
             metavar="INT",
-            help="which scenes --dataset-type shapes draws (default: 0)",
+            help="seed of the scenes of --dataset-type shapes (default: 0)",
         )
         group.add_argument(
             "--shapes-shifted",
             action="store_true",
-            help="train on scenes in other colours and with noisy captions; those to evaluate on stay as they are",
+            help="train on scenes in other colours and with noisy captions; the validation scenes are the same",
         )
         group.add_argument(
             "--zeroshot-data",
             metavar="DIR",
-            help="classify one's own images after each epoch, with any loss: class folders of images, or shards as "
-            "open_clip_ext.evaluate reads them",
+            help="classify your own images zero-shot after each epoch, with any loss: class folders of images, or "
+            "shards as for open_clip_ext.evaluate",
         )
         group.add_argument(
             "--osr-epochs",
             type=float,
             metavar="EPOCHS",
-            help="recover the optimizer's statistics before training: epochs, or parts of one, that move Adam's "
-            "moments and the loss's table while the weights stand still (default: 5 for tuneclip with --pretrained, "
-            "else 0)",
+            help="recover the optimizer's statistics before training: number of epochs, also a fraction, that update "
+            "Adam's moments and the loss's table while the weights are fixed (default: 5 for tuneclip with "
+            "--pretrained, else 0)",
         )
         group.add_argument(
             "--osr-transfer",
             metavar="{" + ",".join(recovered.TRANSFERS) + "}",
-            help="what of it the training takes over; none: it is left out (default: both)",
+            help="which recovered statistics the training keeps; none: no recovery is run (default: both)",
         )
-        group.add_argument("--osr-save", metavar="PATH", help="file for what was recovered, for other runs")
-        group.add_argument("--osr-load", metavar="PATH", help="such a file, instead of a recovery")
+        group.add_argument("--osr-save", metavar="PATH", help="file to save the recovered statistics to")
+        group.add_argument("--osr-load", metavar="PATH", help="load recovered statistics from this file instead")
         group.add_argument(
             "--save-every-steps",
             type=int,
             metavar="STEPS",
-            help="save also within epochs, for --resume latest; the newest is kept until the epoch's own is there",
+            help="save checkpoints also within epochs, for --resume latest; the newest is kept until the epoch's own",
         )
         group.add_argument(
             "--split-rows-above",
             type=float,
             metavar="MIB",
-            help="above this size of what the loss keeps per sample each process saves its own part, in a folder "
+            help="if the loss's state per sample is larger than this, each process saves its own part, in a folder "
             f"beside the checkpoint (default: {SPLIT_ABOVE:g})",
         )
         group.add_argument(
             "--log-all",
             action="store_true",
             default=None,
-            help="log OpenCLIP's own lines, with every number, and the model's structure; else these numbers are in "
-            "metrics.jsonl, TensorBoard and W&B alone",
+            help="log OpenCLIP's own lines, with every number, and the model's structure; otherwise these numbers go "
+            "to metrics.jsonl, TensorBoard and W&B only",
         )
         group.add_argument(
             "--same-key",
             metavar="NAME",
-            help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not one "
-            "another's negatives",
+            help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not "
+            "used as each other's negatives",
         )
         group.add_argument(
             "--same-caption",
             action="store_true",
             default=None,
-            help="samples with the same caption are not one another's negatives",
+            help="samples with the same caption are not used as each other's negatives",
         )
         group.add_argument(
             "--several-captions",
@@ -214,7 +214,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--keep-best",
             metavar="METRIC",
-            help="keep the weights that are best by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
+            help="keep the best weights by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
         )
 
 
@@ -256,21 +256,21 @@ OF_TRAINING = (
 
 
 def starts_from_weights(args: argparse.Namespace) -> bool:
-    """Whether the model comes with trained weights; with --resume they may come later."""
+    """Whether the model starts from pretrained weights; those of --resume do not count."""
     return bool(args.pretrained) or args.model.startswith(SCHEMAS)
 
 
 def trains_logit_scale(args: argparse.Namespace) -> bool:
-    """Whether the temperature is the model's parameter and learned; OpenCLIP's own losses see to that themselves."""
+    """Whether this package's loss learns the temperature as the model's parameter; False for OpenCLIP's losses."""
     return args.uses_ext_loss and any(
         getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
     )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """OpenCLIP's namespace with ours added, every setting of the chosen loss filled in.
+    """Parse the command line into OpenCLIP's namespace, with all settings of the chosen loss filled in.
 
-    `uses_ext_loss` tells whether the loss is one of ours; settings that the loss does not use stay None.
+    `uses_ext_loss` tells whether the loss is one of this package's; settings that the loss does not use stay None.
 
     Raises:
         InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
@@ -280,7 +280,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
             args = params.parse_args(argv)
         except InputError:
             raise
-        except ValueError as error:  # flags that do not go together, in 4.x
+        except ValueError as error:  # flags that contradict each other, in 4.x
             raise InputError(" ".join(str(error).split())) from None
     complete(args)
     try:
@@ -314,7 +314,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         if name not in args.given_flags and (name != "osr_epochs" or starts_from_weights(args)):
             setattr(args, name, value)
     resolve_recovery(args)
-    # One clock for the loss, from the start of the recovery.
+    # The loss counts epochs from the start of the recovery.
     args.loss_epochs = args.epochs + ceil(args.osr_epochs)
     for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
         setattr(args, name, value)
@@ -336,7 +336,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_taus(args: argparse.Namespace) -> None:
-    """Raise InputError unless the temperatures are in order; those that the loss does not use are None."""
+    """Raise InputError unless tau_min <= tau_init, tau_start <= tau_max; those that the loss does not use are None."""
     order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
     for low, high in order:
         least, most = getattr(args, low), getattr(args, high)
@@ -345,10 +345,10 @@ def check_taus(args: argparse.Namespace) -> None:
 
 
 def resolve_recovery(args: argparse.Namespace) -> None:
-    """Fill in what is given of the recovery of statistics.
+    """Fill in the settings of the recovery of statistics.
 
     Raises:
-        InputError: a value out of range, or a flag without effect beside the others.
+        InputError: a value is out of range, or a flag has no effect with the others.
     """
     if args.osr_load is not None:
         if args.osr_save is not None:
@@ -356,7 +356,7 @@ def resolve_recovery(args: argparse.Namespace) -> None:
         saved = recovered.read(args.osr_load)["epochs"]
         if "osr_epochs" in args.given_flags and args.osr_epochs != saved:
             raise InputError(
-                f"--osr-epochs: {args.osr_epochs:g} where {args.osr_load!r} has {saved:g}; leave it out"
+                f"--osr-epochs: {args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out"
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
@@ -372,6 +372,6 @@ def resolve_recovery(args: argparse.Namespace) -> None:
     if args.osr_transfer not in recovered.TRANSFERS:
         raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
     if args.osr_transfer == "table" and not args.uses_ext_loss:
-        raise InputError(f"--osr-transfer: 'table' with --loss {args.loss}, which keeps nothing but the moments")
+        raise InputError(f"--osr-transfer: 'table' with --loss {args.loss}, whose only statistics are the moments")
     if args.osr_transfer == "none" and args.osr_save is not None:
-        raise InputError("--osr-save: nothing is recovered with --osr-transfer none; leave one of the two out")
+        raise InputError("--osr-save: nothing is recovered with --osr-transfer none; leave out one of the two")

@@ -1,4 +1,4 @@
-"""What is wrong with a command line, found on process 0 before anything is written."""
+"""Check a command line on process 0, before anything is written."""
 
 import os
 from argparse import Namespace
@@ -47,9 +47,10 @@ SAME_EVERYWHERE: tuple[str, ...] = (
 
 
 def check(args: Namespace) -> DataRows | None:
-    """The rows of the train data on the first process of each machine, if the loss is ours and there are any.
+    """Check the command line, and find the rows of the train data if the run needs them.
 
-    All that can be wrong is looked for on process 0; the others wait for it when the process group starts.
+    Process 0 checks everything; the others wait for it when the process group starts. Returns the rows on the first
+    process of each machine, else None.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
@@ -59,12 +60,12 @@ def check(args: Namespace) -> DataRows | None:
     prepare_shapes(args)
     needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
-        # Another machine may hold other data; `check_alike` compares.
+        # Another machine may have other data; `check_alike` compares them.
         if local_rank == 0 and trains(args) and not needs_rows:
             check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
     check_own_classes(args)
-    # What is quick comes before the scan of shards.
+    # Quick checks come before the scan of shards.
     path, resumed = check_flags(args, world_size)
     check_machine(args)
     check_what_is_made(args, path)
@@ -93,10 +94,10 @@ def check(args: Namespace) -> DataRows | None:
 
 
 def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str, dict | None] | None]:
-    """What is wrong with the flags, without a look at the data or the machine.
+    """Check the flags, without reading the data or the machine.
 
     Returns:
-        What `resumed_path` and `find_resumed` find.
+        The results of `resumed_path` and `find_resumed`.
     """
     host().check_flags(args, open_clip_params.parse_args([]))
     check_ranges(args)
@@ -121,7 +122,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
 
 
 def check_alike(args: Namespace, rows: DataRows | None) -> None:
-    """Every process compares what all were started with; the process group is there.
+    """Check that all processes were started alike; every process calls it once the process group exists.
 
     Raises:
         InputError: a process has another loss, another setting that must be the same, or other data.
@@ -147,7 +148,7 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
 
 
 def prepare_shapes(args: Namespace) -> None:
-    """Generated scenes have no path, but OpenCLIP trains and evaluates only where it is given one."""
+    """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
     if args.dataset_type != "shapes":
         if args.shapes_seed is not None:
             raise InputError(
@@ -174,12 +175,12 @@ def prepare_shapes(args: Namespace) -> None:
 
 
 def check_experiment(args: Namespace) -> None:
-    """OpenCLIP returns -1 for an existing experiment, on process 0, once the processes have started."""
+    """Refuse an existing experiment, for which OpenCLIP returns -1 once the processes have started."""
     if args.name is None:
         return
     below = Path(args.name)
     if below.anchor or ".." in below.parts or not below.parts:
-        raise InputError(f"--name: {args.name!r} is no folder inside --logs {args.logs!r}; give a name such as run-1")
+        raise InputError(f"--name: {args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1")
     if args.resume == "latest":
         return
     name = "out-0" if args.log_local else "out.log"
@@ -191,7 +192,7 @@ def check_experiment(args: Namespace) -> None:
 
 
 def check_pretrained(flag: str, model: str, given: str | None) -> None:
-    """OpenCLIP looks for the weights when it has written its first files."""
+    """Check that the weights exist, which OpenCLIP does only after its first files are written."""
     if not given or model.startswith(SCHEMAS) or is_pretrained_cfg(model.replace("/", "-"), given):
         return
     if os.path.isfile(given):
@@ -199,7 +200,7 @@ def check_pretrained(flag: str, model: str, given: str | None) -> None:
             try:
                 load_mapped(given)
             except Exception as error:
-                raise InputError(f"{flag}: {given!r} holds no weights: {one_line(error)}") from None
+                raise InputError(f"{flag}: {given!r} has no weights: {one_line(error)}") from None
         return
     if os.path.isdir(given):
         raise InputError(f"{flag}: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
@@ -230,7 +231,7 @@ def check_distillation(args: Namespace) -> None:
 
 
 def check_what_is_made(args: Namespace, resumed: str | None) -> None:
-    """Model, optimizer, and whether the checkpoint is of both."""
+    """Try to build model and optimizer, and check that the checkpoint fits them."""
     model = check_model(args)
     optimizer = check_optimizer(args) if trains(args) else None
     if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
@@ -293,7 +294,7 @@ def check_combination(args: Namespace) -> None:
         raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
     if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
         raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
-    loss = build_loss(args, num_rows=1, device="cpu")  # the parts refuse what does not go together
+    loss = build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
     if trains(args):
         check_keys(args, kind_of(args, args.train_data), loss.takes_keys)
 
@@ -312,19 +313,19 @@ def check_upsampling(args: Namespace) -> None:
 
 
 def check_size_known(args: Namespace) -> None:
-    """OpenCLIP does not count samples; where they are counted for a loss of ours, it is told."""
+    """Check that the number of samples is known, since OpenCLIP does not count; for our losses it is counted."""
     if args.uses_ext_loss or args.train_num_samples is not None or kind_of(args, args.train_data) != "webdataset":
         return
     try:
         size, _ = get_dataset_size(args.train_data)
-    except Exception as error:  # of a sizes.json, whatever it holds
+    except Exception as error:  # a sizes.json may have anything
         raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
     if not size:
-        raise InputError("--train-num-samples: OpenCLIP wants it for shards without a sizes.json; give their samples")
+        raise InputError("--train-num-samples: needed for shards without a sizes.json; give their number of samples")
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Every loader worker needs a shard, and in its shards a whole batch: else OpenCLIP asserts, or waits forever."""
+    """Every loader worker needs a shard and a full batch in its shards, or OpenCLIP fails or waits forever."""
     if rows.kind != "webdataset" or args.dataset_resampled:
         return
     urls = expand_urls(args.train_data)[0]
@@ -340,12 +341,12 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
     if sum(sizes[:fewest]) < args.batch_size:
         raise InputError(
             f"{given} get {fewest} of the {len(sizes)} shards each, which may hold only {sum(sizes[:fewest])} samples "
-            f"where --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
+            f"but --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
         )
 
 
 def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """OpenCLIP would go through epochs without a step and save the untrained model."""
+    """Refuse epochs without a step, for which OpenCLIP would save the untrained model."""
     num_samples = rows.num_rows
     if rows.kind == "webdataset":
         num_samples = args.train_num_samples
@@ -363,7 +364,7 @@ def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
 
 
 def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
-    """Optimiser steps that OpenCLIP makes of an epoch of so many samples."""
+    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
     if kind == "webdataset":
         loaders = max(1, args.workers)
         batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
@@ -373,8 +374,10 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
 
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
-    """State must fit where it is kept; a table also once more on process 0's host while it is gathered for a
-    checkpoint."""
+    """Check that the loss's state fits in memory.
+
+    A table must also fit a second time on process 0's host, where a checkpoint gathers it.
+    """
     loss = build_loss(args, 1, "cpu")
     loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
@@ -389,7 +392,7 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     check_fits("normalizer", what, on_host, "cpu", instead)
     if rows_on_device:
         check_fits("normalizer", what, per_process, args.device, instead)
-    known = ":" not in args.model  # of other models the config would have to be fetched
+    known = ":" not in args.model  # other configurations would have to be downloaded
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
     for module in loss.modules():
         if isinstance(module, Normalizer):
@@ -399,12 +402,12 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
 
 
 def bytes_per_row(loss: Loss) -> dict[str, int]:
-    """What the loss keeps of each row of the data, on one of the processes, by the name of the part."""
+    """Bytes that the loss keeps per row of the data, on one of the processes, by name of the module."""
     return {name: 4 * module.columns for name, module in loss.named_modules() if isinstance(module, ShardedRows)}
 
 
 def check_val_data(args: Namespace) -> None:
-    """OpenCLIP meets missing validation data only after it has trained."""
+    """Check that the validation data exist, which OpenCLIP finds out only after an epoch."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
         read_csv(args, args.val_data, flag="--val-data")
@@ -413,7 +416,7 @@ def check_val_data(args: Namespace) -> None:
 
 
 def resumed_path(args: Namespace) -> str | None:
-    """The checkpoint that OpenCLIP will resume, as far as that can be told here."""
+    """The checkpoint that OpenCLIP will resume from; None without one, or if only OpenCLIP can find it (remote)."""
     if args.resume != "latest":
         return args.resume
     if args.name is None:
@@ -428,7 +431,7 @@ def resumed_path(args: Namespace) -> str | None:
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
-    """The local checkpoint with a training state that OpenCLIP will resume, and our entry in it; None if none."""
+    """The local checkpoint with a training state at `path`, and our entry in it; None if it is not such a one."""
     if path is None:
         return None
     if "://" in path:

@@ -1,7 +1,7 @@
-"""A fixed integer row for every sample of a webdataset.
+"""Give every sample of a webdataset a fixed integer row.
 
 Row = the offset of the sample's shard + the sample's position in the tar, where positions count the samples
-that OpenCLIP's reader yields for that shard alone, before any filtering or shuffling.
+that OpenCLIP's reader yields for that shard, before any filtering or shuffling.
 """
 
 import hashlib
@@ -25,9 +25,9 @@ from training_ext.shard_scan import scan_all, scanned_before
 from training_ext.tars import KeyDigest, one_line, read_samples
 
 ROW_SEPARATOR = "\x1f"
-"""Stands between the row and the caption in what `ShardRows` writes."""
+"""The separator between row and caption in the text that `ShardRows` writes."""
 
-_CHECKED_SAMPLES = 20_000  # of shards with a recorded size, counted all the same: a second or two
+_CHECKED_SAMPLES = 20_000  # of shards with a recorded size, counted as a check; takes a second or two
 _NAMED = 3  # shards in a message
 
 
@@ -35,7 +35,7 @@ _NAMED = 3  # shards in a message
 class Shards:
     """The distinct shards of a data set, in order, each with its number of samples (0 or more).
 
-    `keys` has the `KeyDigest` of those that were counted.
+    `keys` maps the URLs of counted shards to their `KeyDigest`.
     """
 
     urls: tuple[str, ...]
@@ -72,15 +72,16 @@ class Shards:
     def digest(self) -> str:
         """SHA-256 (hex) of the number of shards and each shard's url and size, in order.
 
-        Urls count from the longest directory that all share: moving the whole data set keeps the digest.
+        URLs are relative to the longest folder that all share, so moving the whole data set keeps the digest.
         """
         return _digest(list(zip(_below_shared_folder(self.urls), self.sizes, strict=True)))
 
 
 def digest_of_list(train_data: str) -> str:
-    """The digest of shards whose sizes nobody needs: of their number and urls alone.
+    """A digest of the number and URLs of shards whose sizes are not needed.
 
-    Raises InputError for a list without shards.
+    Raises:
+        InputError: the list has no shards.
     """
     return _digest(_below_shared_folder(_expand(train_data)))
 
@@ -139,7 +140,7 @@ def find_shards(
 
 
 def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
-    """Sizes by url, where a file has them, with the name of the file in words."""
+    """Sizes by URL, if a file has them, with the name of the file for messages."""
     names = {url: _file_name(url) for url in local}
     label = f"--shard-sizes {shard_sizes!r}"
     given = _read_sizes(shard_sizes, "--shard-sizes") if shard_sizes is not None else {}
@@ -173,7 +174,7 @@ def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> di
 
 
 def _to_check(paths: dict[str, str], recorded: dict[str, tuple[int, str]]) -> set[str]:
-    """Shards to scan although their size is recorded: the first, the last and more, as many as take a moment."""
+    """Shards to scan as a check of their recorded size: the first, the last and others within the budget."""
     urls, samples = list(paths), 0
     chosen: list[str] = []
     for url in dict.fromkeys([*urls[:1], *urls[-1:], *urls]):
@@ -185,10 +186,10 @@ def _to_check(paths: dict[str, str], recorded: dict[str, tuple[int, str]]) -> se
 
 
 def check_missing(urls: list[str], flag: str = "--train-data", max_bad: float | None = None) -> dict[str, str]:
-    """The local shards that are not there, and why.
+    """The local shards that cannot be read, with the reason.
 
     Raises:
-        InputError: they are more than a share of `max_bad`, or all.
+        InputError: they are more than a fraction of `max_bad`, or all.
     """
     # Silent where it takes a moment; on a network's disk 100,000 take minutes.
     looked_at = tqdm(urls, desc="Looking for shards", unit="shard", delay=2)
@@ -217,7 +218,7 @@ def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
     instead = "restore them or leave them out"
     if flag == "--train-data" and len(bad) < len(urls):
-        # Rounded up, so that it is enough.
+        # Rounded up, so that it suffices.
         instead += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
     raise InputError(f"{flag}: {len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}")
 
@@ -278,13 +279,13 @@ def _checked_size(sizes: dict, key: str, label: str) -> int:
 
 
 class ShardRows:
-    """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row into its caption.
+    """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row in front of its caption.
 
-    It takes the place of OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
-    keep their place in the count but stay as they are. `split_row` reads a row back.
+    It replaces OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
+    are counted but not changed. `split_row` reads a row back.
 
     Args:
-        shards: rows are of; None reads without rows.
+        shards: the shards that have rows; None: read without rows.
         failed: called with url, error, number of samples before it and recorded size, if any, for a shard that cannot
             be read, or not to its end.
         ended: called with url and number of samples of a shard that was read to its end.
@@ -321,7 +322,7 @@ class ShardRows:
                     if self.ended is not None:
                         self.ended(url, position)
                     break
-                except Exception as error:  # file systems, commands and archives raise whatever they like
+                except Exception as error:  # file systems, commands and archives may raise anything
                     self.failed(url, error, position, size)
                     break
                 if size is not None and position >= size:

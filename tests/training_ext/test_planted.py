@@ -299,7 +299,7 @@ def test_sizes_of_shards(refused, datasets, planted, tmp_path):
 @pytest.mark.parametrize("name", ["../outside", "group/../../outside", "", "."])
 @pytest.mark.parametrize("extra", ["", "--loss clip", "--loss neuclip", "--resume latest"])
 def test_a_name_outside_the_logs(refused, name, extra):
-    assert f"--name: {name!r} is no folder inside --logs" in refused(f"{SHAPES} {extra} --name={name}")
+    assert f"--name: {name!r} is not a folder inside --logs" in refused(f"{SHAPES} {extra} --name={name}")
 
 
 def test_an_absolute_name(refused, tmp_path):
