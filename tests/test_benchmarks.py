@@ -81,8 +81,7 @@ def test_startup(tmp_path):
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     results = json.loads((tmp_path / "startup.json").read_text())
     assert [result["rows"] for result in results] == [2_000] * 4 + [200] * 2
-    shown = [result["progress"] for result in results]
-    assert shown == [["Counting samples"], [], [], [], ["Counting samples"], []]
+    assert ["Counting samples" in result["progress"] for result in results] == [True, False, False, False, True, False]
 
 
 @pytest.mark.slow
