@@ -149,6 +149,12 @@ def _write(
             values[row] = after
 
 
+def number_of_equals(keys: Tensor, others: Tensor) -> Tensor:
+    """How often each of `keys` (b,) occurs among `others` (k,), (b,) int64."""
+    ordered = others.sort().values
+    return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
+
+
 class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import log_sum_over_processes, world_size
-from open_clip_ext.kernels.log_sum import exponents_of
+from open_clip_ext.kernels.log_sum import LEFT_OUT, Keys, exponents_of
 from open_clip_ext.kernels.streaming import exp_, highest, parts
 from open_clip_ext.kernels.surrogates import is_linear
 from open_clip_ext.objectives import Objective
@@ -41,15 +41,21 @@ class PrototypeGradient:
         active: m, prototypes in use.
         own_active: k, those on this process.
         split: whether the others are on other processes.
+        keys: of all anchors and of the prototypes that are here, if they have any; those with the anchor's own do not
+            count.
+        log_counts: log of how many count for each anchor, (B,), if not all m do.
     """
 
     def __init__(
         self, batch: Batch, objective: type[Objective], surrogate: Surrogate, eps: float,
-        active: int, own_active: int, split: bool,
+        active: int, own_active: int, split: bool, keys: Keys | None = None, log_counts: Tensor | None = None,
     ):
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.all_positives.new_full((), math.log(eps))
-        self.log_active = math.log(active)
+        self.keys = keys
+        self.log_counts = batch.all_positives.new_full((batch.size,), math.log(active))
+        if log_counts is not None:
+            self.log_counts = log_counts
         self.anchor_weight = objective.weight(batch.all_tau) * batch.finite / batch.size  # in the mean, (2, B)
         self.anchors = torch.stack([batch.all_image, batch.all_text])
         if is_linear(surrogate):
@@ -98,9 +104,11 @@ class PrototypeGradient:
         """
         tau, log_batch = self.batch.all_tau[:, part], self.batch.all_log_batch[:, part]
         exponents, shift, slope = exponents_of(similarities, self.batch.all_positives[part], tau, self.surrogate)
+        if self.keys is not None:
+            exponents.masked_fill_(self.keys[0][part, None] == self.keys[1], LEFT_OUT)
         peak = highest(exponents, 2)
         probs = exp_(exponents.sub_(peak))
-        peak = peak[:, :, 0] + (shift - self.log_active)
+        peak = peak[:, :, 0] + (shift - self.log_counts[part])
         log_mean = probs.sum(2).log_().add_(peak)
         if self.split:
             log_mean = log_sum_over_processes(log_mean)

@@ -19,6 +19,10 @@ Readings fixed here, where the paper is silent:
   `npn_initial_accumulator` or a smaller `npn_lr` makes the first steps smaller.
 - exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `objectives.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
+- A prototype keeps the key of the sample that it was drawn from until the next reset, and does not count for anchors of
+  that key, neither in alpha nor in its training; alpha is a mean over those that count. Its updates move it away from
+  the sample, so that this is no more than an approximation; it is nearer to the log-normalizers without the false
+  negatives than all prototypes together are (`docs/neighbours.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
   accuracy.
 
@@ -30,11 +34,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.distributed import log_sum_over_processes, rank, world_size
-from open_clip_ext.kernels.log_sum import log_sum, log_sums
+from open_clip_ext.kernels.log_sum import Keys, log_sum, log_sums, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.ring import EmbeddingRing
@@ -54,6 +59,7 @@ class Prototypes(NetworkNormalizer):
     """
 
     name = "prototypes"
+    allows_keys = True
     default_optimizer = "adagrad"
     npn_prototypes: int = option(
         4096, "m, prototypes of the normalizer-prediction network per direction",
@@ -70,6 +76,7 @@ class Prototypes(NetworkNormalizer):
         self.surrogate = surrogate or Identity()
         self.weight: Tensor  # (2, m, d): [0] for image anchors, [1] for text anchors
         self.ring: EmbeddingRing  # place i is what a reset gives prototype i
+        self.keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     def limit_to(self, num_samples: int) -> None:
         self.capacity = min(self.npn_prototypes, num_samples)
@@ -93,6 +100,7 @@ class Prototypes(NetworkNormalizer):
         self.check_memory(dimension, device, world_size())
         self.ring = (ShardedRing if self.split else EmbeddingRing)(self.capacity, dimension, device, dtype)
         self.register_buffer("weight", torch.zeros_like(self.ring.rows), persistent=False)
+        self.register_buffer("keys", None, persistent=False)
 
     def _named(self) -> dict[str, Tensor]:
         return {"weight": self.weight}
@@ -112,14 +120,21 @@ class Prototypes(NetworkNormalizer):
         held = self.own_active
         self.ring.push(batch)
         self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
+        if self.ring.keys is not None:
+            if self.keys is None:
+                self.keys = self.ring.unlike_keys(self.weight.device)
+            self.keys[held : self.own_active] = self.ring.keys[held : self.own_active]
 
     def _restart(self, batch: Batch) -> None:
         self.weight.copy_(self.ring.rows)
+        if self.keys is not None and self.ring.keys is not None:
+            self.keys.copy_(self.ring.keys)
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(
             batch, self.objective, self.surrogate, self.eps,
             active=self.active, own_active=self.own_active, split=self.split,
+            keys=self._keys(batch.keys), log_counts=self._log_counts(batch),
         )
         assert self.weight.grad is not None
         gradient = self.weight.grad[:, : self.own_active]
@@ -131,6 +146,20 @@ class Prototypes(NetworkNormalizer):
         lengths = prototypes.norm(dim=2)
         return prototypes, lengths + (lengths == 0)
 
+    def _keys(self, anchors: Tensor | None) -> Keys | None:
+        """The anchors' and those of the prototypes in use that are here."""
+        return None if anchors is None or self.keys is None else (anchors, self.keys[: self.own_active])
+
+    def _log_counts(self, batch: Batch) -> Tensor:
+        """log of how many prototypes count for each of all anchors, (B,)."""
+        keys = self._keys(batch.keys)
+        if keys is None:
+            return batch.all_positives.new_full((batch.size,), math.log(self.active))
+        same = number_of_equals(*keys)
+        if self.split:
+            dist.all_reduce(same)
+        return (self.active - same).clamp(min=1).to(batch.tau).log()
+
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         if self.active == 0:
             return batch.log_batch
@@ -138,13 +167,18 @@ class Prototypes(NetworkNormalizer):
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         if self.split and not torch.is_grad_enabled():
             everyone = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-            own, _ = log_sums(*everyone, prototypes, self.surrogate, lengths, needs_grad=False)
+            own, _ = log_sums(
+                *everyone, prototypes, self.surrogate, lengths, needs_grad=False, keys=self._keys(batch.keys)
+            )
             log_total = log_sum_over_processes(own)[:, batch.local]
         elif self.split:
-            log_total = ShardedLogSum.apply(*inputs, batch, prototypes, lengths, self.surrogate)
+            log_total = ShardedLogSum.apply(
+                *inputs, batch, prototypes, lengths, self.surrogate, self._keys(batch.keys)
+            )
         else:
-            log_total = log_sum(*inputs, prototypes, self.surrogate, lengths)
-        return add_eps(log_total - math.log(self.active), self.eps)
+            keys = self._keys(None if batch.keys is None else batch.keys[batch.local])
+            log_total = log_sum(*inputs, prototypes, self.surrogate, lengths, keys=keys)
+        return add_eps(log_total - self._log_counts(batch)[batch.local], self.eps)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}
@@ -157,7 +191,7 @@ class Prototypes(NetworkNormalizer):
         if not self.split:
             return super().full_state()
         state = {
-            name: whole(value, self.capacity, 1) if self._has_places(name, value) else value.cpu()
+            name: value.cpu() if (dim := self._places(name, value)) is None else whole(value, self.capacity, dim)
             for name, value in self._state().items()
         }
         return {name: value for name, value in state.items() if value is not None} if rank() == 0 else {}
@@ -167,16 +201,21 @@ class Prototypes(NetworkNormalizer):
             raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
         if self.split:
             state = {
-                name: own_part(value, 1) if self._has_places(name, value) else value for name, value in state.items()
+                name: value if (dim := self._places(name, value)) is None else own_part(value, dim)
+                for name, value in state.items()
             }
         super().load_full_state(state)
 
-    def _has_places(self, name: str, value: Tensor) -> bool:
-        """Whether a tensor of the state has an entry per prototype; only the counters do not."""
-        return name == "ring" or ("weight" in name and value.dim() > 0)
+    def _places(self, name: str, value: Tensor) -> int | None:
+        """The dimension of a tensor of the state along which the prototypes stand; the counters have none."""
+        if name in ("keys", "ring_keys"):
+            return 0
+        return 1 if name == "ring" or ("weight" in name and value.dim() > 0) else None
 
     def _extra_state(self) -> dict[str, Tensor]:
-        return self.ring.state()
+        return self.ring.state() | ({} if self.keys is None else {"keys": self.keys})
 
     def _restore_extra(self, state: dict[str, Tensor]) -> None:
         self.ring.restore(state)
+        keys = state.get("keys")
+        self.keys = None if keys is None else keys.to(self.weight.device, copy=True)

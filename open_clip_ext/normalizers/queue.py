@@ -23,7 +23,7 @@ from torch import Tensor
 from open_clip_ext.batch import Batch, add_eps
 from open_clip_ext.distributed import rank
 from open_clip_ext.errors import InputError
-from open_clip_ext.kernels.log_sum import Keys, log_sum
+from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
@@ -135,12 +135,6 @@ class Queue(Normalizer):
             raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
         self.ring.restore(state)
         self._epoch_of_ring = int(state["epoch"])
-
-
-def number_of_equals(keys: Tensor, others: Tensor) -> Tensor:
-    """How often each of `keys` (b,) occurs among `others` (k,), (b,) int64."""
-    ordered = others.sort().values
-    return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
 
 
 def gaps(places: list[slice], size: int) -> list[slice]:

@@ -57,9 +57,13 @@ class EmbeddingRing(nn.Module):
         self.active = min(self.active + count, self.capacity)
         return places
 
+    def unlike_keys(self, device: torch.device) -> Tensor:
+        """Keys of what has none, each like no other, for the places that are kept here."""
+        return -1 - torch.arange(self.own_capacity, device=device)
+
     def _push_keys(self, latest: Tensor, places: list[slice]) -> None:
         if self.keys is None:
-            self.keys = -1 - torch.arange(self.capacity, device=latest.device)  # equal to no sample's key
+            self.keys = self.unlike_keys(latest.device)
         for some, part in zip(places, latest.split([some.stop - some.start for some in places]), strict=True):
             self.keys[some] = part
 

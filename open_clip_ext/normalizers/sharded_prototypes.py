@@ -16,7 +16,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather, log_sum_over_processes, rank, wait_for_others, world_size
-from open_clip_ext.kernels.log_sum import log_sums
+from open_clip_ext.kernels.log_sum import Keys, log_sums
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.surrogates import Surrogate
 
@@ -73,6 +73,10 @@ class ShardedRing(EmbeddingRing):
         unit[:, :, 0] = 1.0
         earlier = torch.where((earlier == 0).all(dim=2, keepdim=True), unit, earlier)
         self.rows[:, places] = torch.where(batch.finite, latest[:, own.to(latest.device)], earlier)
+        if batch.keys is not None:
+            if self.keys is None:
+                self.keys = self.unlike_keys(latest.device)
+            self.keys[places] = batch.keys[-count:][own.to(latest.device)]
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places
@@ -82,16 +86,17 @@ class ShardedLogSum(torch.autograd.Function):
     """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
 
     Differentiable inputs: this process's `image` and `text`, (b, d), `positives`, (b,), and `tau`, (2, b). Constants:
-    the batch, this process's prototypes, (2, k_r, d), their norms, (2, k_r), and l.
+    the batch, this process's prototypes, (2, k_r, d), their norms, (2, k_r), l, and the keys of `log_sums`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor,
         batch: Batch, prototypes: Tensor, lengths: Tensor, surrogate: Surrogate,
+        keys: Keys | None,
     ) -> Tensor:
         anchors = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths)
+        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths, keys=keys)
         assert derivatives is not None
         grad_anchor, grad_positive, grad_tau = derivatives
         log_total = log_sum_over_processes(own)
@@ -107,7 +112,7 @@ class ShardedLogSum(torch.autograd.Function):
         # In place, as in `log_sum`: autograd refuses a second backward pass.
         summed = _sum_of_own(partial.mul_(slopes[:, :, None]), ctx.local)
         image, text = summed[:, :, :-2]
-        return image, text, summed[:, :, -2].sum(dim=0), summed[:, :, -1], None, None, None, None
+        return image, text, summed[:, :, -2].sum(dim=0), summed[:, :, -1], None, None, None, None, None
 
 
 def _sum_of_own(partial: Tensor, local: slice) -> Tensor:

@@ -36,6 +36,8 @@ LOSSES = {
     "reference": ("drrho-clip", TABLE),
     "keys": ("fastclip-v3", TABLE),
     "queue, keys": ("queue", dict(queue_size=80, mixing=0.3)),
+    "prototypes, keys": ("neuclip", COMPLETE),
+    "split, keys": ("neuclip", {**NPN, "npn_split": True}),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3)),
     "growing": ("neuclip", NPN),

@@ -313,7 +313,8 @@ def test_samples_with_the_same_key_are_no_negatives(name, case, parts, dtype, mo
 
 def test_keys_are_refused_where_they_would_be_forgotten():
     features, _, index = step_inputs(0, torch.float32)
-    for name, options in (("neuclip", {}), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
+    mlp, both = dict(normalizer="mlp"), dict(negatives="both")
+    for name, options in (("neuclip", mlp), ("sogclr", both), ("cyclip", {}), ("amorlip", {})):
         loss = create_loss(name, num_samples=ROWS, epochs=1, **options)
         with pytest.raises(ValueError, match="key: .* for a loss that takes keys"):
             loss(*features, torch.tensor(10.0), index=index, key=index)

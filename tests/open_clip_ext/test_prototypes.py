@@ -6,36 +6,58 @@ from numerics import unit
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.equations import batch_g, gaps, neuclip, neuclip_alpha, neuclip_w
+from open_clip_ext.kernels import streaming
 
 
 class Reference:
     """The same steps with autograd, AdaGrad from its formula, and plain lists as the ring buffer."""
 
-    def __init__(self, m, restart_every, updates, lr, eps, tau, wd=0.0, accumulator=0.0):
+    def __init__(self, m, restart_every, updates, lr, eps, tau, wd=0.0, accumulator=0.0, keyed=False):
         self.m, self.restart_every, self.updates, self.lr, self.eps, self.tau = m, restart_every, updates, lr, eps, tau
         self.wd, self.start, self.ring, self.head, self.w, self.t = wd, accumulator, [], 0, None, 0
+        self.keyed = keyed
 
-    def step(self, e1, e2):
-        for pair in list(zip(e1, e2, strict=True))[-self.m :]:
+    def step(self, e1, e2, key=None):
+        """`key`, (B,): samples and prototypes with the anchor's own do not count."""
+        key = torch.arange(len(e1)) if key is None else key
+        for pair in list(zip(e1, e2, key, strict=True))[-self.m :]:
             self.ring[self.head : self.head + 1] = [pair]
             self.head = (self.head + 1) % self.m
-        latest = torch.stack([torch.stack([b for _, b in self.ring]), torch.stack([a for a, _ in self.ring])])
+        latest = torch.stack([torch.stack([b for _, b, _ in self.ring]), torch.stack([a for a, _, _ in self.ring])])
+        latest_keys = torch.stack([k for _, _, k in self.ring])
         if self.w is None:
             self.accumulator = torch.full((2, self.m, e1.shape[1]), self.start, dtype=torch.float64)
         if self.t == 0 or (self.restart_every and self.t % self.restart_every == 0):
-            self.w = latest.clone()
+            self.w, self.keys = latest.clone(), latest_keys
         elif latest.shape[1] > self.w.shape[1]:
+            self.keys = torch.cat([self.keys, latest_keys[self.w.shape[1] :]])
             self.w = torch.cat([self.w, latest[:, self.w.shape[1] :]], dim=1)
-        g = batch_g(gaps(e1, e2), self.tau)
+        g = self.g_of_batch(e1, e2, key)
         for _ in range(self.updates):
             w = self.w.clone().requires_grad_()
-            alpha = neuclip_alpha(*w, e1, e2, self.tau, self.eps)
+            alpha = self.alpha(w, e1, e2, key)
             (gradient,) = torch.autograd.grad(neuclip(g, self.tau, alpha, 0.0, self.eps), w)
             gradient = gradient + self.wd * self.w
             accumulator = self.accumulator[:, : w.shape[1]]
             accumulator += gradient**2
             self.w = self.w - self.lr * gradient / (accumulator.sqrt() + 1e-10)
         self.t += 1
+
+    def alpha(self, w, e1, e2, key):
+        if not self.keyed:
+            return neuclip_alpha(*w, e1, e2, self.tau, self.eps)
+        e, w = torch.stack([e1, e2]), w / w.norm(dim=2, keepdim=True)
+        return (self.eps + self.g(e @ w.mT - (e1 * e2).sum(dim=1)[:, None], key[:, None] != self.keys)).log()
+
+    def g_of_batch(self, e1, e2, key):
+        if not self.keyed:
+            return batch_g(gaps(e1, e2), self.tau)
+        s = e1 @ e2.T
+        return self.g(torch.stack([s, s.T]) - s.diagonal()[:, None], key[:, None] != key)
+
+    def g(self, gaps, counts):
+        """Mean over those that count, 0 where there is none."""
+        return ((gaps / self.tau).exp() * counts).sum(dim=2) / counts.sum(dim=1).clamp(min=1)
 
 
 @pytest.mark.parametrize("updates", [1, 3])
@@ -75,6 +97,40 @@ def test_prototypes_follow_algorithm_1(batches, restart_every, wd, accumulator):
         active = int(state["state.active"])
         assert active == reference.w.shape[1]
         torch.testing.assert_close(state["state.weight"][:, :active], reference.w, rtol=1e-6, atol=1e-8)
+
+
+KEYS = [[1, 2, 3, 4, 5, 1], [1, 6, 2, 2, 1, 7], [4, 3, 3, 3, 8, 9], [4] * 6, [4, 1, 4, 2, 2, 3], [1, 2, 3, 4, 5, 6]]
+
+
+@pytest.mark.parametrize("parts", ["whole", "parts"])
+def test_a_prototype_does_not_count_for_the_key_that_it_was_drawn_from(parts, monkeypatch):
+    """8 prototypes with restarts and batches of 6, in one of which nothing counts; and after a state is loaded."""
+    if parts == "parts":
+        monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
+        monkeypatch.setattr(streaming, "CPU_PART", 1)
+    tau, eps = torch.tensor(0.2).double(), 1e-3
+    options = dict(npn_prototypes=8, npn_restart_every=3, npn_updates=2, npn_lr=0.1, loss_eps=eps)
+    # Where the prototypes are the batch itself the gradient is 0, and AdaGrad would make steps of its rounding.
+    options |= dict(npn_initial_accumulator=0.5, rho=0.0)
+    loss = create_loss("neuclip", **options)
+    reference = Reference(8, 3, 2, 0.1, eps, tau, accumulator=0.5, keyed=True)
+    generator = torch.Generator().manual_seed(0)
+    for key in map(torch.tensor, KEYS):
+        e1, e2 = (unit(generator, 6, 8).requires_grad_() for _ in range(2))
+        value = loss(e1, e2, 1 / tau, key=key)
+        reference.step(e1.detach(), e2.detach(), key)
+        state, active = loss.full_state(), len(reference.keys)
+        torch.testing.assert_close(state["state.weight"][:, :active], reference.w, rtol=1e-6, atol=1e-8)
+        assert torch.equal(state["state.keys"][:active], reference.keys)
+        alpha = reference.alpha(reference.w, e1, e2, key)
+        torch.testing.assert_close(loss._last[2], alpha.detach(), rtol=1e-6, atol=1e-8)
+        g = reference.g_of_batch(e1, e2, key)
+        expected = torch.autograd.grad(neuclip(g, tau, alpha, 0.0, eps), [e1, e2])
+        for actual, wanted in zip(torch.autograd.grad(value, [e1, e2]), expected, strict=True):
+            torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-8)
+        other = create_loss("neuclip", **options)
+        other.load_full_state(state)
+        loss = other
 
 
 def test_the_network_follows_its_embeddings_to_another_type():
