@@ -90,7 +90,7 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
         ("--train-data x.parquet --loss neuclip", ["--train-data", "'x.parquet'", "--dataset-type"]),
         (
             "--dataset-type synthetic --train-num-samples 10000000000000 --loss fastclip-v3",
-            ["--normalizer", "'table'", "10000000000000 rows", "149011.6 GiB"],
+            ["--normalizer", "'table'", "10000000000000 rows", "74505.8 GiB"],
         ),
         (f"{HUGE} --loss neuclip --npn-prototypes 1000000000", ["--npn-prototypes: 1000000000 of", "GiB", "lower"]),
         (f"{SHAPES} --loss queue --queue-size 8", ["--queue-size: 8 holds nothing beside", "batch of 8 pairs"]),
