@@ -1,8 +1,10 @@
 """Read files that others may have written, without executing anything in them."""
 
+import logging
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,6 +61,17 @@ def load_weights(path: Any, **options: Any) -> Any:
         return load_plain(path, **options)
     except Exception as error:
         raise InputError(f"pretrained weights: {os.fspath(path)!r} cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """No log lines up to warnings within the block: OpenCLIP warns of settings that do not matter there."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
 
 
 def one_line(error: Exception) -> str:

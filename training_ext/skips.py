@@ -224,8 +224,12 @@ def _write(counts: list[int], every: list, args: Namespace, epoch: int, loader: 
         shown = {f"data/{name}": value for name, value in metrics.items()}
         host().train_module.wandb.log({**shown, "step": step}, step=step)
     if args.save_logs:
-        with open(os.path.join(args.logs, args.name, FILE), "a") as file:
-            file.write(json.dumps({"epoch": epoch, **metrics, "skipped_by_process": by_process}) + "\n")
+        path = os.path.join(args.logs, args.name, FILE)
+        try:
+            with open(path, "a") as file:
+                file.write(json.dumps({"epoch": epoch, **metrics, "skipped_by_process": by_process}) + "\n")
+        except OSError as error:  # do not lose the training for a log
+            logging.warning(f"No line was added to {path}: {error.strerror}")
 
 
 class Complete:

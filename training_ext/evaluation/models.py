@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.hosts import taken
-from training_ext.loading import load_mapped, one_line, without_remote_code
+from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
 from training_ext.patching import replaced
 
 PARAMS = "params.txt"
@@ -150,10 +149,8 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
         **({"force_image_size": size[0]} if isinstance(size, (tuple, list)) and len(size) == 1 else {}),
         **({"init_logit_bias": 0.0} if checkpoint.has_logit_bias else {}),
     }
-    level = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # warnings about settings of the training
     try:
-        with replaced(seams):
+        with replaced(seams), without_warnings():  # about settings of the training
             model, _, transform = open_clip.create_model_and_transforms(
                 checkpoint.model, precision=args.precision, device=args.device, output_dict=True,
                 **taken(open_clip.create_model_and_transforms, load_weights=False, pretrained_text=False), **flags,
@@ -168,6 +165,4 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
         if open_clip.get_model_config(checkpoint.model) is None and ":" not in checkpoint.model:
             reason = "OpenCLIP does not know it"
         raise InputError(f"{given} with the weights of {checkpoint.path!r}: {reason}") from None
-    finally:
-        logging.disable(level)
     return model.eval(), transform, tokenizer

@@ -1,7 +1,6 @@
 """What a report reads: the checkpoint, its model and loss, and the data."""
 
 import hashlib
-import logging
 import math
 import os
 from argparse import Namespace
@@ -21,7 +20,7 @@ from training_ext import checkpoint, row_folders
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
-from training_ext.loading import load_mapped, one_line, without_remote_code
+from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
 from training_ext.loss import build_loss
 from training_ext.patching import replaced
 from training_ext.recipes.resolved import RECIPE
@@ -197,38 +196,37 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
         InputError: the weights belong to another model.
     """
     size = args.force_image_size
-    logging.disable(logging.WARNING)  # the warning of random weights; they are loaded below
     hub_tokenizer = without_remote_code(open_clip.factory.HFTokenizer)
-    with replaced({("open_clip.factory", "HFTokenizer"): hub_tokenizer}):
+    # Without the warning of random weights, which are replaced below.
+    with replaced({("open_clip.factory", "HFTokenizer"): hub_tokenizer}), without_warnings():
         tokenizer = open_clip.get_tokenizer(
             args.model,
             context_length=args.force_context_length,
             **taken(open_clip.get_tokenizer, cache_dir=args.cache_dir),
         )
-    model, *transforms = open_clip.create_model_and_transforms(
-        args.model,
-        args.pretrained or None,
-        precision=args.precision,
-        device=args.device,
-        force_quick_gelu=args.force_quick_gelu,
-        force_custom_text=args.force_custom_text,
-        force_patch_dropout=args.force_patch_dropout,
-        force_image_size=size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size,
-        image_mean=args.image_mean,
-        image_std=args.image_std,
-        image_interpolation=args.image_interpolation,
-        image_resize_mode=args.image_resize_mode,
-        aug_cfg=args.aug_cfg,
-        output_dict=True,
-        **taken(
-            open_clip.create_model_and_transforms,
-            load_weights=False,
-            cache_dir=args.cache_dir,
-            force_context_length=args.force_context_length,
-        ),
-        **({"init_logit_bias": 0.0} if "logit_bias" in saved.weights else {}),
-    )
-    logging.disable(logging.NOTSET)
+        model, *transforms = open_clip.create_model_and_transforms(
+            args.model,
+            args.pretrained or None,
+            precision=args.precision,
+            device=args.device,
+            force_quick_gelu=args.force_quick_gelu,
+            force_custom_text=args.force_custom_text,
+            force_patch_dropout=args.force_patch_dropout,
+            force_image_size=size[0] if isinstance(size, (tuple, list)) and len(size) == 1 else size,
+            image_mean=args.image_mean,
+            image_std=args.image_std,
+            image_interpolation=args.image_interpolation,
+            image_resize_mode=args.image_resize_mode,
+            aug_cfg=args.aug_cfg,
+            output_dict=True,
+            **taken(
+                open_clip.create_model_and_transforms,
+                load_weights=False,
+                cache_dir=args.cache_dir,
+                force_context_length=args.force_context_length,
+            ),
+            **({"init_logit_bias": 0.0} if "logit_bias" in saved.weights else {}),
+        )
     try:
         model.load_state_dict(saved.weights)
     except RuntimeError as error:
