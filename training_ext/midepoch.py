@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError, Stopped
-from training_ext.checkpoint import atomic_save, keeps_files
+from training_ext.checkpoint import SHARDED, atomic_save, keeps_files
 from training_ext.data import trains
 from training_ext.hosts import host
 from training_ext.loss import TrainingLoss
@@ -208,4 +208,6 @@ def remove_older(path: str) -> None:
 
 def remove_folders(folder: str) -> None:
     """Remove folders of rows without a checkpoint: it was removed, or a kill came before it was written."""
-    remove_unnamed(folder, [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(".pt")])
+    paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+    sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
+    remove_unnamed(folder, [path for path in paths if path.endswith(".pt")] + sharded)

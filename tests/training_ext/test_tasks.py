@@ -66,9 +66,9 @@ def test_two_processes_move_the_weights_of_one(pair, run, tmp_path, flags):
 
 @in_tasks
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["full", "sharded"])
-def test_fsdp_resumes(pair, tmp_path, form):
-    command = f"{ONE_STEP} --lr 1e-3 --fsdp --fsdp-checkpoint {form}"
+@pytest.mark.parametrize("form, extra", [("full", ""), ("sharded", ""), ("sharded", "--split-rows-above 0")])
+def test_fsdp_resumes(pair, tmp_path, form, extra):
+    command = f"{ONE_STEP} --lr 1e-3 --fsdp --fsdp-checkpoint {form} {extra}"
     saved = tmp_path / "whole/checkpoints" / ("epoch_2" if form == "sharded" else "epoch_2.pt")
     for flags in ("--name whole", f"--name resumed --resume {saved}"):
         ended = pair(f"{command} {flags}", tmp_path)
@@ -80,9 +80,13 @@ def test_fsdp_resumes(pair, tmp_path, form):
         same(ours["state_dict"], theirs["state_dict"])
         same(ours["optimizer"]["state"], theirs["optimizer"]["state"])
         same(ours["optimizer"][KEY], theirs["optimizer"][KEY])
-    else:
-        entries = [e.path / "checkpoints/epoch_4" / SHARDED for e in (resumed, whole)]
-        same(*(torch.load(path, weights_only=True) for path in entries))
+        return
+    entries = [torch.load(e.path / "checkpoints/epoch_4" / SHARDED, weights_only=True) for e in (resumed, whole)]
+    if not extra:
+        same(*entries)
+    for experiment, entry in zip((resumed, whole), entries, strict=True):
+        assert (entry["rows"] is not None) == bool(extra)
+        assert not extra or (experiment.path / "checkpoints" / entry["rows"] / "index.json").exists()
 
 
 @in_tasks
