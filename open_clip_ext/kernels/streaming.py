@@ -10,8 +10,9 @@ from torch import Tensor
 CPU_PART, GPU_PART = 1 << 19, 1 << 22
 LEAST_ROWS = 256  # matrix products with fewer rows are slow
 CPU_TILE, GPU_TILE = (512, 1024), (1024, 4096)  # rows and columns of a tile, a part that need not have all columns
-# Beside the largest term, 1, exp(-80) is negligible. Below exp(-87) float32 is subnormal, which slows a CPU 40 times.
-LEAST_EXPONENT = -80.0
+# Beside the largest term, 1, exp(-60) is negligible. A product of it with an embedding, 1 / B and tau is still a normal
+# number; below exp(-87) float32 is subnormal, which slows a CPU's exponentials and matrix products 40 times.
+LEAST_EXPONENT = -60.0
 
 
 def parts(rows: int, columns: int, device: torch.device, least: int = 1) -> list[slice]:
@@ -40,7 +41,7 @@ def are_finite(*tensors: Tensor) -> Tensor:
 
 
 def exp_(exponents: Tensor) -> Tensor:
-    """`exponents.exp_()` for exponents relative to their maximum; on a CPU those below -80 are raised to -80."""
+    """`exponents.exp_()` for exponents relative to their maximum; on a CPU those below -60 are raised to -60."""
     if exponents.device.type == "cpu":
         exponents.clamp_(min=LEAST_EXPONENT)
     return exponents.exp_()
