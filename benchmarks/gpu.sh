@@ -21,7 +21,7 @@ if [[ -n ${TINY:-} ]]; then
     network=(--batch-sizes 16 -m 64 --dim 16 --also bfloat16)
     rows=(--rows 1000 10000 --batch-size 64)
     models=("ViT-shapes-tiny 4") parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
-    demo=(--samples 64 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batch=16
+    demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batch=16 warmup=1
 else
     device=cuda precision=amp_bf16 seconds=4
     sizes=(--batch-sizes 512 1024 4096 16384 --dtypes float32 bfloat16
@@ -29,7 +29,7 @@ else
     network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
     models=("ViT-B-32 512" "RN50 256") parity=()
-    demo=(--processes 1 --batch 128) epochs=30 samples=${ICONS_SAMPLES:-20000} batch=64
+    demo=(--processes 1 --batch 128) epochs=30 samples=${ICONS_SAMPLES:-20000} batch=64 warmup=500
 fi
 common=(--device "$device" --seconds "$seconds")
 
@@ -70,11 +70,12 @@ icons() {  # the main methods of the comparison on icons, one seed each
     fi
     local data=("$ICONS"/train-*.tar)
     local recipe=(--model ViT-icons-tiny --device "$device" --precision "$precision" --workers 4 --batch-size "$batch"
-        --lr 1e-3 --wd 0.1 --warmup 500 --epochs "$epochs" --dataset-type webdataset --train-num-samples "$samples"
+        --lr 1e-3 --wd 0.1 --warmup $warmup --epochs "$epochs" --dataset-type webdataset --train-num-samples "$samples"
         --train-data "$(IFS=:; echo "${data[*]}" | sed 's/:/::/g')" --val-data "$ICONS/test-000000.tar"
         --save-frequency 0 --logs "$OUT/icons")
     for method in "clip" "neuclip --rho 6.5" "queue --rho 6.5" "fastclip-v3 --rho 6.5"; do
-        "$PYTHON" -m open_clip_ext.main --loss $method --name "${method%% *}" "${recipe[@]}" > "$OUT/icons-${method%% *}.txt" 2>&1
+        "$PYTHON" -m open_clip_ext.main --loss $method --name "${method%% *}" "${recipe[@]}" > "$OUT/icons-${method%% *}.txt" 2>&1 ||
+            { tail -3 "$OUT/icons-${method%% *}.txt"; return 1; }
         echo "$method: $(grep 'Eval Epoch' "$OUT/icons-${method%% *}.txt" | tail -1)"
     done
 }
@@ -88,7 +89,7 @@ for part in "${@:-}"; do
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models parity \
-            demo epochs samples batch common); $name"; then
+            demo epochs samples batch warmup common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi

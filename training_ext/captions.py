@@ -120,7 +120,7 @@ class JsonCaptions:
         self.field = field
         self.seed = seed
         self.epoch = epoch
-        self.missing = f"no captions in the field {field!r} of a .json"
+        self.missing = f"no captions in the field {field!r} of a .json (--captions-field)"
 
     def __call__(self, sample: dict) -> None:
         """Change the sample, a dict of bytes by suffix with its "__key__", in place."""

@@ -130,6 +130,10 @@ class Prototypes(NetworkNormalizer):
         if self.keys is not None and self.ring.keys is not None:
             self.keys.copy_(self.ring.keys)
 
+    def _is_exact_for(self, batch: Batch) -> bool:
+        # With keys an anchor's own pair does not count, and all other prototypes are the rest of the batch.
+        return batch.keys is not None and self.active == batch.size
+
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(
             batch, self.objective, self.surrogate, self.eps,

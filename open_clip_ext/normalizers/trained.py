@@ -184,14 +184,23 @@ class NetworkNormalizer(Normalizer):
         if self.joint and self.steps > 0:
             self.optimizer.step()
         self._observe(batch)
-        if self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0):
+        restarts = self.steps == 0 or (self.restart_every > 0 and self.steps % self.restart_every == 0)
+        if restarts:
             self._restart(batch)
             if self.reset_optimizer:
                 self._new_optimizer()
             self._broadcast()
-        if self.updates > 0:
+        if restarts and self._is_exact_for(batch):
+            self.objective_before = None
+            self.optimizer.zero_grad(set_to_none=False)
+        elif self.updates > 0:
             self._train(batch.or_zeros())
         self.steps += 1
+
+    def _is_exact_for(self, batch: Batch) -> bool:
+        """Whether after a restart alpha equals the batch's own estimate. The gradient is then rounding error, which
+        AdaGrad and Adam would scale up to full steps, so that no update is done."""
+        return False
 
     def _train(self, batch: Batch) -> None:
         set_gradient = self._gradient_setter(batch)

@@ -133,6 +133,17 @@ def test_a_prototype_does_not_count_for_the_key_that_it_was_drawn_from(parts, mo
         loss = other
 
 
+def test_prototypes_that_are_the_batch_stay_where_they_are_with_keys():
+    """The gradient is rounding error there, of which AdaGrad makes steps of its rate; the next batch has a true one."""
+    generator = torch.Generator().manual_seed(0)
+    loss = create_loss("neuclip", npn_prototypes=12, npn_restart_every=100)
+    for start in (0, 6):
+        e1, e2 = unit(generator, 6, 8).float(), unit(generator, 6, 8).float()
+        loss(e1, e2, torch.tensor(5.0), key=torch.arange(start, start + 6))
+        weight = loss.normalizer.weight[:, start : start + 6]
+        assert torch.equal(weight, torch.stack([e2, e1])) == (start == 0)
+
+
 def test_the_network_follows_its_embeddings_to_another_type():
     """Half-way through its life, state and all."""
     generator = torch.Generator().manual_seed(0)

@@ -76,7 +76,7 @@ def test_lines_of_a_picture_are_one_sample(run, told, lines, captions):
 def test_lists_in_shards(run, told, lists, captions):
     log = run("x", f"{lists} {COMMON} --workers 1 --captions-field captions --train-num-samples 16").log
     assert "One of the captions in the field 'captions' is drawn each epoch" in log
-    assert "no captions in the field 'captions' of a .json but .json, .png" in log
+    assert "no captions in the field 'captions' of a .json (--captions-field) but .json, .png" in log
     epochs = of_epochs(told, captions, 16)
     assert len(epochs) == 2 and epochs[0] != epochs[1]
     for numbers in epochs:

@@ -64,6 +64,7 @@ RIGHT = {
             "--lock-text-unlocked-layers",
             "--margin", "--mixing", "--momentum", "--npn-initial-accumulator", "--npn-restart-every", "--npn-updates",
             "--npn-wd", "--osr-epochs", "--rho", "--rho-annealed-from", "--save-frequency", "--seed", "--shapes-seed",
+            "--split-rows-above",
             "--tau-net-dropout", "--val-frequency", "--warmup", "--wd", "--workers", "--zeroshot-frequency",
         ),
         ("0",),
