@@ -71,6 +71,8 @@ def test_lines_of_a_picture_are_one_sample(run, told, lines, captions):
     assert of_epochs(told, captions, 12) == epochs
     run("resumed", f"{lines} {COMMON} --workers 1 --several-captions --resume {first.path}/checkpoints/epoch_1.pt")
     assert of_epochs(told, captions, 12) == epochs[1:]
+    run("seed", f"{lines} {COMMON} --workers 0 --several-captions --seed 1")
+    assert of_epochs(told, captions, 12) not in (epochs, epochs[::-1])
 
 
 def test_lists_in_shards(run, told, lists, captions):
