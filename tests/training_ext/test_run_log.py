@@ -10,7 +10,7 @@ import pytest
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
-from training_ext import run_log
+from training_ext import run_log, skips
 from training_ext.run_log import Epoch, RunLog, duration
 from training_ext.summary import summary
 
@@ -88,6 +88,13 @@ def test_a_full_disk_ends_the_file_and_not_the_training(run, monkeypatch):
     experiment = run("x", f"{FLAGS} {LOSSES['queue']}")
     assert experiment.log.count(f"No more lines are added to {experiment.path}/metrics.jsonl: No space left") == 1
     assert "Epoch 0 6/6" in experiment.log and len(experiment.logged()) == 2
+
+
+def test_a_file_of_used_samples_that_cannot_be_written_does_not_end_the_training(run, monkeypatch):
+    monkeypatch.setattr(skips, "FILE", "missing/data.jsonl")
+    experiment = run("x", f"{FLAGS} {LOSSES['queue']}")
+    assert f"No line was added to {experiment.path}/missing/data.jsonl: No such file" in experiment.log
+    assert experiment.checkpoint(1)["epoch"] == 1
 
 
 def test_log_all_is_open_clips_log(run):
