@@ -203,7 +203,7 @@ class RowFiles:
             version, save, parts = index["format"], index["save"], int(index["processes"])
             rows, columns = map(int, index["tables"][saved["table"]])
         except FileNotFoundError:
-            raise InputError(f"{path!r} is missing; it is the index of the rows per sample that the state needs") from None
+            raise InputError(f"{path!r} is missing, the index of the rows per sample of the state") from None
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise InputError(f"{path!r} is damaged: {error!r}") from None
         if version != FORMAT:
