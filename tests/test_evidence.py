@@ -19,6 +19,7 @@ warmup: 2
 cells:
   tune: {rows: 16, shards: 1, epochs: 1, gallery: val}
   main: {rows: 16, shards: 1, epochs: 2, gallery: val}
+  short: {rows: 16, shards: 1, epochs: 2, gallery: val, candidate: 1}
 methods:
   clip: {flags: --loss clip, tau: learned, step_ms: 3600000, candidates: [--lr 1e-3, --lr 2e-3]}
   queue: {flags: --loss queue, tau: learned, step_ms: 3600000, candidates: [--lr 1e-3]}
@@ -27,6 +28,7 @@ order:
   - {cell: main, methods: [clip], seeds: [0]}
   - {cell: tune, methods: [queue], seeds: [100]}
   - {cell: main, methods: [queue, clip], seeds: [0, 1]}
+  - {cell: short, methods: [clip], seeds: [0]}
 """
 # In place of a training: what it would leave in its folder.
 TRAINING = """
@@ -101,18 +103,15 @@ def test_the_declared_grid(evidence):
     for run in declared.runs:
         assert (run.seed >= 100) == (run.cell == "tune")
         assert (run.candidate is None) == (run.cell not in ("tune", "short"))
-    short = {run.candidate for run in declared.runs if run.cell == "short"}
-    assert all("--lr 1e-3" in candidate for candidate in short)
+        if run.cell == "short":
+            rate = float(run.candidate.split()[1])
+            assert rate == pytest.approx(1e-3 * declared.methods[run.method].get("batches", 1) ** 0.5, rel=0.02)
     for method in declared.methods:
         is_tuned = any(run.method == method and run.cell not in ("tune", "short") for run in declared.runs)
         assert len(declared.methods[method]["candidates"]) == 4
         assert len(declared.tuning(method)) == (4 if is_tuned else 0)
     for cell in declared.cells.values():
         assert cell["rows"] == 10_000 * cell["shards"]
-    tune = declared.tuning("fastclip-v3")[0]
-    assert "--gamma 1.000" in declared.flags(tune, {})
-    results = {run.name: line() for run in declared.tuning("fastclip-v3")}
-    assert "--gamma 0.922" in declared.flags(grid.Run("main", "fastclip-v3", 0), results)  # 4.177 * 8 ** -0.7265
 
 
 def test_a_torn_last_line_is_dropped_and_replaced(evidence):
@@ -140,11 +139,15 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     Path("evidence-logs/tune-queue-lr-1e-3-s100").mkdir(parents=True)  # of an interrupted run
     call(run, monkeypatch, "--data . --jobs 2")
     lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
+    (same,) = [result for result in lines if result["run"].startswith("short")]
+    lines.remove(same)
     assert len(begun) == 7 and sorted(name for name, _ in begun) == sorted(result["run"] for result in lines)
     assert [name for name, resumed in begun if resumed] == ["tune-queue-lr-1e-3-s100"]
     results = {result["run"]: result for result in lines}
     assert results["tune-queue-lr-1e-3-s100"]["wall_seconds"] is None
     one = results["main-clip-s1"]
+    copied = {"run": "short-clip-lr-2e-3-s0", "cell": "short", "same_as": "main-clip-s0"}
+    assert same == {**results["main-clip-s0"], **copied}
     assert one["candidate"] == "--lr 2e-3" and one["tau"] == 0.05 and one["seed"] == 1
     assert one["by_epoch"][0]["clip_val_loss"] is None and one["cpu_seconds"] < 5
     assert "{data}/train-{000000..000000}.tar" in one["flags"]  # no path of this machine
@@ -201,13 +204,17 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
     values = {"clip": (0.10, 0.12, 0.11), "queue": (0.11, 0.14, 0.17)}
     for method, recalls in values.items():
         for seed, value in enumerate(recalls):
-            one = line(value, epochs=2, run=f"{method}{seed}", cell="main", method=method, seed=seed)
+            concepts = {"zeroshot-concepts": 0.2 - value}
+            about = {"run": f"{method}{seed}", "cell": "main", "method": method, "seed": seed}
+            one = line(value, epochs=2, zero_shot=concepts, **about)
             grid.append_result(Path("results.jsonl"), one)
     tried = line(0.1, run="t", cell="tune", method="queue", seed=100, candidate="--lr 7e-3")
     grid.append_result(Path("results.jsonl"), tried)
     call(report, monkeypatch, "--out table")
     text = capsys.readouterr().out
-    assert "| +3.0 ± 6.6, 3 seeds |" in text and "`--lr 7e-3` | **10.0** |" in text
+    assert "| +3.0 ± 6.6, 3 seeds | 6.0 | -3.0 ± 6.6, 3 seeds |" in text
+    assert "| `queue` - `clip` | +3.0 ± 6.6, 3 seeds | -3.0 ± 6.6, 3 seeds |" in text
+    assert "`--lr 7e-3` | **10.0** |" in text
     assert Path("table.md").read_text() in text and Path("table.png").stat().st_size > 10_000
     # 17 % after two epochs of 3,200 samples, straight from 0: 10 % after 2 * 3,200 * 10 / 17.
     assert report.crossing(line(0.17, epochs=2), 10) == pytest.approx(2 * 3200 * 10 / 17)

@@ -61,14 +61,13 @@ class Grid:
             f"{self.recipe} --dataset-type webdataset --train-num-samples {cell['rows']} --epochs {cell['epochs']} "
             f"--train-data {{data}}/train-{{000000..{cell['shards'] - 1:06}}}.tar "
             f"--val-data {{data}}/{cell['gallery']}-000000.tar "
-            f"--warmup {self.warmup // about.get('accum', 1)} --seed {run.seed} "
+            f"--warmup {self.warmup // about.get('batches', 1)} --seed {run.seed} "
             f"{about['flags']} {self.chosen(run, results)}"
         )
 
     def chosen(self, run: Run, results: dict[str, dict]) -> str:
         """The flags of the run's candidate, or of the best one of the method."""
-        gamma = min(1.0, 4.177 * self.cells[run.cell]["epochs"] ** -0.7265)
-        return (run.candidate or self.best(run.method, results)).replace("{gamma}", f"{gamma:.3f}")
+        return run.candidate or self.best(run.method, results)
 
     def tuning(self, method: str) -> list[Run]:
         return [run for run in self.runs if run.cell == "tune" and run.method == method]

@@ -7,17 +7,23 @@ writes evidence.md and evidence.png.
 
 import argparse
 import math
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
 from grid import HERE, WAYS, Grid, last_recall, read_results, recall
 
-LEVELS = (10, 15, 20)  # percent of R@1
+LEVELS = (1, 2, 4)  # percent of R@1
 # Student's t at 97.5 %, for 1, 2, ... degrees of freedom.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+PAIRS = (
+    ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue", "clip"), ("neuclip", "fastclip-v3"), ("queue", "neuclip"),
+    ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"),
+)  # fmt: skip
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
-    "tau at the end", *(f"steps to {level} %" for level in LEVELS), "zero-shot concepts, emoji, %", "CPU hours",
+    "zero-shot concepts, %", "against `clip`, by seed", "zero-shot emoji, %", "tau at the end",
+    *(f"steps to {level} %" for level in LEVELS), "CPU hours",
 )  # fmt: skip
 
 
@@ -30,7 +36,8 @@ def main() -> None:
     grid, results = Grid(args.grid), list(read_results(args.results).values())
     cells = {cell: by_method(results, grid, cell) for cell in grid.cells if cell != "tune"}
     cells = {cell: methods for cell, methods in cells.items() if methods}
-    text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items()) + tuning(grid, results)
+    text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
+    text += goals(cells.get("main", {})) + tuning(grid, results)
     args.out.with_suffix(".md").write_text(text)
     if cells:
         draw(grid, cells, args.out.with_suffix(".png"))
@@ -46,9 +53,16 @@ def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int,
     return {method: seeds for method, seeds in found.items() if seeds}
 
 
-def paired(runs: dict[int, dict], base: dict[int, dict]) -> tuple[float, float | None, int] | None:
-    """Mean difference of R@1 over the common seeds, half of its 95 % interval (None for one seed), and their number."""
-    differences = [last_recall(runs[seed]) - last_recall(base[seed]) for seed in sorted(runs.keys() & base.keys())]
+def concepts(result: dict) -> float:
+    """Zero-shot accuracy on the concepts, in percent; 0 for a run that diverged."""
+    return 100 * result["zero_shot"].get("zeroshot-concepts", 0.0)
+
+
+def paired(
+    runs: dict[int, dict], base: dict[int, dict], value: Callable[[dict], float] = last_recall
+) -> tuple[float, float | None, int] | None:
+    """Mean difference of `value` over the common seeds, half of its 95 % interval (None for one seed), their number."""
+    differences = [value(runs[seed]) - value(base[seed]) for seed in sorted(runs.keys() & base.keys())]
     n = len(differences)
     half = T[n - 2] * stdev(differences) / math.sqrt(n) if n > 1 else None
     return (mean(differences), half, n) if n else None
@@ -75,6 +89,10 @@ def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
     for method, seeds in methods.items():
         runs = list(seeds.values())
         both = [f"{mean(last_recall(run, (way,)) for run in runs):.1f}" for way in WAYS]
+        against = ["" if method == "clip" else difference(paired(seeds, methods.get("clip", {}), value))
+                   for value in (last_recall, concepts)]
+        emoji = [run["zero_shot"].get("zeroshot-emoji") for run in runs]
+        crossings = [[crossing(run, level) for run in runs] for level in LEVELS]
         columns = [
             method,
             f"`{runs[0]['candidate']}`",
@@ -82,18 +100,27 @@ def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
             str(len(runs)) + "".join(f", {run['seed']} diverged" for run in runs if run["diverged"]),
             f"{mean(map(last_recall, runs)):.1f}",
             ", ".join(both),
-            "" if method == "clip" else difference(paired(seeds, methods.get("clip", {}))),
+            against[0],
+            f"{mean(map(concepts, runs)):.1f}",
+            against[1],
+            average([value and 100 * value for value in emoji], ".1f"),
             average([run["tau"] for run in runs], ".4f"),
-            *(average([samples and samples / 32 for samples in crossings], ",.0f") for crossings in
-              ([crossing(run, level) for run in runs] for level in LEVELS)),
-            ", ".join(
-                average([run["zero_shot"].get(name) and 100 * run["zero_shot"][name] for run in runs], ".1f")
-                for name in ("zeroshot-concepts", "zeroshot-emoji")
-            ),
+            *(average([samples and samples / 32 for samples in some], ",.0f") for some in crossings),
             average([run["cpu_seconds"] and run["cpu_seconds"] / 3600 for run in runs], ".2f"),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
+
+
+def goals(methods: dict[str, dict[int, dict]]) -> str:
+    """The differences between the main methods in the cell main, as far as both have run."""
+    lines = ["\n## main: differences by seed\n", "| methods | R@1 | zero-shot concepts |\n|---|---|---|"]
+    for better, worse in PAIRS:
+        runs = methods.get(better, {}), methods.get(worse, {})
+        differences = [difference(paired(*runs, value)) for value in (last_recall, concepts)]
+        if differences[0]:
+            lines.append(f"| `{better}` - `{worse}` | {' | '.join(differences)} |")
+    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
 def difference(found: tuple[float, float | None, int] | None) -> str:

@@ -82,6 +82,10 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
             begun = elsewhere | {started.run for started in running.values()}
             run = grid.next_run(results, begun, args.only, hours) if len(running) < args.jobs else None
             if run:
+                same = next((one for one in results.values() if one["flags"] == grid.flags(run, results)), None)
+                if same:  # tuning has chosen what ran untuned
+                    append_result(args.results, {**same, "run": run.name, "cell": run.cell, "same_as": same["run"]})
+                    continue
                 started = start(run, grid.flags(run, results), args)
                 if started:
                     running[started.process.pid] = started
@@ -183,7 +187,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "candidate": grid.chosen(run, results),
         "flags": grid.flags(run, results),
         "rows": cell["rows"],
-        "batch": grid.batch * about.get("accum", 1),
+        "batch": grid.batch * about.get("batches", 1),
         "epochs": cell["epochs"],
         "seed": run.seed,
         "gallery": cell["gallery"],
