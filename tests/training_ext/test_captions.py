@@ -75,6 +75,7 @@ def test_lines_of_a_picture_are_one_sample(run, told, lines, captions):
     assert of_epochs(told, captions, 12) not in (epochs, epochs[::-1])
 
 
+@pytest.mark.slow
 def test_lists_in_shards(run, told, lists, captions):
     log = run("x", f"{lists} {COMMON} --workers 1 --captions-field captions --train-num-samples 16").log
     assert "One of the captions in the field 'captions' is drawn each epoch" in log

@@ -92,6 +92,7 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
     assert isinstance(importlib.import_module(host().shards).wds, type(importlib))
 
 
+@pytest.mark.slow
 def test_two_processes(datasets, pair, tmp_path):
     states = {}
     for loss in ("neuclip", "fastclip-v3"):

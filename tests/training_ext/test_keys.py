@@ -91,6 +91,7 @@ def test_keys_of_json():
         assert "--same-key: sample 'a' of shard '0.tar'" in str(refused.value)
 
 
+@pytest.mark.slow
 def test_captions_of_shards_with_accumulation(run, told, datasets):
     """Over the same tokens, the same keys; the generated captions of these few pairs differ."""
     run("x", f"{datasets['shards']} {COMMON} --same-caption --batch-size 4 --accum-freq 2 --workers 2")

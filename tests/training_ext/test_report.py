@@ -342,6 +342,7 @@ def test_equal_pairs_have_the_normalizer_one(report):
     assert shown["loss"] == "siglip" and shown["estimators"] == []
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, monkeypatch):
     monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
     experiment, arguments = trained("table")
