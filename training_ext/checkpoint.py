@@ -16,7 +16,7 @@ import torch
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
-from open_clip_ext.options import flag_of
+from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
 
@@ -28,9 +28,14 @@ SHARDED_PARTS = (".metadata", "_metadata_extra.pt")  # OpenCLIP's and torch's fi
 STATE_PARTS = ("normalizer", "temperature")
 
 
+def state_options(args: Namespace) -> list[Option]:
+    """Options of the chosen loss on which the form of its state depends."""
+    return [option for option in factory.options_of(factory.parts_of(args.loss, vars(args))) if option.in_state]
+
+
 def state_settings(args: Namespace) -> list[str]:
-    """Settings of the chosen loss on which the form of its state depends."""
-    return [option.name for option in factory.options_of(factory.parts_of(args.loss, vars(args))) if option.in_state]
+    """Names of `state_options`."""
+    return [option.name for option in state_options(args)]
 
 
 def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -189,8 +194,10 @@ def check_entry(
             given += _parts(vars(args))
         saved = f"--loss {entry['loss']}{_parts(entry)}"
         raise InputError(f"{flag}: {path!r} was trained with {saved}, not with {given}; {instead}")
-    for name in state_settings(args):
-        value, saved, own = getattr(args, name), entry[name], flag_of(name)
+    for option in state_options(args):
+        # A file from before an option existed was trained with its default.
+        value, saved = getattr(args, option.name), entry.get(option.name, default_value(option.default))
+        own = flag_of(option.name)
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
             raise InputError(f"{own}: {value}, but {path!r} has {saved}; {right}")

@@ -429,6 +429,18 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
     assert "--train-data" in refused("csv", change=("--train-data", "--val-data"))
 
 
+def test_a_checkpoint_from_before_an_option_was_trained_with_its_default(trained, refused, tmp_path):
+    experiment, arguments = trained("table")
+    checkpoint = torch.load(experiment.path / "checkpoints/epoch_1.pt", weights_only=True)
+    del checkpoint["optimizer"][KEY]["reference_gap"]
+    older = tmp_path / "older.pt"
+    torch.save(checkpoint, older)
+    assert run_main(report_main, f"{arguments} --checkpoint {older} --out {tmp_path}/out", tmp_path) == 0
+    checkpoint["optimizer"][KEY]["reference_gap"] = True
+    torch.save(checkpoint, older)
+    assert "--reference-gap: False, but" in refused("table", path=older)
+
+
 def test_amorlip_has_no_true_value_over_all_data(refused):
     assert "predict a partition function that depends on the batch size" in refused("clip", "--loss amorlip")
 

@@ -49,7 +49,8 @@ def settings(args: Namespace) -> dict[str, Any]:
 def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> None:
     """Warn about settings of the loss that differ from those of the recovery."""
     own = settings(args)
-    others = [f"{name} {value}, now {own[name]}" for name, value in content["settings"].items() if own[name] != value]
+    saved = {name: value for name, value in content["settings"].items() if name in own}
+    others = [f"{name} {value}, now {own[name]}" for name, value in saved.items() if own[name] != value]
     if others:
         logging.warning(f"The statistics '{path}' were recovered with other settings: {'; '.join(others)}")
 
