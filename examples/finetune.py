@@ -1,11 +1,18 @@
-"""Fine-tune a pretrained model on lower-quality data with nine variants, and follow its zero-shot accuracy.
+"""Fine-tune a pretrained model with ten variants, and follow what it forgets.
 
     python examples/finetune.py
+    python examples/finetune.py --icons FOLDER
 
 A tiny model is pretrained on generated scenes, then fine-tuned on shifted ones: other colours, and short captions that
 fit many images, some of them wrong. It is evaluated on held-out scenes of the first kind before the first step and
-after each epoch. Logs, checkpoints, recovered statistics, `results.json` and a plot go to `finetune/`. Finished runs
-are not repeated.
+after each epoch.
+
+With `--icons` it is pretrained on monochrome icons and fine-tuned on emoji, and evaluated on both: retrieval of
+held-out monochrome icons, and zero-shot classification of a vendor's emoji that no run saw. FOLDER/mono and
+FOLDER/emoji are made by `python -m open_clip_ext.data.make_shards icons --kinds mono` and `--kinds emoji`
+(docs/icons.md).
+
+Logs, checkpoints, recovered statistics, `results.json` and a plot go to `finetune/`. Finished runs are not repeated.
 """
 
 import argparse
@@ -14,16 +21,78 @@ import os
 import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 from command import Runs, evaluations, results_of
 from tqdm import tqdm
 
-MODEL = "--model ViT-shapes-tiny --device cpu --precision fp32 --dataset-type shapes --val-num-samples 1000 --workers 1"
 BATCH = 64
-MODEL += f" --batch-size {BATCH} --log-every-n-steps 5 --aug-cfg scale=(0.95,1.0)"
-PRETRAINING = "--loss clip --train-num-samples 20000 --epochs 10 --lr 1e-3 --wd 0.1 --warmup 200"
+
+
+@dataclass(frozen=True)
+class Data:
+    """What to pretrain, to fine-tune and to evaluate on.
+
+    Args:
+        common: flags of the model and of the evaluation.
+        pretraining: flags of the pretraining, of `first_epochs` epochs of `first_size` pairs.
+        tuning: flags of the data to fine-tune on, of `size` pairs.
+        metrics: name in the evaluation and title of each metric.
+        title: of the plot.
+    """
+
+    common: str
+    pretraining: str
+    first_epochs: int
+    first_size: int
+    tuning: str
+    size: int
+    metrics: dict[str, str]
+    title: str
+
+
+RECALLS = {"image_to_text_R@1": "R@1 image to text", "text_to_image_R@1": "R@1 text to image"}
+COMMON = f"--device cpu --precision fp32 --workers 1 --batch-size {BATCH} --log-every-n-steps 5"
+
+
+def scenes(size: int) -> Data:
+    return Data(
+        common=f"{COMMON} --model ViT-shapes-tiny --dataset-type shapes --val-num-samples 1000 "
+        "--aug-cfg scale=(0.95,1.0)",
+        pretraining="--loss clip --train-num-samples 20000 --lr 1e-3 --wd 0.1 --warmup 200",
+        first_epochs=10,
+        first_size=20_000,
+        tuning=f"--shapes-shifted --shapes-seed 1 --train-num-samples {size}",
+        size=size,
+        metrics={"shapes-zeroshot-top1": "zero-shot accuracy", **RECALLS},
+        title=f"Held-out scenes while fine-tuning on {size:,} shifted ones",
+    )
+
+
+def icons(folder: Path) -> Data:
+    mono, emoji = (shlex.quote(str(folder / name)) for name in ("mono", "emoji"))
+    shards = sorted((folder / "emoji").glob("train-*.tar"))
+    sizes = json.loads((folder / "emoji" / "sizes.json").read_text())
+    size = sum(sizes[shard.name] for shard in shards)
+    return Data(
+        common=f"{COMMON} --model ViT-icons-tiny --dataset-type webdataset --val-data {mono}/val-000000.tar "
+        f"--zeroshot-data {emoji}/zeroshot-emoji",
+        pretraining=f"--loss clip --train-data {mono}/train-{{000000..000009}}.tar --train-num-samples 100000 "
+        "--lr 1.4e-3 --wd 0.1 --warmup 250",
+        first_epochs=4,
+        first_size=100_000,
+        tuning=f"--train-data {emoji}/train-{{000000..{len(shards) - 1:06}}}.tar --train-num-samples {size}",
+        size=size,
+        metrics={
+            "zeroshot-data-top1": "zero-shot accuracy, held-out emoji",
+            **{name: f"{title}, monochrome icons" for name, title in RECALLS.items()},
+        },
+        title=f"Fine-tuning on {size:,} emoji after monochrome icons",
+    )
+
+
 # All variants use the optimizer of TuneCLIP's Table 6, at a learning rate for this model, which was pretrained at 1e-3.
 OPTIMIZER = "--lr {lr} --beta1 0.9 --beta2 0.98 --wd 0.02 --warmup 0"
 # "OSR + HGCL" saves the statistics that the ablations load.
@@ -35,14 +104,10 @@ VARIANTS = {
     "fastclip-v3": "--loss fastclip-v3 --gamma 0.9 --gamma-decay-epochs 4 --rho 5",
     "OSR + GCL": "--loss tuneclip --surrogate identity --osr-epochs {osr_epochs}",
     "OSR + HGCL": f"--loss tuneclip {SAVE}",
+    "GCL, no OSR": "--loss tuneclip --surrogate identity --osr-epochs 0",
     "HGCL, moments only": f"--loss tuneclip {LOAD} --osr-transfer moments",
     "HGCL, table only": f"--loss tuneclip {LOAD} --osr-transfer table",
     "HGCL, no OSR": f"--loss tuneclip {LOAD} --osr-transfer none",
-}
-METRICS = {
-    "shapes-zeroshot-top1": "zero-shot accuracy",
-    "image_to_text_R@1": "R@1 image to text",
-    "text_to_image_R@1": "R@1 text to image",
 }
 
 
@@ -50,7 +115,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("finetune")
     parser.add_argument("--folder", type=Path, default=folder, help=f"folder of all output (default: {folder})")
-    parser.add_argument("--samples", type=int, default=4000, help="pairs to fine-tune on (default: 4000)")
+    parser.add_argument("--icons", type=Path, metavar="FOLDER", help="real data (default: generated scenes)")
+    parser.add_argument("--samples", type=int, default=4000, help="scenes to fine-tune on (default: 4000)")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of the fine-tuning (default: 5)")
     parser.add_argument("--osr-epochs", type=float, default=5, help="epochs of the statistics' recovery (default: 5)")
     parser.add_argument("--lr", default="1e-4", help="learning rate of the fine-tuning (default: 1e-4)")
@@ -62,27 +128,29 @@ def main() -> None:
     if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "OSR + HGCL" not in args.variants:
         parser.error("--variants: the ablations load what 'OSR + HGCL' recovers; add it")
 
-    pretrained = args.pretrained or pretrain(args)
-    results = fine_tune(pretrained, args)
+    data = icons(args.icons) if args.icons else scenes(args.samples)
+    pretrained = args.pretrained or pretrain(data, args)
+    results = fine_tune(pretrained, data, args)
     (args.folder / "results.json").write_text(json.dumps(results, indent=1))
-    report(results)
-    draw(results, args, args.folder / "curves.png")
+    report(results, data.metrics)
+    draw(results, data, args)
     print(f"\nresults: {args.folder / 'results.json'}\ncurves: {args.folder / 'curves.png'}")
 
 
-def pretrain(args) -> Path:
-    epochs, size = 10, 20000
+def pretrain(data: Data, args) -> Path:
+    epochs, size = data.first_epochs, data.first_size
     with tqdm(total=epochs * size, desc="pretraining", unit=" pairs", unit_scale=True) as bar:
-        experiment = Runs(args.folder / "logs", bar).train("pretrained", f"{MODEL} {PRETRAINING}", epochs, size)
+        experiment = Runs(args.folder / "logs", bar).train(
+            "pretrained", f"{data.common} {data.pretraining}", epochs, size
+        )
     return experiment / "checkpoints" / f"epoch_{epochs}.pt"
 
 
-def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
+def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]:
     """Metrics of every evaluation, by variant and seed."""
-    common = f"{MODEL} --pretrained {shlex.quote(str(pretrained))} --shapes-shifted --shapes-seed 1"
-    common += f" --train-num-samples {args.samples} {OPTIMIZER.format(lr=args.lr)}"
-    recovers = {variant: args.osr_epochs * ("--osr-epochs" in flags) for variant, flags in VARIANTS.items()}
-    total = args.seeds * sum(args.epochs + recovers[variant] for variant in args.variants) * args.samples
+    common = f"{data.common} --pretrained {shlex.quote(str(pretrained))} {data.tuning} {OPTIMIZER.format(lr=args.lr)}"
+    recovers = {variant: args.osr_epochs * ("{osr_epochs}" in flags) for variant, flags in VARIANTS.items()}
+    total = args.seeds * sum(args.epochs + recovers[variant] for variant in args.variants) * data.size
     with (
         ThreadPoolExecutor(args.jobs) as pool,
         tqdm(total=round(total), desc="fine-tuning", unit=" pairs", unit_scale=True) as bar,
@@ -94,10 +162,10 @@ def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
             flags = VARIANTS[variant].format(
                 osr_epochs=args.osr_epochs,
                 state=args.folder / f"hgcl-{seed}.state",
-                one_epoch=args.samples // BATCH,
+                one_epoch=data.size // BATCH,
             )
             flags = f"{common} --seed {seed} {flags}"
-            return evaluations(runs.train(name, flags, args.epochs, args.samples, recovers[variant]))
+            return evaluations(runs.train(name, flags, args.epochs, data.size, recovers[variant]))
 
         results = {}
         for loads in (False, True):
@@ -108,28 +176,29 @@ def fine_tune(pretrained: Path, args) -> dict[str, list[list[dict]]]:
         return results
 
 
-def report(results: dict[str, list[list[dict]]]) -> None:
-    print(f"\n{'percent, mean over seeds (spread)':34}" + "".join(f"{title:>26}" for title in METRICS.values()))
+def report(results: dict[str, list[list[dict]]], metrics: dict[str, str]) -> None:
+    titles = [title.partition(",")[0] for title in metrics.values()]
+    print(f"\n{'percent, mean over seeds (spread)':34}" + "".join(f"{title:>26}" for title in titles))
     first = next(iter(results.values()))
-    print(f"{'the pretrained model':34}" + "".join(f"{100 * first[0][0][metric]:>26.1f}" for metric in METRICS))
+    print(f"{'the pretrained model':34}" + "".join(f"{100 * first[0][0][metric]:>26.1f}" for metric in metrics))
     for variant, seeds in results.items():
         for row, (epoch, when) in enumerate([(1, "epoch 1"), (-1, "last epoch")]):
             cells = []
-            for metric in METRICS:
+            for metric in metrics:
                 values = [100 * evaluated[epoch][metric] for evaluated in seeds]
                 spread = f" ({stdev(values):.1f})" if len(values) > 1 else ""
                 cells.append(f"{mean(values):.1f}{spread}".rjust(26))
             print(f"{'' if row else variant:23}{when:11}" + "".join(cells))
 
 
-def draw(results: dict[str, list[list[dict]]], args, path: Path) -> None:
+def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(METRICS), figsize=(14, 4.6), constrained_layout=True)
-    for axis, (metric, title) in zip(axes, METRICS.items(), strict=True):
+    figure, axes = plt.subplots(1, len(data.metrics), figsize=(14, 4.6), constrained_layout=True)
+    for axis, (metric, title) in zip(axes, data.metrics.items(), strict=True):
         for number, (variant, seeds) in enumerate(results.items()):
             curves = [[100 * evaluated[metric] for evaluated in run] for run in seeds]
             middle = [mean(values) for values in zip(*curves, strict=True)]
@@ -141,8 +210,8 @@ def draw(results: dict[str, list[list[dict]]], args, path: Path) -> None:
         axis.set(title=f"{title}, %", xlabel="epochs of fine-tuning")
         axis.grid(alpha=0.3)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
-    figure.suptitle(f"Held-out scenes while fine-tuning on {args.samples:,} shifted ones; bands: {args.seeds} seeds")
-    figure.savefig(path, dpi=120)
+    figure.suptitle(f"{data.title}; bands: {args.seeds} seeds")
+    figure.savefig(args.folder / "curves.png", dpi=120)
 
 
 if __name__ == "__main__":

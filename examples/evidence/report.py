@@ -156,7 +156,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, means over seeds, and the differences to clip with their intervals."""
+    """Plot for each cell the curves, seeds thin and their means thick, and the differences to clip with their intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -173,7 +173,9 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
             curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
             if curves:
                 values = [mean(epoch) for epoch in zip(*curves, strict=True)]
-                left.plot(range(len(values)), values, label=method, **style[method])
+                left.plot(range(len(values)), values, label=method, linewidth=2, **style[method])
+                for curve in curves:
+                    left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
         compared = {method: paired(seeds, methods.get("clip", {})) for method, seeds in methods.items()}
         compared = {method: found for method, found in compared.items() if found and method != "clip"}
         for method, (value, half, n) in compared.items():
