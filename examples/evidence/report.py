@@ -156,7 +156,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, seeds thin and their means thick, and the differences to clip with their intervals."""
+    """Plot for each cell the curves, means thick, single seeds thin, and the differences to clip with intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
