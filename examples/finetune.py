@@ -41,6 +41,7 @@ class Data:
         tuning: flags of the data to fine-tune on, of `size` pairs.
         metrics: name in the evaluation and title of each metric.
         title: of the plot.
+        script: in place of the command itself.
     """
 
     common: str
@@ -51,6 +52,7 @@ class Data:
     size: int
     metrics: dict[str, str]
     title: str
+    script: str | None = None
 
 
 RECALLS = {"image_to_text_R@1": "R@1 image to text", "text_to_image_R@1": "R@1 text to image"}
@@ -90,6 +92,7 @@ def icons(folder: Path) -> Data:
             **{name: f"{title}, monochrome icons" for name, title in RECALLS.items()},
         },
         title=f"Fine-tuning on {size:,} emoji after monochrome icons",
+        script=str(Path(__file__).parent / "evidence" / "train.py"),
     )
 
 
@@ -141,7 +144,7 @@ def pretrain(data: Data, args) -> Path:
     epochs, size = data.first_epochs, data.first_size
     with tqdm(total=epochs * size, desc="pretraining", unit=" pairs", unit_scale=True) as bar:
         experiment = Runs(args.folder / "logs", bar).train(
-            "pretrained", f"{data.common} {data.pretraining}", epochs, size
+            "pretrained", f"{data.common} {data.pretraining}", epochs, size, script=data.script
         )
     return experiment / "checkpoints" / f"epoch_{epochs}.pt"
 
@@ -165,7 +168,7 @@ def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]
                 one_epoch=data.size // BATCH,
             )
             flags = f"{common} --seed {seed} {flags}"
-            return evaluations(runs.train(name, flags, args.epochs, data.size, recovers[variant]))
+            return evaluations(runs.train(name, flags, args.epochs, data.size, recovers[variant], data.script))
 
         results = {}
         for loads in (False, True):

@@ -1,15 +1,13 @@
 """examples/evidence: which run comes next, what a run leaves behind, and the intervals."""
 
-import io
 import json
 import signal
 import sys
-import tarfile
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from zero_shot_folder import write_zero_shot
 
 EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
 GRID = """
@@ -230,19 +228,7 @@ def test_a_real_run(evidence, monkeypatch, tmp_path):
 
     arguments = f"shapes --out {tmp_path}/data --num-samples 16 --val-samples 8 --samples-per-shard 16"
     assert not make_shards(arguments.split())
-    folder = tmp_path / "data" / "zeroshot-concepts"
-    (folder / "test").mkdir(parents=True)
-    (folder / "test" / "nshards.txt").write_text("1\n")
-    (folder / "classnames.txt").write_text("red\nblue\n")
-    (folder / "zeroshot_classification_templates.txt").write_text("{c} square\na {c} square\n")
-    with tarfile.open(folder / "test" / "0.tar", "w") as tar:
-        for name, cls in (("one", b"0"), ("two", b"1"), ("three", b"1")):
-            picture = io.BytesIO()
-            Image.new("RGB", (8, 8), "red" if cls == b"0" else "blue").save(picture, "png")
-            for kind, content in (("png", picture.getvalue()), ("cls", cls), ("pickle", b"not unpickled")):
-                member = tarfile.TarInfo(f"{name}.{kind}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    write_zero_shot(tmp_path / "data" / "zeroshot-concepts")
     call(run, monkeypatch, "--data data --only queue")
     lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
     assert [one["run"] for one in lines] == ["tune-queue-lr-1e-3-s100", "main-queue-s0", "main-queue-s1"]

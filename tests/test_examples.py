@@ -9,10 +9,12 @@ from threading import Event
 import open_clip
 import pytest
 import torch
+from zero_shot_folder import write_zero_shot
 
 import open_clip_ext
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+open_clip.add_model_config(open_clip_ext.MODEL_CONFIGS)
 
 
 @pytest.fixture
@@ -31,7 +33,6 @@ def example(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_fine_tuning(example, tmp_path, capsys):
-    open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
     torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "weights.pt")
     arguments = "--samples 128 --epochs 1 --osr-epochs 0.5 --seeds 1 --jobs 1 --pretrained weights.pt".split()
     arguments += ["--variants", "OSR + HGCL", "HGCL, table only"]
@@ -46,6 +47,25 @@ def test_fine_tuning(example, tmp_path, capsys):
     assert json.loads(Path("finetune/results.json").read_text()) == results
     with pytest.raises(SystemExit, match="other flags"):
         example("finetune", [*arguments, "--lr", "1e-3"])
+
+
+@pytest.mark.slow
+def test_fine_tuning_on_icons(example, tmp_path):
+    from open_clip_ext.data.make_shards import main as make_shards
+
+    for name, size in (("mono", 8), ("emoji", 130)):
+        arguments = f"shapes --out icons/{name} --num-samples {size} --val-samples 8 --samples-per-shard 100"
+        assert not make_shards(arguments.split())
+    write_zero_shot(tmp_path / "icons/emoji/zeroshot-emoji")
+    torch.save(open_clip.create_model("ViT-icons-tiny").state_dict(), "weights.pt")
+    arguments = "--icons icons --epochs 1 --osr-epochs 1 --seeds 1 --jobs 1 --pretrained weights.pt".split()
+    example("finetune", [*arguments, "--variants", "OSR + HGCL", "GCL, no OSR"])
+    results = json.loads(Path("finetune/results.json").read_text())
+    for (metrics,) in results.values():
+        assert [one["epoch"] for one in metrics] == [0, 1]
+        assert all(0 <= one["zeroshot-data-top1"] <= 1 and one["num_samples"] == 8 for one in metrics)
+    flags = Path("finetune/logs/gcl-no-osr-0.flags").read_text()
+    assert "--train-data icons/emoji/train-{000000..000001}.tar --train-num-samples 130 " in flags
 
 
 def test_after_one_has_failed_no_other_run_begins(monkeypatch):
