@@ -56,7 +56,8 @@ def test_fine_tuning_on_icons(example, tmp_path):
     for name, size in (("mono", 8), ("emoji", 130)):
         arguments = f"shapes --out icons/{name} --num-samples {size} --val-samples 8 --samples-per-shard 100"
         assert not make_shards(arguments.split())
-    write_zero_shot(tmp_path / "icons/emoji/zeroshot-emoji")
+    Path("icons/emoji/val-000000.tar").rename("icons/emoji/test-000000.tar")
+    write_zero_shot(tmp_path / "icons/mono/zeroshot-concepts")
     torch.save(open_clip.create_model("ViT-icons-tiny").state_dict(), "weights.pt")
     arguments = "--icons icons --epochs 1 --osr-epochs 1 --seeds 1 --jobs 1 --pretrained weights.pt".split()
     example("finetune", [*arguments, "--variants", "OSR + HGCL", "GCL, no OSR"])
