@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4000, help="scenes to fine-tune on (default: 4000)")
     parser.add_argument("--epochs", type=int, default=5, help="epochs of the fine-tuning (default: 5)")
     parser.add_argument("--osr-epochs", type=float, default=5, help="epochs of the statistics' recovery (default: 5)")
-    parser.add_argument("--lr", default="1e-4", help="learning rate of the fine-tuning (default: 1e-4)")
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of the fine-tuning (default: 1e-4)")
     parser.add_argument("--seeds", type=int, default=3, help="fine-tunings of each variant (default: 3)")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
@@ -168,7 +168,7 @@ def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]
                 osr_epochs=args.osr_epochs,
                 state=args.folder / f"hgcl-{seed}.state",
                 one_epoch=data.size // BATCH,
-                quarter_lr=float(args.lr) / 4,
+                quarter_lr=args.lr / 4,
             )
             flags = f"{common} --seed {seed} {flags}"
             return evaluations(runs.train(name, flags, args.epochs, data.size, recovers[variant], data.script))
@@ -214,8 +214,9 @@ def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
             axis.fill_between(range(len(middle)), low, high, color=f"C{number}", alpha=0.12, linewidth=0)
         axis.axhline(middle[0], color="black", linewidth=0.8, linestyle=":")
         axis.set(title=f"{title}, %", xlabel="epochs of fine-tuning")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(results))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     figure.suptitle(f"{data.title}; bands: {args.seeds} seeds")
     figure.savefig(args.folder / "curves.png", dpi=120)
 
