@@ -86,6 +86,9 @@ def test_order_and_choice(evidence):
     main = small.next_run(results, set(), None, 100)
     assert main.name == "main-clip-s0" and "--epochs 2" in small.flags(main, results)
     assert small.flags(main, results).endswith("--warmup 2 --seed 0 --loss clip --lr 2e-3")
+    results[first.name]["by_epoch"][-1].update({"image_to_text_R@5": 0.5, "text_to_image_R@5": 0.5})
+    assert small.chosen(main, results) == "--lr 1e-3"  # R@1 and R@5 together decide
+    results[first.name] = line(0.1)
     results[second.name]["diverged"] = "step 3: the loss is not finite"
     assert small.chosen(main, results) == "--lr 1e-3"
     assert small.next_run(results, set(), "queue", 100).method == "queue"

@@ -60,7 +60,7 @@ LOSSES = {
     "cyclip": ("cyclip", dict(cyclip_inmodal=0.7)),
 }
 ACCUMULATIONS = {2: (1, 4), 3: (1, 2), 4: (1,)}  # by the number of processes
-# Three processes divide neither the rows nor the prototypes evenly.
+# Three divides neither the 101 rows nor 80 or 83 prototypes.
 WORLDS = [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
 GLOBAL_BATCH, DIMENSION, STEPS, MORE_STEPS = 48, 8, 4, 2
 FLOAT64 = dict(rtol=1e-9, atol=1e-10)
