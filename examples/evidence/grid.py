@@ -44,10 +44,10 @@ class Grid:
         ]
 
     def _candidates(self, cell: str, method: str) -> list[str | None]:
-        candidates = self.methods[method]["candidates"]
+        about = self.methods[method]
         if cell == "tune":
-            return candidates
-        return [candidates[self.cells[cell]["candidate"]] if "candidate" in self.cells[cell] else None]
+            return about["candidates"]
+        return [about["untuned"] if self.cells[cell].get("untuned") else None]
 
     def hours(self, run: Run) -> float:
         """The estimated hours of a run on one core."""

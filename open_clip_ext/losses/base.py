@@ -32,7 +32,8 @@ class Loss(Part, nn.Module):
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
             first call updates the state; the temperature's gradient adds up to that of one call.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
-            sizes. Otherwise the first step makes them, and `raise_if_not_finite` repeats that of the norms.
+            sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
+            looks at the measurements.
 
     Class attributes, in addition to those of `Part`:
         name: stored in the state, so that one loss cannot load another's.
@@ -63,7 +64,7 @@ class Loss(Part, nn.Module):
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
-        self._latest: dict[str, Tensor] = {}  # features of the last call, to check their norms
+        self._norm_errors: dict[str, Tensor] = {}  # largest | |x| - 1 | of all calls, by name, on the device
 
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count."""
@@ -153,7 +154,7 @@ class Loss(Part, nn.Module):
             ValueError: shapes, types or `index` do not fit; the message names the argument.
         """
         self._check(image_features, text_features, logit_scale, index)
-        self._latest = {"image_features": image_features.detach(), "text_features": text_features.detach()}
+        self._note_norms(image_features=image_features, text_features=text_features)
         more = {} if key is None else {"key": self._check_key(key, len(image_features))}
         reference = self._check_reference(image_features, dist_image_features, dist_text_features)
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
@@ -217,17 +218,15 @@ class Loss(Part, nn.Module):
 
         Raises:
             NonFiniteError: a call met NaN or infinity.
-            ValueError: a call had a row out of range, or the features of the last call are not unit vectors.
+            ValueError: a call had a row out of range, or features that are not unit vectors.
         """
-        if self._first_problem is None:
-            return
-        step, which = self._first_problem.tolist()
+        step, which = (-1, -1) if self._first_problem is None else self._first_problem.tolist()
         if step < 0:
             self._check_norms()
-            return
-        if self.CHECKED[which] == "index":
+        elif self.CHECKED[which] == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
+        else:
+            raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         for name, features in (("image_features", image_features), ("text_features", text_features)):
@@ -280,7 +279,7 @@ class Loss(Part, nn.Module):
                 f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
                 f"and {tuple(text.shape)}"
             )
-        self._latest |= {"dist_image_features": image.detach(), "dist_text_features": text.detach()}
+        self._note_norms(dist_image_features=image, dist_text_features=text)
         return image.detach(), text.detach()
 
     @staticmethod
@@ -290,9 +289,17 @@ class Loss(Part, nn.Module):
         if len(set(sizes)) > 1:
             raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
 
+    @torch.no_grad()
+    def _note_norms(self, **features: Tensor) -> None:
+        for name, vectors in features.items():
+            dtype = torch.promote_types(vectors.dtype, torch.float32)
+            error = (torch.linalg.vector_norm(vectors, dim=1, dtype=dtype) - 1).abs().amax()
+            earlier = self._norm_errors.get(name, error)
+            self._norm_errors[name] = torch.maximum(error, earlier.to(error))
+
     def _check_norms(self) -> None:
-        for name, features in self._latest.items():
-            if (features.float().norm(dim=1) - 1).abs().max().item() > 0.02:
+        for name, error in self._norm_errors.items():
+            if error.item() > 0.02:
                 raise ValueError(f"{name} must be unit vectors; normalize them along dim 1")
 
     def index_reason(self) -> str:

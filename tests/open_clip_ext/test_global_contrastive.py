@@ -278,13 +278,14 @@ def test_wrong_arguments_are_named(change, message):
 
 
 @pytest.mark.parametrize("name", ["fastclip-v3", "cyclip", "amorlip"])
-def test_a_later_batch_of_other_norms_is_found_at_the_next_look(name):
+def test_one_later_batch_of_other_norms_is_found_at_the_next_look(name):
     (image, text), _, logit_scale = inputs(4, 8, 0.05)
     loss = create_loss(name, num_samples=4, epochs=2)
     loss.set_epoch(0)
-    for factor in (1, 1.03):
-        loss.raise_if_not_finite()
+    for factor in (1, 1, 1.03, 1):
         loss(image, factor * text, logit_scale, index=torch.arange(4))
+        if factor == 1 and loss.steps < 3:
+            loss.raise_if_not_finite()
     with pytest.raises(ValueError, match="text_features must be unit vectors"):
         loss.raise_if_not_finite()
 

@@ -63,15 +63,15 @@ class Reference:
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("opt", ["sgd", "adagrad"])
 def test_algorithm_1_as_the_paper_has_it(opt, updates):
-    """Batches that hold m pairs and more."""
-    tau, eps, m = torch.tensor(0.2).double(), 1e-6, 6
+    """Batches that hold m pairs and more; tau falls, as AdaGrad sees Eq. 12's factor tau only while it changes."""
+    eps, m = 1e-6, 6
     loss = create_loss(
         "neuclip", npn_prototypes=m, npn_restart_every=2, npn_updates=updates, npn_opt=opt, npn_lr=0.1, loss_eps=eps
     )
     w1, w2 = (torch.zeros(m, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     optimizer = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[opt]([w1, w2], lr=0.1)
     generator = torch.Generator().manual_seed(0)
-    for t in range(5):
+    for t, tau in enumerate(torch.tensor([0.2, 0.15, 0.1, 0.08, 0.07]).double()):
         e1, e2 = unit(generator, m + 2, 8), unit(generator, m + 2, 8)
         loss(e1, e2, 1 / tau)
         neuclip_w(w1, w2, optimizer, e1, e2, tau, t=t, T_r=2, T_u=updates, eps=eps)

@@ -11,6 +11,7 @@ ISOGCLR = "the authors' run_sogclrdro.sh, image-text pairs"
 AMORLIP = "the command of AmorLIP's README, for CC12M"
 AMORLIP_PAPER = "AmorLIP, Section 4 and Appendix C, for CC12M"
 FASTCLIP = "the commands of FastCLIP's README"
+GAMMA = dict(gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=18, loss_eps=1e-14)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,21 @@ FASTCLIP = "the commands of FastCLIP's README"
                  loss_eps=1e-14),
             FASTCLIP,
         ),
+        ("fastclip-v0", GAMMA | dict(temperature="unscaled"), FASTCLIP),
+        ("fastclip-v1", GAMMA | dict(temperature="fixed"), FASTCLIP),
+        ("sogclr", dict(gamma=0.8, gamma_schedule="constant", temperature="fixed"), "the authors' run_sogclrdro.sh"),
+        (
+            "neuclip",
+            dict(npn_prototypes=4096, npn_updates=10, npn_opt="adagrad", npn_wd=0.0, npn_objective="unified",
+                 mixing=0.0, rho=8.5, encoder_objective="unified"),
+            "NeuCLIP, Tables 3 (CC12M) and 4",
+        ),
+        (
+            "tuneclip",
+            dict(margin=0.1, margin_power=2.0, gamma=0.9, gamma_schedule="cosine", gamma_decay_epochs=4,
+                 temperature="fixed"),
+            "TuneCLIP, Section 5",
+        ),
         (
             "scent",
             dict(gamma_schedule="proximal", gamma_exponent=10.0, lr_tau_scheduler="fastclip", loss_eps=1e-6),
@@ -50,6 +66,12 @@ FASTCLIP = "the commands of FastCLIP's README"
             dict(gamma=0.8, gamma_schedule="constant", rho=7.0, tau_min=0.005, tau_max=0.05, tau_net_prototypes=256,
                  tau_net_lr=3e-5, tau_net_dropout=0.5),
             "the authors' run_isogclr_tempnet.sh and models/losses.py",
+        ),
+        (
+            "amorlip",
+            dict(rho=6.5, rho_annealed=-8.0, rho_annealed_from=28, mlp_width=0.5, amor_online_every=8, amor_ema=0.999,
+                 amor_beta=0.8, amor_beta_epochs=37, amor_updates=3, amor_objective="l2-log"),
+            "AmorLIP, Section 4 and Appendix C, for CC3M",
         ),
         (
             "amorlip-released",
@@ -85,15 +107,32 @@ def test_learning_rate_of_the_temperature(name, ratio, source):
     assert find_preset(name).lr_tau_ratio == pytest.approx(ratio), source
 
 
-def test_amorlips_schedule_of_rho_as_released():
-    """33 epochs in three parts: 8.5, -8.5, -8.5; and its command clips gradients."""
-    loss = create_loss("amorlip-released", epochs=33)
+@pytest.mark.parametrize("name, positive", [("amorlip-released", 11), ("amorlip-paper", 22)])
+def test_amorlips_schedule_of_rho(name, positive):
+    """33 epochs in three parts: 8.5, -8.5, -8.5 as released, 8.5, 8.5, -8.5 in Appendix C."""
+    loss = create_loss(name, epochs=33)
     rho = []
     for epoch in range(33):
         loss.set_epoch(epoch)
         rho.append(loss.current_rho)
-    assert rho == [8.5] * 11 + [-8.5] * 22
+    assert rho == [8.5] * positive + [-8.5] * (33 - positive)
+
+
+def test_the_released_command_of_amorlip_clips_gradients():
     assert find_preset("amorlip-released").training_defaults == {"grad_clip_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    "samples, batch, epochs",
+    [(2_723_840, 1024, 37), (9_187_328, 2048, 33), (13_700_000, 4096, 23), (192_160_462, 5120, 7), (10**9, 5120, 3)],
+)
+def test_neuclips_network_in_the_papers_trainings(samples, batch, epochs):
+    """NeuCLIP, Tables 1 and 4; shorter trainings have other values."""
+    loss = create_loss("neuclip", steps_per_epoch=samples // batch, epochs=epochs)
+    loss.materialize(8, torch.device("cpu"), torch.float32)
+    (group,) = loss.normalizer.optimizer.param_groups
+    assert loss.normalizer.restart_every == 500
+    assert group["lr"] == pytest.approx(1, abs=1e-3)  # DFN-14M has 76,912 steps of the rule's 77,000
 
 
 def test_isogclrs_temperatures_become_individual():
