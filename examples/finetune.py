@@ -99,20 +99,20 @@ def icons(folder: Path) -> Data:
 
 # All variants use the optimizer of TuneCLIP's Table 6, at a learning rate for this model, which was pretrained at 1e-3.
 OPTIMIZER = "--lr {lr} --beta1 0.9 --beta2 0.98 --wd 0.02 --warmup 0"
-# "OSR + HGCL" saves the statistics that the ablations load.
+# "recovery + HGCL" saves the statistics that the ablations load.
 SAVE, LOAD = "--osr-epochs {osr_epochs} --osr-save {state}", "--osr-load {state}"
 VARIANTS = {
     "clip": "--loss clip",
     "clip, warm-up": "--loss clip --warmup {one_epoch}",
     "clip, quarter lr": "--loss clip --lr {quarter_lr}",
-    "OSR + clip": "--loss clip --osr-epochs {osr_epochs}",
+    "recovery + clip": "--loss clip --osr-epochs {osr_epochs}",
     "fastclip-v3": "--loss fastclip-v3 --gamma 0.9 --gamma-decay-epochs 4 --rho 5",
-    "OSR + GCL": "--loss tuneclip --surrogate identity --osr-epochs {osr_epochs}",
-    "OSR + HGCL": f"--loss tuneclip {SAVE}",
-    "GCL, no OSR": "--loss tuneclip --surrogate identity --osr-epochs 0",
+    "recovery + GCL": "--loss tuneclip --surrogate identity --osr-epochs {osr_epochs}",
+    "recovery + HGCL": f"--loss tuneclip {SAVE}",
+    "GCL, no recovery": "--loss tuneclip --surrogate identity --osr-epochs 0",
     "HGCL, moments only": f"--loss tuneclip {LOAD} --osr-transfer moments",
     "HGCL, table only": f"--loss tuneclip {LOAD} --osr-transfer table",
-    "HGCL, no OSR": f"--loss tuneclip {LOAD} --osr-transfer none",
+    "HGCL, no recovery": f"--loss tuneclip {LOAD} --osr-transfer none",
 }
 
 
@@ -130,8 +130,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
     parser.add_argument("--pretrained", type=Path, help="start from this checkpoint (default: pretrain one)")
     args = parser.parse_args()
-    if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "OSR + HGCL" not in args.variants:
-        parser.error("--variants: the ablations load what 'OSR + HGCL' recovers; add it")
+    if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "recovery + HGCL" not in args.variants:
+        parser.error("--variants: the ablations load what 'recovery + HGCL' recovers; add it")
 
     data = icons(args.icons) if args.icons else scenes(args.samples)
     pretrained = args.pretrained or pretrain(data, args)
@@ -210,8 +210,9 @@ def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
             middle = [mean(values) for values in zip(*curves, strict=True)]
             low, high = ([f(values) for values in zip(*curves, strict=True)] for f in (min, max))
             style = "--" if variant.startswith("HGCL") else "-"
-            axis.plot(range(len(middle)), middle, style, marker="o", markersize=3, color=f"C{number}", label=variant)
-            axis.fill_between(range(len(middle)), low, high, color=f"C{number}", alpha=0.12, linewidth=0)
+            color = f"C{number}" if number < 10 else "black"  # the cycle has ten colors
+            axis.plot(range(len(middle)), middle, style, marker="o", markersize=3, color=color, label=variant)
+            axis.fill_between(range(len(middle)), low, high, color=color, alpha=0.12, linewidth=0)
         axis.axhline(middle[0], color="black", linewidth=0.8, linestyle=":")
         axis.set(title=f"{title}, %", xlabel="epochs of fine-tuning")
         axis.xaxis.get_major_locator().set_params(integer=True)

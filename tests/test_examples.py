@@ -31,16 +31,32 @@ def example(monkeypatch, tmp_path):
     return call
 
 
+def test_a_sheet_of_samples(example, monkeypatch):
+    from open_clip_ext.data.make_shards import main as make_shards
+
+    assert not make_shards("shapes --out shards --num-samples 6 --val-samples 0 --samples-per-shard 6".split())
+    drawn = []
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import sheet
+
+    monkeypatch.setattr(sheet, "draw", lambda samples, columns, path: drawn.extend(samples))
+    example("sheet", ["shards/train-000000.tar", "--samples", "4"])
+    assert len({caption for _, caption in drawn}) > 1 and all(image.size == drawn[0][0].size for image, _ in drawn)
+    monkeypatch.undo()
+    sheet.draw(drawn, 3, Path("sheet.png"))
+    assert len(drawn) == 4 and Path("sheet.png").stat().st_size > 5_000
+
+
 @pytest.mark.slow
 def test_fine_tuning(example, tmp_path, capsys):
     torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "weights.pt")
     arguments = "--samples 128 --epochs 1 --osr-epochs 0.5 --seeds 1 --jobs 1 --pretrained weights.pt".split()
-    arguments += ["--variants", "OSR + HGCL", "HGCL, table only"]
+    arguments += ["--variants", "recovery + HGCL", "HGCL, table only"]
     example("finetune", arguments)
     results = json.loads(Path("finetune/results.json").read_text())
-    assert list(results) == ["OSR + HGCL", "HGCL, table only"]
-    assert [metrics["epoch"] for metrics in results["OSR + HGCL"][0]] == [0, 1]
-    assert results["OSR + HGCL"][0][0] == results["HGCL, table only"][0][0]
+    assert list(results) == ["recovery + HGCL", "HGCL, table only"]
+    assert [metrics["epoch"] for metrics in results["recovery + HGCL"][0]] == [0, 1]
+    assert results["recovery + HGCL"][0][0] == results["HGCL, table only"][0][0]
     assert Path("finetune/curves.png").stat().st_size > 10_000
     assert "the pretrained model" in capsys.readouterr().out
     example("finetune", arguments)  # nothing runs again
@@ -60,7 +76,7 @@ def test_fine_tuning_on_icons(example, tmp_path):
     write_zero_shot(tmp_path / "icons/mono/zeroshot-concepts")
     torch.save(open_clip.create_model("ViT-icons-tiny").state_dict(), "weights.pt")
     arguments = "--icons icons --epochs 1 --osr-epochs 1 --seeds 1 --jobs 1 --pretrained weights.pt".split()
-    example("finetune", [*arguments, "--variants", "OSR + HGCL", "GCL, no OSR"])
+    example("finetune", [*arguments, "--variants", "recovery + HGCL", "GCL, no recovery"])
     results = json.loads(Path("finetune/results.json").read_text())
     for (metrics,) in results.values():
         assert [one["epoch"] for one in metrics] == [0, 1]

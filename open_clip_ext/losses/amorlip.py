@@ -20,6 +20,7 @@ Readings fixed here, where the paper is silent or its released code differs:
   sets 8.5 in the first third and -8.5 in the other two (`amorlip-released`).
 - The paper mentions no gradient clipping. The released command clips the encoders and the networks separately at 1.0.
   `amorlip-released` sets OpenCLIP's `--grad-clip-norm`, which clips the encoders only.
+- beta_t counts epochs from 1, as in Algorithm 1; the released code counts from 0 and is one epoch behind.
 - The released code stops the network's updates of a step once five in a row have changed its objective by less than
   0.005. Every published setting makes three updates, so this never happens, and it is left out.
 - Stage II estimates Z / lambda from b local pairs. The anchor's own pair has the same weight as in Z, 1 / B, and the
