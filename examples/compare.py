@@ -10,9 +10,9 @@
 | error | the estimators' errors against the batch size and the size of the data set (figures 2c and 4) |
 | amorlip | AmorLIP's schedule, width, target network and objective (tables 2 and 3, figure 4) |
 
-`small` is one data set size, one batch size and one seed; 12 of the `methods` take 35 minutes on 2 CPU cores. `medium` is the
-grid with three seeds and takes a night; `large` needs a GPU and has n / B in the thousands. The learning rate is 1e-3
-at a batch of 32 and scales with the square root of the batch; warm-up takes 6,400 samples. A finished run is not
+`small` is one data set size, one batch size and one seed; 12 of `methods` take 35 minutes on 2 CPU cores. `medium` is
+the grid with three seeds and takes a night; `large` needs a GPU and has n / B in the thousands. The learning rate is
+1e-3 at a batch of 32 and scales with the square root of the batch; warm-up takes 6,400 samples. A finished run is not
 repeated, an interrupted one resumes. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
 
 With other data, here the digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:

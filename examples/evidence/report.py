@@ -22,7 +22,7 @@ PAIRS = (
 )  # fmt: skip
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
-    "zero-shot concepts, %", "against `clip`, by seed", "zero-shot emoji, %", "tau at the end",
+    "zero-shot concepts, %", "against `clip`, by seed", "zero-shot emoji, %", "tau, last epoch",
     *(f"steps to {level} %" for level in LEVELS), "CPU hours",
 )  # fmt: skip
 
@@ -32,9 +32,13 @@ def main() -> None:
     parser.add_argument("--grid", type=Path, default=HERE / "grid.yaml", help="(default: beside this file)")
     parser.add_argument("--results", type=Path, default=HERE / "results.jsonl", help="(default: beside this file)")
     parser.add_argument("--out", type=Path, default=Path("evidence"), help="name without suffix (default: evidence)")
+    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these (default: all)")
     args = parser.parse_args()
     grid, results = Grid(args.grid), list(read_results(args.results).values())
-    cells = {cell: by_method(results, grid, cell) for cell in grid.cells if cell != "tune"}
+    known = [cell for cell in grid.cells if cell != "tune"]
+    if unknown := sorted(set(args.cells or known) - set(known)):
+        parser.error(f"--cells: {unknown[0]!r} is not one of {', '.join(known)}")
+    cells = {cell: by_method(results, grid, cell) for cell in args.cells or known}
     cells = {cell: methods for cell, methods in cells.items() if methods}
     text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
     text += goals(cells.get("main", {})) + tuning(grid, results)
@@ -143,7 +147,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
     about = grid.cells["tune"]
     lines = [
         f"\n## Tuning: n = {about['rows']:,}, {about['epochs']} epochs, {about['gallery']} gallery\n",
-        "| method | flags | mean of R@1 and R@5, % | R@1, % | tau at the end |\n|---|---|---|---|---|",
+        "| method | flags | mean of R@1 and R@5, % | R@1, % | tau, last epoch |\n|---|---|---|---|---|",
     ]
     for method in grid.methods:
         tried = [result for result in results if result["cell"] == "tune" and result["method"] == method]
@@ -167,8 +171,8 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
         method: {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
         for number, method in enumerate(grid.methods)
     }
-    figure, axes = plt.subplots(len(cells), 2, figsize=(11, 4.2 * len(cells)), constrained_layout=True, squeeze=False)
-    for (cell, methods), (left, right) in zip(cells.items(), axes, strict=True):
+    figure, axes = plt.subplots(len(cells), 3, figsize=(14, 4.2 * len(cells)), constrained_layout=True, squeeze=False)
+    for (cell, methods), (left, *rights) in zip(cells.items(), axes, strict=True):
         about = grid.cells[cell]
         for method, seeds in methods.items():
             curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
@@ -177,18 +181,21 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
                 left.plot(range(len(values)), values, label=method, linewidth=2, **style[method])
                 for curve in curves:
                     left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
-        compared = {method: paired(seeds, methods.get("clip", {})) for method, seeds in methods.items()}
-        compared = {method: found for method, found in compared.items() if found and method != "clip"}
-        for method, (value, half, n) in compared.items():
-            right.errorbar(value, f"{method} ({n})", xerr=half or 0, fmt="o", capsize=3, color=style[method]["color"])
-        right.axvline(0, color="gray", linewidth=0.8)
-        right.invert_yaxis()
+        for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
+            compared = {method: paired(seeds, methods.get("clip", {}), value) for method, seeds in methods.items()}
+            compared = {method: found for method, found in compared.items() if found and method != "clip"}
+            for method, (center, half, n) in compared.items():
+                color = style[method]["color"]
+                right.errorbar(center, f"{method} ({n})", xerr=half or 0, fmt="o", capsize=3, color=color)
+            right.axvline(0, color="gray", linewidth=0.8)
+            right.invert_yaxis()
+            right.set(title=f"{name} less clip's", xlabel="points, 95 % interval, paired by seed (number)")
+            right.grid(alpha=0.3)
+        rights[-1].set_yticklabels([])
         title = f"{cell}: n = {about['rows']:,}, {about['epochs']} epochs"
         left.set(title=title, xlabel="epoch", ylabel=f"R@1 on the {about['gallery']} gallery, %")
-        right.set(title="against clip, paired (seeds), 95 % interval", xlabel="points of R@1")
         left.xaxis.get_major_locator().set_params(integer=True)
         left.grid(alpha=0.3)
-        right.grid(alpha=0.3)
         left.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=120)
 
