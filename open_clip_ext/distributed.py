@@ -45,6 +45,12 @@ def all_gather(tensor: Tensor) -> Tensor:
     return gathered
 
 
+def transportable(tensor: Tensor) -> Tensor:
+    """`tensor` on a device that the process group can send from: NCCL, for example, sends nothing from host memory."""
+    devices = [pair.split(":")[0] for pair in dist.get_backend_config().split(",")]
+    return tensor if tensor.device.type in devices else tensor.to(devices[0])
+
+
 def wait_for_others() -> None:
     """Make process 0 wait until every other process is ready to gather state, too.
 
@@ -67,8 +73,10 @@ def wait_for_others() -> None:
         try:
             store.wait(keys, seconds)
             return
-        except dist.DistStoreError:
+        except RuntimeError:  # a FileStore's is not a DistStoreError
             missing = ", ".join(other.removeprefix(key) for other in keys if not store.check([other]))
+            if not missing:
+                raise
             message = (
                 f"the loss's state_dict() or full_state(): process 0 waits for process {missing}; every process must "
                 "call it, also where process 0 alone writes the file"
@@ -163,10 +171,10 @@ class ShardedRows(nn.Module):
                 if owner == 0:
                     chunk = self.rows[start:stop] if rank() == 0 else None
                 elif rank() == owner:
-                    dist.send(self.rows[start:stop].contiguous(), dst=0)
+                    dist.send(transportable(self.rows[start:stop].contiguous()), dst=0)
                     chunk = None
                 elif rank() == 0:
-                    chunk = self.rows.new_empty(stop - start, self.columns)
+                    chunk = transportable(self.rows.new_empty(stop - start, self.columns))
                     dist.recv(chunk, src=owner)
                 if table is not None and chunk is not None:
                     table[owner :: world_size()][start:stop] = chunk.cpu()
@@ -178,7 +186,6 @@ class ShardedRows(nn.Module):
         Raises:
             ValueError: the table has another shape, or is in files and this is not within `rows_in_files`.
         """
-        self.rows.copy_(self._fill)
         if not isinstance(table, Tensor):
             if self.files is None:
                 raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")

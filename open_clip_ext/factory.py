@@ -15,7 +15,7 @@ from open_clip_ext.errors import InputError, did_you_mean, not_one_of
 from open_clip_ext.losses import Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.objectives import ENCODER_OBJECTIVES
-from open_clip_ext.options import Option, default_value
+from open_clip_ext.options import Derived, Option, default_value
 from open_clip_ext.parts import Part
 from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
@@ -182,12 +182,23 @@ def create_loss(
     preset = find_preset(name)
     if preset.loss is None:
         raise InputError(f"{name!r} is OpenCLIP's own; create it with open_clip.create_loss", "loss")
+    for length, value in (("num_samples", num_samples), ("epochs", epochs), ("steps_per_epoch", steps_per_epoch)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise InputError(f"{value!r} must be an integer of at least 1", length)
     settings = resolve_options(name, options, epochs)
     parts = parts_of(name, settings)
     own = {option.name for part in parts for option in part.options}
     for key in options:
         if key not in own and key not in PARTS:
             raise InputError("belongs to your model and its optimizer, not to the loss", key)
+
+    defaults = defaults_of(name, parts)
+    for option in options_of(parts):
+        default = defaults[option.name]
+        is_derived = isinstance(default, Derived) and not isinstance(option.default, Derived)
+        if is_derived and option.name in own and settings[option.name] is None:
+            # The part would take its own default, which is not the preset's.
+            raise InputError(f"{default.words} by default; give it, or the number of epochs", option.name)
 
     def build(part: type[Part], **more: Any) -> Any:
         if part.needs_index:

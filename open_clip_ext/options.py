@@ -60,7 +60,8 @@ class Option:
 
     def check(self, value: Any) -> Any:
         """Return `value`; raise InputError naming the option and what would be right if it is not valid."""
-        if not isinstance(value, ACCEPTED.get(self.type, self.type)):
+        wrong_bool = isinstance(value, bool) and self.type is not bool  # Python's bool is an int
+        if wrong_bool or not isinstance(value, ACCEPTED.get(self.type, self.type)):
             raise InputError(f"{value!r} is not of type {self.type.__name__}", self.name)
         if self.choices and value not in self.choices:
             raise InputError(not_one_of(value, self.choices), self.name)

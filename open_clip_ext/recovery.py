@@ -100,6 +100,7 @@ def recover_statistics(
                     assert loss is not None
                     _step(model, optimizer, loss, batch)
                 if any(group["lr"] != 0 for group in optimizer.param_groups):
+                    weights.restore()
                     raise InputError("step: it sets a learning rate, which is 0 here; leave the schedule out of it")
                 if epoch == number == 0:
                     check_still(weights, optimizer, loss, name)

@@ -65,7 +65,7 @@ def check_row_files(folder: str | os.PathLike, state: Mapping[str, Any]) -> None
     Their headers are read, not the rows.
     """
     files = RowFiles(folder)
-    for value in state.values():
+    for value in state.get("_extra_state", state).values():  # state_dict() has full_state() within
         if isinstance(value, dict):
             files.check(value)
 
@@ -151,10 +151,23 @@ class RowFiles:
             if self._made:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
             raise InputError(problem)
-        if rank() == 0:
-            index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
-            with whole_file(os.path.join(self.folder, INDEX), text=True) as file:
+        outcome: list[str | None] = [self._write_index() if rank() == 0 else None]
+        if world_size() > 1:
+            dist.broadcast_object_list(outcome)
+        if outcome[0] is not None:
+            raise InputError(outcome[0])
+
+    def _write_index(self) -> str | None:
+        """Write the index, or remove the folder and return what went wrong."""
+        path = os.path.join(self.folder, INDEX)
+        index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
+        try:
+            with whole_file(path, text=True) as file:
                 json.dump(index, file)
+        except OSError as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
+        return None
 
     # Reading, by any process
 

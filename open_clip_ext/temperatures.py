@@ -291,6 +291,12 @@ class IndividualTemperature(Temperature):
             settings["tau_lr_epochs"] = None
         if settings["tau_optimizer"] == "adam":
             refuse_unused(given, ["tau_beta"], "with tau_optimizer 'adam'")
+        low, high = settings["tau_min"], settings["tau_max"]
+        if high < low:
+            raise InputError(f"{high:g} is below tau_min, {low:g}", "tau_max")
+        if not low <= settings["tau_start"] <= high:
+            start = settings["tau_start"]
+            raise InputError(f"{start:g} is not in [tau_min, tau_max], [{low:g}, {high:g}]", "tau_start")
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -350,6 +356,8 @@ class IndividualTemperature(Temperature):
         if "rows" in state:
             self.rows.load(state["rows"])
             return
+        if not state:
+            raise ValueError(f"temperature: {self.name!r} where the state is of another")
         for name in self.columns:
             if name not in state:
                 raise ValueError(f"tau_optimizer: {self.optimizer!r} where the state has no {name}")

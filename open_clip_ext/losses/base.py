@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.parts import Part
 
@@ -55,6 +56,8 @@ class Loss(Part, nn.Module):
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(**options)
+        if type(accum_freq) is not int or accum_freq < 1:
+            raise InputError(f"{accum_freq!r} must be an integer of at least 1", "accum_freq")
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
@@ -166,10 +169,7 @@ class Loss(Part, nn.Module):
             # Their inner product is s_ij minus the reference's similarity.
             image = torch.cat([image, reference[0].to(image)], dim=1)
             text = torch.cat([text, -reference[1].to(text)], dim=1)
-        if not self.dimension:
-            self.materialize(image.shape[1], image.device, dtype)
-        elif (self._like.device, self._like.dtype) != (image_features.device, dtype):
-            self.to(image_features.device, dtype)
+        self._adapt(image.shape[1], image.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
@@ -179,6 +179,19 @@ class Loss(Part, nn.Module):
             self.steps += update_state
             value = self.compute(image, text, scale, index, update_state, **more)
         return {"contrastive_loss": value} if output_dict else value
+
+    # An evaluation may come first, in inference mode, whose tensors could never be trained.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _adapt(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate the state at the first batch; move it where a later one is of another device or dtype."""
+        if not self.dimension:
+            self.to(device)
+            self.materialize(dimension, device, dtype)
+        elif self.dimension != dimension:
+            raise ValueError(f"image_features: dimension {dimension} where the earlier batches had {self.dimension}")
+        elif (self._like.device, self._like.dtype) != (device, dtype):
+            self.to(device, dtype)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -203,7 +216,8 @@ class Loss(Part, nn.Module):
         if self._first_problem is None:
             self._first_problem = now
         else:
-            self._first_problem = torch.where(self._first_problem[0] >= 0, self._first_problem, now)
+            earlier = self._first_problem.to(now.device)
+            self._first_problem = torch.where(earlier[0] >= 0, earlier, now)
 
     def note_gradients(self, *gradients: Tensor) -> None:
         """`note` a float32 gradient that overflows the features' float16; nothing else would show it."""
@@ -300,6 +314,7 @@ class Loss(Part, nn.Module):
     def _check_norms(self) -> None:
         for name, error in self._norm_errors.items():
             if error.item() > 0.02:
+                self._norm_errors.clear()  # a caller who catches this may go on with other vectors
                 raise ValueError(f"{name} must be unit vectors; normalize them along dim 1")
 
     def index_reason(self) -> str:
@@ -340,7 +355,11 @@ class Loss(Part, nn.Module):
             raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")
         if state["loss"] != self.name:
             raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
+        if self.dimension and not state["dimension"]:
+            raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
         self.steps = int(state["steps"])
+        self._calls, self._first_problem = 0, None
+        self._norm_errors.clear()
         if state["dimension"]:
             dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
             self.materialize(int(state["dimension"]), self._like.device, dtype)

@@ -241,7 +241,8 @@ class GlobalContrastiveLoss(Loss):
         tau_terms = (tau_terms + batch.size * grad_tau) / own
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
-        gradients += [(parameter, gradient * ddp_scale) for parameter, gradient in learned]
+        # As the temperature's, a parameter's whole gradient is in each of the accum_freq calls.
+        gradients += [(parameter, gradient * (ddp_scale / self.accum_freq)) for parameter, gradient in learned]
         values = self.objective.value(batch.log_batch, alpha)
         tau_gradient = self.temperature.gradient(batch.tau, values, tau_terms, batch.size)
         if tau_gradient is not None:
@@ -319,12 +320,22 @@ class GlobalContrastiveLoss(Loss):
     def full_state(self) -> dict[str, Tensor | int | str]:
         state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
         state |= {f"temperature.{name}": value for name, value in self.temperature.full_state().items()}
-        return {"normalizer": self.normalizer.name, **super().full_state(), **state}
+        # What the state depends on: a table's rows on the gaps, and a temperature's on the scheme, if it has any.
+        names = {"normalizer": self.normalizer.name}
+        if self.normalizer.needs_index:
+            names |= {"surrogate": self.surrogate.name, "negatives": self.negatives}
+        if type(self.temperature).full_state is not Temperature.full_state:
+            names["temperature"] = self.temperature.name
+        return names | super().full_state() | state
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        names = {"normalizer": self.normalizer.name, "temperature": self.temperature.name,
+                 "surrogate": self.surrogate.name, "negatives": self.negatives}  # fmt: skip
+        for what, name in names.items():
+            if state.get(what, name) != name:  # before anything is changed
+                raise ValueError(f"{what}: {name!r} where the state is of {state[what]!r}")
         super().load_full_state(state)
-        if state["normalizer"] != self.normalizer.name:
-            raise ValueError(f"normalizer: {self.normalizer.name!r} where the state is of {state['normalizer']!r}")
+        self._of_step = (None, None)
         for prefix, part in (("state.", self.normalizer), ("temperature.", self.temperature)):
             own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             part.load_full_state(own)  # type: ignore[arg-type]  # tensors, as the part gave them

@@ -72,8 +72,7 @@ class MLP(NetworkNormalizer):
         slopes *= self.objective.weight(batch.all_tau) / batch.size
         gradients = self.network.gradients(batch.all_image, batch.all_text, slopes)
         for parameter, gradient in zip(self._named().values(), gradients, strict=True):
-            assert parameter.grad is not None
-            parameter.grad.copy_(torch.where(batch.finite, gradient, 0.0))
+            parameter.grad = torch.where(batch.finite, gradient, 0.0)  # a deep copy of a parameter has none
         return alpha
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:

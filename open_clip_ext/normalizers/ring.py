@@ -53,6 +53,10 @@ class EmbeddingRing(nn.Module):
                 rows[some] = part
         if batch.keys is not None:
             self._push_keys(batch.keys[-count:], places)
+        elif self.keys is not None:
+            unlike = self.unlike_keys(self.keys.device)
+            for some in places:
+                self.keys[some] = unlike[some]
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places

@@ -77,6 +77,8 @@ class ShardedRing(EmbeddingRing):
             if self.keys is None:
                 self.keys = self.unlike_keys(latest.device)
             self.keys[places] = batch.keys[-count:][own.to(latest.device)]
+        elif self.keys is not None:
+            self.keys[places] = self.unlike_keys(self.keys.device)[places]
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
         return places

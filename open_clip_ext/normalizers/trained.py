@@ -132,6 +132,9 @@ class NetworkNormalizer(Normalizer):
     def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
         if self._fits_length and epochs is not None:
             self._optimizer_settings["lr"] = min(1.0, math.sqrt(steps * epochs / PAPER_STEPS))
+            if self.dimension:  # a state was loaded
+                for group in self.optimizer.param_groups:
+                    group["lr"] = self._optimizer_settings["lr"]
         if self._fits_epoch:
             fifth = steps // 5
             self.restart_every = min(PAPER_RESTART_EVERY, fifth if fifth > 1 else steps)
@@ -240,10 +243,14 @@ class NetworkNormalizer(Normalizer):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "NetworkNormalizer":
         """Move the optimizer's state together with the parameters (called by `Module.to`)."""
-        state = {name: fn(value) if value.is_floating_point() else value for name, value in self._state().items()}
+        # An optimizer's count of steps stays in host memory, where it waits for no device.
+        state = {
+            name: fn(value) if value.is_floating_point() and not name.endswith(":step") else value
+            for name, value in self._state().items()
+        }
         super()._apply(fn, recurse)
         if state:
-            like = next(value for value in state.values() if value.is_floating_point())
+            like = state[next(iter(self._named()))]
             self.materialize(self.dimension, like.device, like.dtype)
             self._restore(state)
         return self
@@ -290,6 +297,6 @@ class NetworkNormalizer(Normalizer):
             for key, value in self.optimizer.state[parameter].items():
                 state[f"{self.optimizer_name}:{name}:{key}"] = value
             if self.joint:
-                assert parameter.grad is not None
-                state[f"pending:{name}"] = parameter.grad
+                # A deep copy of a parameter has no gradient.
+                state[f"pending:{name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         return {name: value.detach().clone() for name, value in (state | self._extra_state()).items()}
