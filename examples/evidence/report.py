@@ -21,8 +21,8 @@ PAIRS = (
     ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"),
 )  # fmt: skip
 HEADER = (
-    "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against `clip`, by seed",
-    "zero-shot concepts, %", "against `clip`, by seed", "zero-shot emoji, %", "tau, last epoch",
+    "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against clip, by seed",
+    "zero-shot concepts, %", "against clip, by seed", "zero-shot emoji, %", "tau, last epoch",
     *(f"steps to {level} %" for level in LEVELS), "CPU hours",
 )  # fmt: skip
 
@@ -93,8 +93,10 @@ def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
     for method, seeds in methods.items():
         runs = list(seeds.values())
         both = [f"{mean(last_recall(run, (way,)) for run in runs):.1f}" for way in WAYS]
-        against = ["" if method == "clip" else difference(paired(seeds, methods.get("clip", {}), value))
-                   for value in (last_recall, concepts)]
+        base = baseline(grid, method)
+        against = [difference(paired(seeds, methods.get(base, {}), value)) for value in (last_recall, concepts)]
+        if base not in (None, "clip"):
+            against = [found and f"{found}, against {base}" for found in against]
         emoji = [run["zero_shot"].get("zeroshot-emoji") for run in runs]
         crossings = [[crossing(run, level) for run in runs] for level in LEVELS]
         columns = [
@@ -114,6 +116,11 @@ def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
         ]  # fmt: skip
         lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
+
+
+def baseline(grid: Grid, method: str) -> str | None:
+    """The method that a method is compared with."""
+    return None if method == "clip" else grid.methods[method].get("against", "clip")
 
 
 def goals(methods: dict[str, dict[int, dict]]) -> str:
@@ -161,7 +168,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, means thick, single seeds thin, and the differences to clip with intervals."""
+    """Plot for each cell the curves, means thick, single seeds thin, and the differences with intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -182,14 +189,15 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
                 for curve in curves:
                     left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
-            compared = {method: paired(seeds, methods.get("clip", {}), value) for method, seeds in methods.items()}
-            compared = {method: found for method, found in compared.items() if found and method != "clip"}
-            for method, (center, half, n) in compared.items():
-                color = style[method]["color"]
-                right.errorbar(center, f"{method} ({n})", xerr=half or 0, fmt="o", capsize=3, color=color)
+            for method, seeds in methods.items():
+                base = baseline(grid, method)
+                if found := paired(seeds, methods.get(base, {}), value):
+                    center, half, n = found
+                    label, color = f"{method}\nless {base} ({n})", style[method]["color"]
+                    right.errorbar(center, label, xerr=half or 0, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
             right.invert_yaxis()
-            right.set(title=f"{name} less clip's", xlabel="points, 95 % interval, paired by seed (number)")
+            right.set(title=f"Differences in {name}", xlabel="points, 95 % interval, paired by seed (number)")
             right.grid(alpha=0.3)
         rights[-1].set_yticklabels([])
         title = f"{cell}: n = {about['rows']:,}, {about['epochs']} epochs"
