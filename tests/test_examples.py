@@ -81,7 +81,7 @@ def test_fine_tuning_on_icons(example, tmp_path):
     for (metrics,) in results.values():
         assert [one["epoch"] for one in metrics] == [0, 1]
         assert all(0 <= one["zeroshot-data-top1"] <= 1 and one["num_samples"] == 8 for one in metrics)
-    flags = Path("finetune/logs/gcl-no-osr-0.flags").read_text()
+    flags = Path("finetune/logs/gcl-no-recovery-0.flags").read_text()
     assert "--train-data icons/emoji/train-{000000..000001}.tar --train-num-samples 130 " in flags
 
 
