@@ -162,8 +162,11 @@ class LearnableTemperature(Temperature):
 
     In plain PyTorch: `equations.fastclip_v3`; `equations.scent`, which is the same.
 
-    A larger rho pulls tau down; larger data sets take a larger rho (NeuCLIP, Table 3). FastCLIP's released code counts
-    dg/dtau twice, which changes the tau that is reached; the values of rho published with that code were tuned for it.
+    By Eq. 13 tau falls while the mean over anchors of KL(p_i || uniform) is below rho and rests where they are equal,
+    with p_ij proportional to exp(l(s_ij - s_ii) / tau) over the anchor's negatives j. So exp(-rho) is roughly the
+    fraction of the negatives that count, and larger data sets take a larger rho (NeuCLIP, Table 3). FastCLIP's released
+    code counts dg/dtau twice, which changes the tau that is reached; the values of rho published with that code were
+    tuned for it.
     """
 
     name = "learnable"

@@ -20,7 +20,7 @@ from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
 from training_ext.hosts import host
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
-ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives")
+ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
 
 
 @dataclass

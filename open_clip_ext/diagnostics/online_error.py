@@ -28,6 +28,7 @@ class Anchors:
         alpha: log-normalizers from the estimator in use, (2, k).
         log_batch: log-normalizers from their own batch alone, (2, k).
         log_sum: log of the sum of exp(l / tau) over the negatives seen so far, (2, k).
+        mean: mean of l / tau over these negatives with the weights exp(l / tau), (2, k).
         effective: effective number of negatives in their own batch, 0-d.
         negatives: number of negatives seen so far.
         steps: number of steps seen so far.
@@ -39,6 +40,7 @@ class Anchors:
     alpha: Tensor
     log_batch: Tensor
     log_sum: Tensor
+    mean: Tensor
     effective: Tensor
     negatives: int
     steps: int = 1
@@ -105,8 +107,11 @@ class OnlineError:
         if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != kind:
             self._watched = self._begin(batch, alpha)
             return
-        met = self._exponents(watched, batch).logsumexp(dim=2)
-        watched.log_sum = torch.where(batch.finite, torch.logaddexp(watched.log_sum, met), watched.log_sum)
+        met, mean = log_sum_and_mean(self._exponents(watched, batch))
+        both = torch.logaddexp(watched.log_sum, met)
+        mean = watched.mean * (watched.log_sum - both).exp() + mean * (met - both).exp()
+        watched.log_sum = torch.where(batch.finite, both, watched.log_sum)
+        watched.mean = torch.where(batch.finite, mean, watched.mean)
         watched.negatives += self._columns(batch)
         watched.steps += 1
 
@@ -122,6 +127,7 @@ class OnlineError:
             alpha=alpha[:, :k].clone(),
             log_batch=batch.all_log_batch[:, :k].clone(),
             log_sum=alpha.new_empty(0),
+            mean=alpha.new_empty(0),
             effective=alpha.new_empty(()),
             negatives=self._columns(batch) - (2 if self.intra_modal else 1),
         )
@@ -129,7 +135,7 @@ class OnlineError:
         own = torch.arange(k, device=alpha.device)
         for first in range(0, exponents.shape[2], batch.size):
             exponents[:, own, own + first] = -math.inf
-        anchors.log_sum = exponents.logsumexp(dim=2)
+        anchors.log_sum, anchors.mean = log_sum_and_mean(exponents)
         anchors.effective = (2 * anchors.log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
         return anchors
 
@@ -151,14 +157,17 @@ class OnlineError:
             "normalizer_mse": difference.square().mean(),
             "normalizer_bias": difference.mean(),
             "minibatch_mse": (anchors.log_batch - exact).square().mean(),
+            "negatives_kl": (anchors.mean - anchors.log_sum).mean() + math.log(anchors.negatives),
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Errors of the log-normalizers and the effective number of negatives, 0-d each.
+        """Errors of the log-normalizers, and how the negatives' weights are spread, 0-d each.
 
         `normalizer_mse` and `normalizer_bias` are of the estimator in use, `minibatch_mse` is of the batch's own
-        estimate; until `least` steps they are those of the previous anchors. `effective_negatives` of the present
-        anchors in their batch is (sum w)^2 / sum w^2 with w = exp(l / tau), from 1 to B - 1.
+        estimate. `negatives_kl` is the mean of log N - H(p_i), the divergence of an anchor's weights p_ij, proportional
+        to w_ij = exp(l_ij / tau), from equal weights of all N negatives; a learned tau rests where it is rho
+        (`LearnableTemperature`). Until `least` steps they are those of the previous anchors. `effective_negatives` of
+        the present anchors in their batch is (sum w)^2 / sum w^2, from 1 to B - 1.
         """
         if self._watched is None:
             return {}
@@ -176,5 +185,11 @@ class OnlineError:
         """Load the result of `state`."""
         self._warm = bool(state.get("warm", True))
         watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
-        self._watched = Anchors(**watched) if watched else None
+        self._watched = Anchors(**watched) if "mean" in watched else None  # states from before it start over
         self._shown = {name.removeprefix("shown."): v for name, v in state.items() if name.startswith("shown.")}
+
+
+def log_sum_and_mean(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp(x) and the mean of x with the weights exp(x), over the last dimension; x may be -inf."""
+    weights = exponents.softmax(dim=-1)
+    return exponents.logsumexp(dim=-1), torch.where(weights > 0, weights * exponents, 0.0).sum(dim=-1)

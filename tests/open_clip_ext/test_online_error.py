@@ -8,7 +8,7 @@ from numerics import unit
 
 from open_clip_ext import create_loss
 
-ERRORS = ("normalizer_mse", "normalizer_bias", "minibatch_mse")
+ERRORS = ("normalizer_mse", "normalizer_bias", "minibatch_mse", "negatives_kl")
 
 
 def surrogate_of(name):
@@ -42,7 +42,7 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
             taus, log_batch, alpha = (tensor.clone() for tensor in loss._last)
 
     anchors = met[0]
-    exact, effective = [], []
+    exact, effective, divergence = [], [], []
     for side in (0, 1):
         for i in range(32):
             anchor, positive = anchors[side][i], float(anchors[0][i] @ anchors[1][i])
@@ -54,6 +54,9 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
                     similarities += found
                     own += found if step == 0 else []
             exact.append(log_mean(similarities, positive, tau, l, eps))
+            weights = [math.exp(l(s - positive) / tau) for s in similarities]
+            shares = [w / sum(weights) for w in weights]
+            divergence.append(sum(p * math.log(p * len(shares)) for p in shares))
             weights = [math.exp(l(s - positive) / tau) for s in own]
             effective.append(sum(weights) ** 2 / sum(w * w for w in weights))
     exact = torch.tensor(exact).double()
@@ -63,6 +66,7 @@ def test_errors_are_those_against_all_that_the_anchors_met(negatives, surrogate,
     assert shown["normalizer_mse"] == pytest.approx(float((said - exact).square().mean()))
     assert shown["normalizer_bias"] == pytest.approx(float((said - exact).mean()))
     assert shown["minibatch_mse"] == pytest.approx(float((minibatch - exact).square().mean()))
+    assert shown["negatives_kl"] == pytest.approx(sum(divergence) / len(divergence))
     assert shown["effective_negatives"] == pytest.approx(sum(effective) / len(effective))
 
 

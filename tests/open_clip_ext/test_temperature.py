@@ -260,3 +260,19 @@ def test_individual_temperatures_also_move_through_a_unified_normalizer():
     assert gradient.abs().max() < 5 and gradient.abs().min() > 1e-3
     moved = loss.full_state()["temperature.tau"][index].T.double()
     close((start - moved) / lr, gradient, lr * start)  # the difference loses the digits of lr
+
+
+@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+def test_tau_rests_where_the_weights_of_the_negatives_diverge_from_equal_ones_by_rho(surrogate):
+    """NeuCLIP, Eq. 13, with the batch as the whole data set: dF/dtau = 2 rho - sum over both directions of KL."""
+    generator = torch.Generator().manual_seed(0)
+    e1, e2, rho = unit(generator, 12, 8), unit(generator, 12, 8), 1.3
+    scale = torch.tensor(20.0, dtype=torch.float64, requires_grad=True)
+    loss = create_loss("fastclip-v3", normalizer="batch", surrogate=surrogate, rho=rho)
+    loss(e1, e2, scale).backward()
+
+    exponents = (identity if surrogate == "identity" else hinge(loss.surrogate.margin, 2))(gaps(e1, e2)) * 20.0
+    shares = exponents.softmax(dim=2)
+    divergence = (shares * (shares * shares.shape[2]).log()).sum(dim=2).mean(dim=1).sum()
+    # d/dscale = dF/dtau * dtau/dscale = -tau^2 dF/dtau
+    assert float(scale.grad) == pytest.approx(-(float(2 * rho - divergence)) / 20.0**2, rel=1e-9)

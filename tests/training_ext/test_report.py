@@ -233,6 +233,19 @@ def test_a_checkpoint_without_estimator_has_the_minibatch_ones(report, trained, 
     assert "batch of 24" in capsys.readouterr().out
 
 
+def test_the_rho_of_a_temperature_is_the_divergence_from_equal_weights(report, trained, datasets, capsys):
+    shown, _ = report("clip", "--batch-sizes 4 --taus 0.2,0.05")
+    experiment, _ = trained("clip")
+    image, text = embed(experiment, pairs_of("shapes", datasets))
+    own = torch.eye(len(image), dtype=torch.bool)
+    for one, tau in zip(shown["rho_of_tau"], (0.05, 0.2), strict=True):
+        shares = [(s / tau).masked_fill(own, -math.inf).softmax(dim=1) for s in (image @ text.T, text @ image.T)]
+        divergence = torch.stack([(p * (p * (len(p) - 1)).log().nan_to_num(neginf=0)).sum(dim=1) for p in shares])
+        # The difference quotient's error is 1e-4 / 6 of tau^2 times the third derivative.
+        assert (one["tau"], one["rho"]) == (tau, pytest.approx(divergence.mean().item(), rel=1e-3, abs=1e-4))
+    assert "would rest at tau 0.05 with " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["table", "neuclip", "queue", "isogclr", "clip"])
 def test_gradients_of_a_batch_of_all_pairs_are_exact(report, trained, datasets, capsys, name):
     """True normalizers and the minibatch's own are the same there; the control is unbiased in smaller batches, too."""
@@ -403,6 +416,8 @@ def refused(trained, tmp_path, capsys):
         ("--batch-sizes 8;9", "--batch-sizes: '8;9' is not a list of integers"),
         ("--gradient-batches 1", "--gradient-batches: 1 is out of range; it must be 0 or at least 2"),
         ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: is empty, but --gradient-batches 4 needs a size"),
+        ("--taus 0.02;0.05", "--taus: '0.02;0.05' is not a list of numbers"),
+        ("--taus 0.02,0", "--taus: 0 is out of range; it must be from 0.001 to 10"),
         ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
         ("--wrokers 2", "unknown: --wrokers 2; did you mean '--workers'?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),

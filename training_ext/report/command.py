@@ -64,6 +64,10 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
         "this computes the exact log-normalizers of all rows (default: 0, no comparison)",
     )
     parser.add_argument(
+        "--taus", metavar="FLOAT,FLOAT,...",
+        help="also compute the --rho that would hold a learned temperature at each of these, such as 0.02,0.03,0.05",
+    )
+    parser.add_argument(
         "--out", metavar="FOLDER",
         help=f"folder for {REPORT}, {PICTURE} and the embeddings (default: normalizers/NAME beside the checkpoints)",
     )
@@ -90,6 +94,19 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--gradient-batches: {options.gradient_batches} is out of range; it must be 0 or at least 2")
     if not 1e-3 <= options.chunk_mib <= 2**20:
         raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
+    temperatures_of(options.taus)
+
+
+def temperatures_of(given: str | None) -> list[float]:
+    """The temperatures of `--taus`, ascending."""
+    try:
+        taus = sorted(map(float, given.split(","))) if given is not None else []
+    except ValueError:
+        raise InputError(f"--taus: {given!r} is not a list of numbers such as 0.02,0.05") from None
+    for tau in taus:
+        if not 1e-3 <= tau <= 10:
+            raise InputError(f"--taus: {tau:g} is out of range; it must be from 0.001 to 10")
+    return taus
 
 
 def run(argv: list[str]) -> None:
@@ -120,7 +137,7 @@ def run(argv: list[str]) -> None:
     cache = EmbeddingCache(os.path.join(job.out, CACHE), cache_key(args, job, transforms[1]), num_rows)
     embedded = embed_all(model, source, cache, args)
     del model
-    result = compare(options, args, job, saved, loss, embedded)
+    result = compare(options, args, job, saved, loss, embedded, temperatures_of(options.taus))
     if args.rank == 0:
         write(job.out, result)
         print(table(result, job.out), flush=True)

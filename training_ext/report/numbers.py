@@ -33,6 +33,7 @@ from training_ext.report.verdict import verdict
 
 EPS = 1e-14  # for losses that have none
 QUANTILES = (5, 50, 95)
+STEP = 0.01  # half of the relative difference of two temperatures for a derivative
 SIDES = ("image", "text")
 ESTIMATED_AT_ONCE, EXACT_AT_ONCE = 1024, 4096  # anchors
 
@@ -56,9 +57,14 @@ class Result:
 
 @torch.no_grad()
 def compare(
-    options: Namespace, args: Namespace, job: Job, saved: Saved, loss: GlobalContrastiveLoss | None, embedded: Embedded
+    options: Namespace, args: Namespace, job: Job, saved: Saved, loss: GlobalContrastiveLoss | None, embedded: Embedded,
+    taus: list[float],
 ) -> Result:
-    """True and estimated log-normalizers of a random sample of anchors; the same on every process."""
+    """True and estimated log-normalizers of a random sample of anchors; the same on every process.
+
+    Args:
+        taus: temperatures for which to compute the rho that holds them.
+    """
     num_read = len(embedded.rows)
     for size in job.sizes:
         if size > num_read:
@@ -74,10 +80,14 @@ def compare(
         "intra_modal": loss is not None and loss.intra_modal,
         "device": args.device,
     }
-    true = in_parts(
-        exact.exact_log_normalizers, embedded, places, tau, args, unit=1, what="Exact", total=num_read,
-        chunk_mib=options.chunk_mib, **common,
-    )
+
+    def exact_at(tau: Tensor, what: str = "Exact") -> Tensor:
+        return in_parts(
+            exact.exact_log_normalizers, embedded, places, tau, args, unit=1, what=what, total=num_read,
+            chunk_mib=options.chunk_mib, **common,
+        )
+
+    true = exact_at(tau)
     estimates = {}
     if loss is not None and not isinstance(loss.normalizer, BatchNormalizer):
         estimates[loss.normalizer.name] = checkpoint_estimate(loss, embedded, places, tau, args)
@@ -100,6 +110,8 @@ def compare(
         "estimators": [{"name": name, **errors(value, true)} for name, value in estimates.items()],
     }
     summary["verdict"] = verdict(summary)
+    if taus:
+        summary["rho_of_tau"] = [{"tau": one, "rho": resting_rho(exact_at, one)} for one in taus]
     if options.gradient_batches > 0:
         objective = objective_of(loss, embedded, saved_tau, common)
         all_true = in_parts(
@@ -108,6 +120,17 @@ def compare(
         )
         summary["gradients"] = compare_gradients(options, args, job.sizes, loss, objective, all_true, embedded)
     return Result(summary, index, true, estimates)
+
+
+def resting_rho(exact_at: Callable[[Tensor, str], Tensor], tau: float) -> float:
+    """The rho at which `LearnableTemperature` rests at tau: - d/dtau of tau * log(eps + g), mean over the anchors.
+
+    Args:
+        exact_at: true log-normalizers of the anchors, (2, k), by temperature and label of the progress bar.
+    """
+    low, high = ((1 - STEP) * tau, (1 + STEP) * tau)
+    below, above = (one * exact_at(torch.tensor(one), f"Exact, tau {tau:g}").mean().item() for one in (low, high))
+    return (below - above) / (high - low)
 
 
 def in_parts(function: Callable, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace, unit: int, what: str,

@@ -52,6 +52,9 @@ def table(result: Result, folder: str) -> str:
             lines.append(f"{estimator['name'] if side == 'image' else '':16}{side:8}{cells}")
         if missing := estimator["both"]["without_estimate"]:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
+    if "rho_of_tau" in summary:
+        held = ", ".join(f"{one['tau']:g} with {one['rho']:.2f}" for one in summary["rho_of_tau"])
+        lines.append(f"A learned temperature would rest at tau {held} as --rho")
     if "gradients" in summary:
         lines += gradient_table(summary["gradients"])
     lines += [summary["verdict"], os.path.join(folder, REPORT)]
