@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
+PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
+
 
 @contextmanager
 def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
@@ -13,7 +15,7 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
     A kill, a full disk or any exception leaves an older `path` as it was. A link at the temporary name is replaced, not
     followed.
     """
-    partial = f"{os.fspath(path)}.partial"  # not *.pt, which `--resume latest` would pick
+    partial = f"{os.fspath(path)}{PARTIAL}"
     with suppress(FileNotFoundError):  # left by an earlier run that was killed
         os.remove(partial)
     file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")

@@ -7,6 +7,7 @@ shards, whose samples are dicts, have `index` from the start.
 """
 
 import hashlib
+import re
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -147,7 +148,7 @@ def read_csv(
     """
     try:
         table = pd.read_csv(path, sep=args.csv_separator)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, re.error) as error:  # pandas takes several characters as a pattern
         reason = " ".join(str(error).split())
         raise InputError(
             f"{flag}: {path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}"

@@ -45,7 +45,7 @@ class DataSeams:
         self._seeded_epochs: SeededEpochs | None = None
         self._stream: SampleStream
         self._shared_epoch = SharedEpoch()
-        self._outlive = Outlive()
+        self.outlive = Outlive()
         self._building = TRAIN_DATA
         self._recaption = captions_of_samples(args, self._shared_epoch)
 
@@ -65,7 +65,7 @@ class DataSeams:
 
     def close(self) -> None:
         """End the run, after success or an error."""
-        self._outlive.close()
+        self.outlive.close()
 
     @staticmethod
     def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
@@ -93,7 +93,6 @@ class DataSeams:
             order.shared_epoch = info.shared_epoch
         else:
             loader.batch_sampler.sampler = order
-            loader.worker_init_fn = self._outlive
         keys = find_keys(args, self.known_rows.kind)
         self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, keys)
         return replace(info, dataloader=self.loader)
@@ -160,7 +159,7 @@ class DataSeams:
     def seeded_loader(self, original: Callable) -> Callable:
         def build(dataset: IterableDataset, **kwargs: Any) -> Any:
             self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
-            return original(self._seeded_epochs, **kwargs, worker_init_fn=self._outlive)
+            return original(self._seeded_epochs, **kwargs)
 
         return build
 

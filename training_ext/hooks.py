@@ -142,6 +142,14 @@ SEAMS = (
         scopes=(TRAIN_DATA,),
     ),
     Seam(
+        MAIN, "start_sync_process",
+        why="its endless process keeps a run that ends early alive, and does not copy the last checkpoint",
+        contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
+        "process 0, starts the process that it returns, and ends it after the last epoch",
+        replacement=lambda original, session: partial(session.start_sync_process, original),
+        for_ext_loss=False,
+    ),
+    Seam(
         MAIN, "create_model_and_transforms",
         why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel; the "
         "log names the size of the model",

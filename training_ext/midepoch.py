@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError, Stopped
+from open_clip_ext.files import PARTIAL
 from training_ext.checkpoint import SHARDED, atomic_save, keeps_files
 from training_ext.data import trains
 from training_ext.hosts import host
@@ -207,7 +208,10 @@ def remove_older(path: str) -> None:
 
 
 def remove_folders(folder: str) -> None:
-    """Remove folders of rows without a checkpoint: it was removed, or a kill came before it was written."""
+    """Remove folders of rows without a checkpoint, which was removed, and what a kill left half-written."""
     paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+    for path in paths:
+        if path.endswith(PARTIAL) and PATTERN.fullmatch(os.path.basename(path).removesuffix(PARTIAL)):
+            os.remove(path)
     sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
     remove_unnamed(folder, [path for path in paths if path.endswith(".pt")] + sharded)

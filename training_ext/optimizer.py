@@ -56,8 +56,13 @@ class TemperatureGroup:
 
     def _after_step(self) -> None:
         self.group["steps"] += 1
-        if self.schedule == "fastclip" and self.group["steps"] % CHECK_EVERY == 0:
-            self.group["tau_is_low"] = self._tau_is_low()
+        if self.schedule == "fastclip":
+            if self.group["steps"] % CHECK_EVERY == 0:
+                self.group["tau_is_low"] = self._tau_is_low()
+            self.group["lr"] = self._fastclip_lr()  # with --skip-scheduler `assign` is not called
+
+    def _fastclip_lr(self) -> float:
+        return self.lr * (LOW_TAU_FACTOR if self.group["tau_is_low"] else 1)
 
     def assign(self, original: Callable[[Optimizer, float], None], optimizer: Optimizer, new_lr: float) -> None:
         """Replaces OpenCLIP's assign_learning_rate: `new_lr` for the model, the schedule's rate for the temperature."""
@@ -65,4 +70,4 @@ class TemperatureGroup:
         if self.schedule == "model":
             self.group["lr"] = new_lr * self.lr / self.model_lr
         else:
-            self.group["lr"] = self.lr * (LOW_TAU_FACTOR if self.group["tau_is_low"] else 1)
+            self.group["lr"] = self._fastclip_lr()

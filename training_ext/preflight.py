@@ -2,7 +2,7 @@
 
 import os
 from argparse import Namespace
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from training_ext import checkpoint, keep_best, midepoch, row_folders
 from training_ext.captions import check_captions
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
 from training_ext.evaluation.during_training import check_own_classes
+from training_ext.first_look import look_at_shards
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import host
 from training_ext.keys import check_keys
@@ -306,10 +307,13 @@ def check_upsampling(args: Namespace) -> None:
     given = f"--train-data-upsampling-factors: {factors!r}"
     if not args.dataset_resampled:
         raise InputError(f"{given} without --dataset-resampled, which it needs")
+    instead = "give one number per source of --train-data, such as 1::2"
     try:
-        expand_urls(args.train_data, factors)
+        weights = expand_urls(args.train_data, factors)[1] or []
     except (AssertionError, ValueError) as error:
-        raise InputError(f"{given}: {error}; give one number per source of --train-data, such as 1::2") from None
+        raise InputError(f"{given}: {error}; {instead}") from None
+    if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
+        raise InputError(f"{given} are weights to draw by, which must be at least 0 and not all 0; {instead}")
 
 
 def check_size_known(args: Namespace) -> None:
@@ -407,12 +411,15 @@ def bytes_per_row(loss: Loss) -> dict[str, int]:
 
 
 def check_val_data(args: Namespace) -> None:
-    """Check that the validation data exist, which OpenCLIP finds out only after an epoch."""
+    """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
-        read_csv(args, args.val_data, flag="--val-data")
+        if read_csv(args, args.val_data, flag="--val-data").empty:
+            raise InputError(f"--val-data: {args.val_data!r} has no lines; give one with pairs, or leave it out")
     elif kind == "webdataset":
-        check_missing(shard_urls(args.val_data, "--val-data"), "--val-data")
+        urls = shard_urls(args.val_data, "--val-data")
+        check_missing(urls, "--val-data")
+        look_at_shards(urls, flag="--val-data")
 
 
 def resumed_path(args: Namespace) -> str | None:

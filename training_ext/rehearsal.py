@@ -21,6 +21,7 @@ from torch import nn
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
+from training_ext.data import trains
 from training_ext.hosts import taken
 from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
@@ -138,6 +139,8 @@ def _rehearse(args: Namespace) -> nn.Module:
         model.set_grad_checkpointing()
     if args.uses_ext_loss:
         train_temperature(model, trains_logit_scale(args))
+        if trains(args) and not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError("no parameter is left to train")
     picture = Image.new("RGB", (64, 64))
     for_training(picture)
     pixels = for_evaluation(picture)
@@ -173,6 +176,11 @@ def check_optimizer(args: Namespace) -> torch.optim.Optimizer:
         with quiet():
             numbers(torch.ones(2)).sum().backward()
             optimizer.step()
+        if args.uses_ext_loss and not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
+            raise InputError(
+                f"--opt: {args.opt!r} cannot save the state of --loss {args.loss}, as timm's Lookahead has no hooks; "
+                "leave out lookahead_"
+            )
     except InputError:
         raise
     except Exception as error:  # timm's optimizers may raise anything

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from open_clip_train.distributed import broadcast_object, is_master
+from open_clip_train.file_utils import remote_sync
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import NonFiniteError
@@ -58,6 +59,7 @@ class Session:
         self._began = time.monotonic()
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
+        self._has_model = False
         self._logit_scale: torch.nn.Parameter
         self.recovering = False
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
@@ -68,6 +70,7 @@ class Session:
         self._restored: dict[str, Any] | None = None
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
         self._entry_to_save: dict[str, Any] | None = None
+        self._sync: tuple[Any, tuple[str, ...]] | None = None
 
     # Start-up of the processes and the model
 
@@ -88,6 +91,9 @@ class Session:
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
+        if self._has_model:
+            return model, *transforms  # a frozen model to learn from
+        self._has_model = True
         self.log.has_model(model)
         if not self.args.uses_ext_loss:
             return model, *transforms
@@ -188,6 +194,9 @@ class Session:
             if self.data.rows.shards is not None:
                 args.train_num_samples = self.data.rows.shards.num_listed(args.train_data)
         data = original(args, *rest, **kwargs)
+        if args.uses_ext_loss:
+            for info in data.values():
+                self.data.outlive.workers_of(info.dataloader)
         if "train" in data and not args.skip_scheduler and is_master(args):
             steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
             if args.warmup > steps:
@@ -297,6 +306,20 @@ class Session:
             self._entry_to_save = checkpoint.make_entry(self.args, rows, state, folder, order, position)
         return state
 
+    def start_sync_process(self, original: Callable, seconds: float, *where: str) -> Any:
+        process = original(seconds, *where)
+        process.daemon = True
+        self._sync = process, where
+        return process
+
+    def _end_sync(self) -> None:
+        """Copy what there is to --remote-sync, if OpenCLIP has not come to it."""
+        if self._sync is not None and self._sync[0].is_alive():
+            process, where = self._sync
+            process.terminate()
+            if not remote_sync(*where):
+                logging.error(f"--remote-sync: the last state is not in {where[1]!r}")
+
     def _show_temperatures(self, taus: torch.Tensor) -> None:
         """Write the page of temperatures; an error must not cost the last checkpoint, which is not saved yet."""
         try:
@@ -311,6 +334,7 @@ class Session:
         self.data.close()
         if self._interruptions is not None:
             self._interruptions.close()
+        self._end_sync()
         self.log.close()
 
     def finish(self) -> None:
@@ -356,7 +380,9 @@ class Session:
         if args.dataset_type == "shapes" and "val" in data:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         if args.zeroshot_data is not None:
-            metrics = metrics | during_training.score_epoch(model, self._transforms[1], tokenizer, epoch, args)
+            metrics = metrics | during_training.score_epoch(
+                model, self._transforms[1], tokenizer, epoch, args, self.data.outlive
+            )
         return metrics
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from open_clip_ext.distributed import world_size
 
@@ -70,6 +71,14 @@ class Outlive:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, self._handle)
+
+    def workers_of(self, loader: Any) -> None:
+        """Let the workers of a loader of torch's or webdataset's, or in a `RowLoader`, outlive SIGTERM."""
+        if isinstance(loader, DataLoader):
+            loader.worker_init_fn = self
+        for inner in (getattr(loader, "loader", None), *getattr(loader, "pipeline", ())):
+            if inner is not None:
+                self.workers_of(inner)
 
     def _handle(self, *_: Any) -> None:
         if not self._running.value:

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 
 import open_clip
 import open_clip_train.main
@@ -168,6 +169,11 @@ def test_upsampling_factors(refused, datasets):
     assert "--train-data-upsampling-factors" in line and "'1::2'" in line
     line = refused(f"{common} lots --dataset-resampled")
     assert "--train-data-upsampling-factors" in line and "'lots'" in line
+    two = common.replace(".tar", ".tar::/nothing/train-{000000..000001}.tar", 1)
+    for factors in ("0::0", "-1::2", "nan::2", "inf::1"):
+        line = refused(two.replace("--train-data-up", "--dataset-resampled --train-num-samples 48 --train-data-up")
+                       + f"={factors}")
+        assert f"--train-data-upsampling-factors: '{factors}'" in line and "not all 0" in line, line
 
 
 def test_csv(refused, datasets, tmp_path):
@@ -186,8 +192,31 @@ def test_csv(refused, datasets, tmp_path):
     assert all(part in line for part in ("--csv-caption-key", "'text'", "'filepath', 'title'")), line
     line = refused(f"{common} {datasets['csv']} --csv-separator ,")
     assert all(part in line for part in ("--train-data", "train.csv", "--csv-separator ','")), line
+    line = refused(f"{common} {datasets['csv']} --csv-separator ((")
+    assert all(part in line for part in ("--train-data", "train.csv", "--csv-separator '(('")), line
     line = refused(f"{common} --train-data {tmp_path}/empty.csv")
     assert "--train-data" in line and "no rows" in line
+    line = refused(f"{common} {datasets['csv']} --val-data {tmp_path}/empty.csv")
+    assert f"--val-data: '{tmp_path}/empty.csv' has no lines" in line
+
+
+def test_validation_shards_without_a_pair(refused, datasets, tmp_path):
+    with tarfile.open(tmp_path / "val.tar", "w") as tar:
+        for name in ("0.json", "1.json"):
+            (tmp_path / name).write_text('{"caption": "a"}')
+            tar.add(tmp_path / name, name)
+    line = refused(f"{datasets['shards']} --loss neuclip --workers 1 --val-data {tmp_path}/val.tar --val-num-samples 2")
+    assert "--val-data: none of the first 2 samples can be used" in line and "no caption .txt but .json" in line
+
+
+def test_what_leaves_nothing_to_train(refused):
+    line = refused(f"{SHAPES} --loss sogclr --lock-image --lock-text --lock-text-freeze-layer-norm")
+    assert "--lock-image: does not go with" in line and "no parameter is left to train" in line
+
+
+def test_an_optimizer_that_saves_no_state_of_ours(refused):
+    line = refused(f"{NEUCLIP} --opt timm/lookahead_sgd --lr 0.1 --momentum 0.9")
+    assert "--opt: 'timm/lookahead_sgd' cannot save the state of --loss neuclip" in line
 
 
 # Experiments and checkpoints

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from contextlib import suppress
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
-from stop import Killed, StopAt
+from stop import ITERATE, Killed, StopAt
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -138,6 +139,47 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     assert {path.name for path in folder.iterdir()} == {"epoch_1.pt", "epoch_1_step_5.pt"}
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)
+
+
+def test_a_half_written_checkpoint_of_a_step_does_not_stay(run, killed, datasets):
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1 --save-every-steps 3"
+    folder = killed("x", common, 4).path / "checkpoints"
+    (folder / "epoch_0_step_5.pt.partial").write_bytes(b"the start of a file")
+    run("x", f"{common} --resume latest")
+    assert [path.name for path in folder.iterdir()] == ["epoch_1.pt"]
+
+
+def test_the_workers_of_an_evaluation_outlive_sigterm(logs, datasets, monkeypatch, capsys):
+    """They persist; the signal comes to the whole process group in the epoch after it."""
+    val = datasets["shards"].split()[1].replace("train-{000000..000005}", "val-000000")
+    common = f"{datasets['shards']} --val-data {val} {LOSSES['fastclip-v3']} --workers 1 --epochs 2 --name x"
+    others = set(multiprocessing.active_children())
+
+    def iterate(loader):
+        for item in ITERATE(loader):
+            workers = set(multiprocessing.active_children()) - others
+            if len(workers) == 2:  # of both loaders
+                # From another process: torch's workers take one from their parent for the usual end.
+                subprocess.run(["kill", *(str(worker.pid) for worker in workers)], check=True)
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield item
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLoader, "__iter__", iterate)
+        assert run_main(ext_main, common, logs) == 143
+    assert (logs / "x/checkpoints/epoch_1_step_1.pt").exists()
+
+
+def test_a_stopped_run_ends_its_copying_and_copies_the_last_checkpoint(stopped, datasets, tmp_path):
+    others = set(multiprocessing.active_children())
+    remote = tmp_path / "remote"
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1"
+    stopped("x", f"{common} --remote-sync {remote} --remote-sync-protocol fsspec", StopAt(3))
+    assert (remote / "x/checkpoints/epoch_0_step_3.pt").exists()
+    for process in set(multiprocessing.active_children()) - others:
+        process.join(60)
+        assert process.exitcode is not None
 
 
 def test_latest_is_the_newest(tmp_path):

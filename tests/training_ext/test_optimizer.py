@@ -2,6 +2,7 @@
 
 import math
 
+import open_clip
 import pytest
 import torch
 from open_clip_train.scheduler import assign_learning_rate
@@ -63,6 +64,15 @@ def test_fastclip_schedule_follows_tau_every_100_steps_and_not_the_model():
     assert setup.rates(99) == [THIRD] * 98 + [FULL]
 
 
+def test_fastclip_schedule_needs_no_schedule_of_the_model():
+    """With --skip-scheduler OpenCLIP never calls `assign`."""
+    setup = Setup("fastclip")
+    setup.set_tau(0.0299)
+    for _ in range(100):
+        setup.optimizer.step()
+    assert setup.optimizer.param_groups[-1]["lr"] == THIRD
+
+
 @pytest.mark.parametrize("tau, rate", [(0.0301, FULL), (0.0299, THIRD)])
 def test_fastclip_schedule_looks_at_the_start(tau, rate):
     assert Setup("fastclip", tau).rates(2) == [rate] * 2
@@ -76,3 +86,17 @@ def test_a_resumed_group_decides_as_an_uninterrupted_one():
     resumed = Setup("fastclip", tau=0.07)
     resumed.optimizer.load_state_dict(state)
     assert resumed.rates(60) == whole.rates(60) == [THIRD] * 50 + [FULL] * 10
+
+
+def test_a_reference_model_leaves_the_temperature_alone(run, datasets, tmp_path):
+    """OpenCLIP builds it by the same function as the trained model, after it."""
+    torch.manual_seed(1)
+    reference = open_clip.create_model("ViT-test")
+    torch.save(reference.state_dict(), tmp_path / "reference.pt")
+    common = f"{datasets['shapes']} --loss fastclip-v3 --rho 5 --lr-tau 0.1 --tau-init 0.05 --workers 0 --epochs 1"
+    teacher = f"--reference-gap --distill-model ViT-test --distill-pretrained {tmp_path}/reference.pt"
+    saved = run("x", f"{common} {teacher}").checkpoint(1)
+    (group,) = [group for group in saved["optimizer"]["param_groups"] if "tau_is_low" in group]
+    assert [int(saved["optimizer"]["state"][number]["step"]) for number in group["params"]] == [6]
+    assert saved["state_dict"]["logit_scale"].item() != pytest.approx(-math.log(0.05), abs=0.05)
+    assert run("x", f"{common} {teacher} --resume latest --epochs 2").checkpoint(2)["epoch"] == 2

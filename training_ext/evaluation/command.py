@@ -4,6 +4,7 @@ import argparse
 import json
 import logging
 import os
+from argparse import Namespace
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from training_ext.evaluation.pictures import draw_comparison
 from training_ext.evaluation.results import Results, Row, table
 from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import DATACOMP, Task, read_tasks
+from training_ext.machine import check_device, check_writable
 
 PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")
@@ -143,6 +145,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     for setting, least in (("batch_size", 1), ("workers", 0)):
         if (value := getattr(args, setting)) < least:
             raise InputError(f"{flag_of(setting)}: {value} is out of range; it must be at least {least}")
+    check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
     if args.data is None and args.zeroshot_data is None:
         raise InputError("--data: is missing, and there is nothing to evaluate on; give it, or --zeroshot-data")
     several = len(args.checkpoint) > 1
@@ -150,6 +153,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         raise InputError(f"--out: {args.out!r} is one file for {len(args.checkpoint)} checkpoints; give a folder")
     if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
         raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
+    check_writable("--out", os.path.dirname(args.out) if args.out.endswith(LINES) else args.out)
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     labels = [one.label for one in checkpoints]
     if len(set(labels)) < len(labels):

@@ -3,6 +3,7 @@
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -39,15 +40,18 @@ def unmarked(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def score_epoch(
-    model: torch.nn.Module, transform: Any, tokenizer: Any, epoch: int, args: Namespace
+    model: torch.nn.Module, transform: Any, tokenizer: Any, epoch: int, args: Namespace,
+    worker_init_fn: Callable[[int], None] | None = None,
 ) -> dict[str, float]:
     """Accuracy and balanced accuracy in [0, 1] and the number of images; draws the confusion. On process 0 only.
 
     Args:
         model: without wrappers, in evaluation mode.
+        worker_init_fn: of the loader.
     """
     encoder = Encoder(
-        model, transform, tokenizer, torch.device(args.device), args.precision, args.batch_size, args.workers
+        model, transform, tokenizer, torch.device(args.device), args.precision, args.batch_size, args.workers,
+        worker_init_fn=worker_init_fn,
     )
     try:
         source = open_own_classes(FLAG, args.zeroshot_data)

@@ -37,6 +37,7 @@ class Encoder:
         workers: data loader workers.
         rank, world_size: of the processes that divide the samples.
         show: whether to show progress bars.
+        worker_init_fn: called in each worker with its number.
     """
 
     model: Any
@@ -49,6 +50,7 @@ class Encoder:
     rank: int = 0
     world_size: int = 1
     show: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
 
     def autocast(self) -> AbstractContextManager:
         return get_autocast(self.precision, **taken(get_autocast, device_type=self.device.type))()
@@ -63,6 +65,7 @@ class Encoder:
         loader = DataLoader(
             Images(source, self.transform, self.rank, self.world_size), self.batch_size, num_workers=self.workers,
             collate_fn=list,
+            worker_init_fn=self.worker_init_fn,
             generator=torch.Generator(),  # leaves the global random state of a training alone
         )
         share = None if size is None else -(-size // self.world_size)

@@ -94,6 +94,8 @@ def check_options(options: argparse.Namespace) -> None:
         raise InputError(f"--gradient-batches: {options.gradient_batches} is out of range; it must be 0 or at least 2")
     if not 1e-3 <= options.chunk_mib <= 2**20:
         raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
+    if not 0 <= options.report_seed < 2**63:
+        raise InputError(f"--report-seed: {options.report_seed} is out of range; it must be from 0 to 2**63 - 1")
     temperatures_of(options.taus)
 
 

@@ -22,8 +22,10 @@ from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
 from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
 from training_ext.loss import build_loss
+from training_ext.machine import check_device
 from training_ext.patching import replaced
 from training_ext.recipes.resolved import RECIPE
+from training_ext.rehearsal import model_config
 from training_ext.shards import Shards, find_shards, is_local
 
 BATCH_SIZES = (64, 256, 1024)
@@ -101,6 +103,8 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
+    check_device(args)
+    model_config(args)
     if not trains(args):
         raise InputError("--train-data: is missing, and the report needs it; repeat the flags of the training")
     if args.horovod:

@@ -49,7 +49,7 @@ def refused(tmp_path, capsys):
     def refused(arguments: str) -> str:
         before = sorted(tmp_path.rglob("*"))
         capsys.readouterr()
-        assert evaluate([*arguments.split(), "--device", "cpu", "--workers", "0"]) == 2
+        assert evaluate(["--device", "cpu", "--workers", "0", *arguments.split()]) == 2
         lines = capsys.readouterr().err.replace("\r", "\n").splitlines()
         (line,) = [line for line in lines if line.startswith("open_clip_ext: error: ")]
         assert sorted(tmp_path.rglob("*")) == before

@@ -251,6 +251,10 @@ def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, ref
         good.replace("--data", f"{checkpoints[0]} --data").replace(".jsonl", "")
     )
     assert "--batch-size: 0 is out of range" in refused(good + " --batch-size 0")
+    assert "--device: 'nonsense' is not on this machine" in refused(good + " --device nonsense")
+    assert "--device: 'cuda:99' is not on this machine" in refused(good + " --device cuda:99")
+    inside = f"{checkpoints[0]}/new.jsonl"
+    assert f"--out: '{checkpoints[0]}' cannot be written to" in refused(good.replace(f"{tmp_path}/new.jsonl", inside))
     assert "--tasks: 'cifar' is not one of Background" in refused(good + " --tasks cifar")
     assert "--zeroshot-data" in refused(f"--checkpoint {checkpoints[0]} --out {tmp_path}/new.jsonl")
     assert "unrecognized arguments: --zero" in refused(good + " --zero 1")
