@@ -44,6 +44,7 @@ class TemperatureGroup:
         optimizer.add_param_group({"params": [logit_scale], "weight_decay": 0.0, "lr": lr, "steps": 0})
         self._optimizer = optimizer
         self.group["tau_is_low"] = self._tau_is_low()
+        self.group["lr"] *= self._factor
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
     @property
@@ -56,13 +57,15 @@ class TemperatureGroup:
 
     def _after_step(self) -> None:
         self.group["steps"] += 1
-        if self.schedule == "fastclip":
-            if self.group["steps"] % CHECK_EVERY == 0:
-                self.group["tau_is_low"] = self._tau_is_low()
-            self.group["lr"] = self._fastclip_lr()  # with --skip-scheduler `assign` is not called
+        if self.schedule == "fastclip" and self.group["steps"] % CHECK_EVERY == 0:
+            before = self._factor
+            self.group["tau_is_low"] = self._tau_is_low()
+            # By a ratio: with --skip-scheduler nobody calls `assign`, and a recovery holds the rate at 0.
+            self.group["lr"] *= self._factor / before
 
-    def _fastclip_lr(self) -> float:
-        return self.lr * (LOW_TAU_FACTOR if self.group["tau_is_low"] else 1)
+    @property
+    def _factor(self) -> float:
+        return LOW_TAU_FACTOR if self.schedule == "fastclip" and self.group["tau_is_low"] else 1.0
 
     def assign(self, original: Callable[[Optimizer, float], None], optimizer: Optimizer, new_lr: float) -> None:
         """Replaces OpenCLIP's assign_learning_rate: `new_lr` for the model, the schedule's rate for the temperature."""
@@ -70,4 +73,4 @@ class TemperatureGroup:
         if self.schedule == "model":
             self.group["lr"] = new_lr * self.lr / self.model_lr
         else:
-            self.group["lr"] = self._fastclip_lr()
+            self.group["lr"] = self.lr * self._factor

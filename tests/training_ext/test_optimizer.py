@@ -71,6 +71,7 @@ def test_fastclip_schedule_needs_no_schedule_of_the_model():
     for _ in range(100):
         setup.optimizer.step()
     assert setup.optimizer.param_groups[-1]["lr"] == THIRD
+    assert Setup("fastclip", tau=0.02).optimizer.param_groups[-1]["lr"] == THIRD
 
 
 @pytest.mark.parametrize("tau, rate", [(0.0301, FULL), (0.0299, THIRD)])
