@@ -47,7 +47,7 @@ class Grid:
         about = self.methods[method]
         if cell == "tune":
             return about["candidates"]
-        return [about["untuned"] if self.cells[cell].get("untuned") else None]
+        return [about["untuned"] if self.cells[cell].get("untuned") else about.get("chosen")]
 
     def hours(self, run: Run) -> float:
         """The estimated hours of a run on one core."""
