@@ -9,10 +9,13 @@ Per anchor i, with L_i = log(eps + g_i) over the batch, an objective is weight(t
 | `l2-log` | 1 | (alpha - L)^2 / 2 | | NeuCLIP, Section 5.2 ("separate"); AmorLIP, Eq. 10 |
 
 The encoders' objective adds rho to the value. At fixed alpha both encoder objectives have the gradient of
-tau * exp(-alpha_i) * (eps + g_i); `unified` adds the gradient through alpha. `unified` is an upper bound of
-tau * log(eps + g_i) that is tight at alpha_i = log(eps + g_i). It is linear in g_i, so a batch's g_i estimates it
-without bias if alpha does not depend on the batch. A network that minimizes it predicts log E exp(L); with `l2-log`
-it predicts E L.
+tau * exp(-alpha_i) * (eps + g_i). `unified` adds the gradient through alpha, tau (1 - exp(L_i - alpha_i)) grad alpha_i.
+If alpha is exact and does not depend on the batch, this has the expectation 0: it is a control variate, which removes
+noise as far as grad alpha_i resembles the batch's grad L_i.
+
+`unified` is an upper bound of tau * log(eps + g_i) that is tight at alpha_i = log(eps + g_i). It is linear in g_i, so a
+batch's g_i estimates it without bias if alpha does not depend on the batch. A network that minimizes it predicts
+log E exp(L); with `l2-log` it predicts E L.
 
 In plain PyTorch: `equations.sogclr`, `equations.neuclip`, `equations.neuclip_separate`.
 """
