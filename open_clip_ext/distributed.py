@@ -99,6 +99,9 @@ ROWS_ON = option(
 class ShardedRows(nn.Module):
     """A table of n rows of c float32 values, sharded: process r keeps the rows r, r + W, r + 2W, ...
 
+    A table that is made before torch.distributed starts has every row; its first use afterwards drops the other
+    processes'.
+
     Args:
         num_rows: n, at least 1.
         columns: c.
@@ -124,6 +127,7 @@ class ShardedRows(nn.Module):
         self._on_host = on_host
         self.num_rows = num_rows
         self.columns = columns
+        self._processes = world_size()  # W when the rows were divided
         # Writes to rows of other processes go to an extra last row, so that shapes stay static.
         local_rows = self._rows_of(rank()) + 1
         self._fill = torch.tensor(fill, dtype=self.DTYPE).expand(columns)
@@ -137,7 +141,28 @@ class ShardedRows(nn.Module):
     def _rows_of(self, owner: int) -> int:
         return len(range(owner, self.num_rows, world_size()))
 
+    # A first use in inference mode would make rows that could never be trained.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _divide(self) -> None:
+        """Divide the rows if torch.distributed has started since they were made.
+
+        Raises:
+            RuntimeError: they were divided among another number of processes.
+        """
+        now = world_size()
+        if self._processes == now:
+            return
+        if self._processes > 1:
+            raise RuntimeError(
+                f"the loss's rows are divided among {self._processes} processes, but now there are {now}; make a new "
+                "loss and load the state into it"
+            )
+        self.rows = torch.cat([self.rows[:-1][rank() :: now], self.rows[-1:]])
+        self._processes = now
+
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        self._divide()
         owned = index % world_size() == rank()
         local = torch.where(owned, index // world_size(), self.rows.shape[0] - 1)
         return owned, local
@@ -161,6 +186,7 @@ class ShardedRows(nn.Module):
 
         Within `rows_in_files` every process writes its rows, and a small dictionary stands for the table.
         """
+        self._divide()
         wait_for_others()
         if self.files is not None:
             return self.files.write(self.rows[:-1], self.num_rows)
@@ -186,6 +212,7 @@ class ShardedRows(nn.Module):
         Raises:
             ValueError: the table has another shape, or is in files and this is not within `rows_in_files`.
         """
+        self._divide()
         if not isinstance(table, Tensor):
             if self.files is None:
                 raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")

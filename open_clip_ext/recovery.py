@@ -141,7 +141,8 @@ class StandingWeights:
 
     def __init__(self, model: torch.nn.Module):
         self.names: dict[Tensor, str] = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
-        self._now = {plain_name(name): tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        state = model.state_dict(keep_vars=True).items()  # a module's extra state, the loss's for example, may change
+        self._now = {plain_name(name): tensor.detach() for name, tensor in state if isinstance(tensor, Tensor)}
         self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
 
     @torch.no_grad()

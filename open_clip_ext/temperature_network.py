@@ -45,6 +45,7 @@ class NetworkTemperature(Temperature):
     name = "network"
     optimizer_options = ()
     allows_reference = False
+    allows_views = False
     rho: float = RHO.with_default(7.0)
     tau_min: float = TAU_MIN.with_default(0.005)
     tau_max: float = TAU_MAX.with_default(0.05)

@@ -75,12 +75,14 @@ class Temperature(Part, nn.Module):
     Attributes:
         trains_logit_scale: whether the parameter gets a gradient; if not, the training command freezes it.
         allows_reference: as for `Normalizer`.
+        allows_views: whether the two views of an image can share a temperature (`negatives="views"`).
         hold: freeze the per-sample temperatures; their momentum still updates, as an optimizer's at learning rate 0.
     """
 
     optimizer_options = FixedLogitScale.options
     trains_logit_scale = False
     allows_reference = True
+    allows_views = True
     hold = False
     rho = 0.0
     num_samples: int  # where `needs_index`

@@ -52,7 +52,7 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import GRADIENTS, Loss
+from open_clip_ext.losses.base import GRADIENTS, Loss, keeping_float32
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
 from open_clip_ext.surrogates import Identity
@@ -271,8 +271,9 @@ class AmorLIPLoss(Loss):
         return self._last if before is None else {**self._last, "amor_objective": before}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AmorLIPLoss":
-        self.networks.convert(fn)
-        return super()._apply(fn, recurse)
+        self.networks.convert(keeping_float32(fn))
+        super()._apply(fn, recurse)
+        return self
 
     def full_state(self) -> dict[str, Tensor | int | str]:
         return {**super().full_state(), **self.networks.full_state()}

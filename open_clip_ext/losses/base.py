@@ -1,12 +1,13 @@
 """Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.parts import Part
@@ -15,6 +16,17 @@ STATE_FORMAT = 1  # of `full_state`
 LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
 GRADIENTS = "the float16 gradient of the features"
+
+
+def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """`fn` of `Module._apply`, without its conversions to 16 bits."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        converted = fn(tensor)
+        is_shorter = converted.is_floating_point() and converted.itemsize < 4 <= tensor.itemsize
+        return tensor.to(converted.device) if is_shorter else converted
+
+    return convert
 
 
 class NonFiniteError(ArithmeticError):
@@ -129,7 +141,7 @@ class Loss(Part, nn.Module):
         self,
         image_features: Tensor,
         text_features: Tensor,
-        logit_scale: Tensor,
+        logit_scale: Tensor | float,
         logit_bias: Tensor | None = None,
         index: Tensor | None = None,
         output_dict: bool = False,
@@ -156,6 +168,8 @@ class Loss(Part, nn.Module):
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument.
         """
+        if isinstance(logit_scale, (float, int)):
+            logit_scale = torch.full((), logit_scale, dtype=torch.float32, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
         self._note_norms(image_features=image_features, text_features=text_features)
         more = {} if key is None else {"key": self._check_key(key, len(image_features))}
@@ -179,6 +193,11 @@ class Loss(Part, nn.Module):
             self.steps += update_state
             value = self.compute(image, text, scale, index, update_state, **more)
         return {"contrastive_loss": value} if output_dict else value
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Loss":
+        """Move the state as `Module.to` does, but keep float32: a table's logarithms do not survive 16 bits."""
+
+        return super()._apply(keeping_float32(fn), recurse)
 
     # An evaluation may come first, in inference mode, whose tensors could never be trained.
     @torch.inference_mode(False)
@@ -254,8 +273,9 @@ class Loss(Part, nn.Module):
         may_wait = self.validate or self.steps == 0
         if may_wait:
             self._check_equal_batches(image_features)
-        if image_features.shape[0] * world_size() < 2:
-            raise ValueError("image_features: a global batch of 1 pair has no negatives; at least 2 are needed")
+        pairs = image_features.shape[0] * world_size()
+        if pairs < 2:
+            raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; give at least 2")
         if image_features.shape[0] < self.least_pairs:
             pairs = image_features.shape[0]
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
@@ -274,11 +294,17 @@ class Loss(Part, nn.Module):
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
 
     def _check_key(self, key: Tensor, batch: int) -> Tensor:
-        if not self.takes_keys or key.dtype != torch.int64 or tuple(key.shape) != (batch,):
-            raise ValueError(
-                f"key: int64 of shape ({batch},), for a loss that takes keys; got {key.dtype} of {tuple(key.shape)}"
-            )
+        if not self.takes_keys:
+            raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
+        self._check_int64("key", key, batch)
         return key
+
+    @staticmethod
+    def _check_int64(name: str, values: Any, batch: int) -> None:
+        if not isinstance(values, Tensor):
+            raise ValueError(f"{name} must be an int64 tensor of shape ({batch},); got {type(values).__name__}")
+        if values.dtype != torch.int64 or tuple(values.shape) != (batch,):
+            raise ValueError(f"{name} must be int64 of shape ({batch},); got {values.dtype} of {tuple(values.shape)}")
 
     def _check_reference(
         self, like: Tensor, image: Tensor | None, text: Tensor | None
@@ -322,8 +348,7 @@ class Loss(Part, nn.Module):
         return type(self).__name__
 
     def _check_index(self, index: Tensor, batch: int, may_wait: bool) -> None:
-        if index.dtype != torch.int64 or tuple(index.shape) != (batch,):
-            raise ValueError(f"index must be int64 of shape ({batch},); got {index.dtype} of {tuple(index.shape)}")
+        self._check_int64("index", index, batch)
         if self.needs_index and (may_wait or index.device.type == "cpu"):
             rows = self.num_samples
             low, high = index.min().item(), index.max().item()
@@ -339,8 +364,9 @@ class Loss(Part, nn.Module):
         Raises:
             RuntimeError: the state is sharded over processes, and one has not called it within 5 minutes.
         """
+        other = {"process": rank()} if rank() else {}
         return {
-            "format": STATE_FORMAT, "loss": self.name, "steps": self.steps,
+            "format": STATE_FORMAT, "loss": self.name, "steps": self.steps, **other,
             "dimension": self.dimension, "dtype": str(self._like.dtype).removeprefix("torch."),
         }
 
@@ -348,8 +374,10 @@ class Loss(Part, nn.Module):
         """Load the result of `full_state` on process 0; every process loads all of it.
 
         Raises:
-            ValueError: the state is of another loss, other sizes or another format.
+            ValueError: the state is of another loss, other sizes, another format or another process.
         """
+        if "process" in state:
+            raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
         if state.get("format") != STATE_FORMAT:
             found = f"format {state['format']}" if "format" in state else "an older format"
             raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")

@@ -101,6 +101,11 @@ class GlobalContrastiveLoss(Loss):
                 f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
                 f"with normalizer {normalizer.name!r} use 'compositional'", "encoder_objective",
             )
+        if self.negatives == "views" and not temperature.allows_views:
+            raise InputError(
+                f"{self.negatives!r} with temperature {temperature.name!r}, which has one network for each view; use "
+                "'both' or 'cross'", "negatives",
+            )
         self.normalizer = normalizer
         self.temperature = temperature
         self.objective = objective
@@ -214,7 +219,7 @@ class GlobalContrastiveLoss(Loss):
         if self.one_per_pair:
             log_batch = log_mean_of_directions(log_batch)
         batch.all_log_batch = all_gather(log_batch.T).T
-        checked = (batch.all_image, batch.all_text, batch.all_tau, batch.all_log_batch)
+        checked = (batch.all_image, batch.all_text, batch.all_tau.log(), batch.all_log_batch)  # tau of 1 / inf is 0
         problems = torch.cat([~are_finite(*checked), index_problem[None]])
         batch.finite = ~problems.any()
         return problems

@@ -71,7 +71,7 @@ class Prototypes(NetworkNormalizer):
         super().__init__(**options)
         self.capacity = self.npn_prototypes
         self.wants_split = self.npn_split
-        self.split = self.npn_split and world_size() > 1
+        self.split = False  # known with the first batch, since torch.distributed may start after this constructor
         self.eps = eps
         self.surrogate = surrogate or Identity()
         self.weight: Tensor  # (2, m, d): [0] for image anchors, [1] for text anchors
@@ -98,6 +98,7 @@ class Prototypes(NetworkNormalizer):
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.check_memory(dimension, device, world_size())
+        self.split = self.npn_split and world_size() > 1
         self.ring = (ShardedRing if self.split else EmbeddingRing)(self.capacity, dimension, device, dtype)
         self.register_buffer("weight", torch.zeros_like(self.ring.rows), persistent=False)
         self.register_buffer("keys", None, persistent=False)

@@ -255,6 +255,17 @@ class NetworkNormalizer(Normalizer):
             self._restore(state)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle drops the gradients of tensors; a joint network's is part of its state."""
+        named = self._named() if self.dimension else {}
+        return {**self.__dict__, "gradients": {name: parameter.grad for name, parameter in named.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        gradients = state.pop("gradients")
+        super().__setstate__(state)
+        for name, gradient in gradients.items():
+            self._named()[name].grad = gradient
+
     def full_state(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
 

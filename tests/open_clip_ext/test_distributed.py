@@ -232,6 +232,25 @@ def check_table(rank, world):
     assert torch.equal(other.lookup(torch.arange(11)), expected)
 
 
+def check_early(early, rank, world):
+    """A table and a loss that were made before torch.distributed started, as where a trainer starts it."""
+    table, loss = early
+    table.load(torch.arange(22.0).view(11, 2))
+    assert len(table.rows) == len(range(rank, 11, world)) + 1
+    assert torch.equal(table.lookup(torch.tensor([9, 2])), torch.tensor([[18.0, 19.0], [4.0, 5.0]]))
+    generator = torch.Generator().manual_seed(rank)
+    loss(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0))
+    assert loss.normalizer.split == (world > 1)
+    state = loss.state_dict()
+    if rank > 0:
+        with pytest.raises(ValueError, match=f"state: process {rank}'s"):
+            loss.load_state_dict(state)
+    with patch.object(dist, "is_initialized", lambda: False):
+        if world > 1:
+            with pytest.raises(RuntimeError, match=f"among {world} processes, but now there are 1"):
+                table.lookup(torch.tensor([0]))
+
+
 def check_what_is_sent(rank, world):
     """Calls and bytes of a step; all less than OpenCLIP's own exact loss sends."""
 
@@ -275,10 +294,12 @@ def process(rank, world, port, folder):
     prototype_gradient.CPU_PROTOTYPES = 5
     streaming.CPU_PART, streaming.LEAST_ROWS, streaming.CPU_TILE = 1, 20, (3, 4)
     alone = torch.load(f"{folder}/alone.pt", weights_only=True)
+    early = ShardedRows(11, 2, fill=-1.0), create_loss("neuclip", npn_split=True, epochs=1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
         check_table(rank, world)
+        check_early(early, rank, world)
         check_what_is_sent(rank, world)
         check_unequal_batches(rank, world)
         with patch.object(ShardedRows, "DTYPE", torch.float64):

@@ -255,6 +255,20 @@ def test_a_non_finite_batch_never_enters_the_state(name, where, good_steps):
         loss.raise_if_not_finite()
 
 
+def test_an_infinite_scale_is_named():
+    (image, text), _, _ = inputs(4, 8, 0.05)
+    loss = make("fastclip-v3", 4)
+    loss(image, text, torch.tensor(math.inf), index=torch.arange(4))
+    with pytest.raises(NonFiniteError, match="step 1: logit_scale is not finite"):
+        loss.raise_if_not_finite()
+
+
+def test_the_scale_may_be_a_number():
+    (image, text), _, _ = inputs(4, 8, 0.05)
+    values = [make("sogclr", 4)(image, text, scale, index=torch.arange(4)) for scale in (14, 14.0, torch.tensor(14.0))]
+    assert values[0] == values[1] == values[2]
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -263,9 +277,12 @@ def test_a_non_finite_batch_never_enters_the_state(name, where, good_steps):
         (dict(index=torch.tensor([0, 1, 2, -1])), r"got -1"),
         (dict(index=torch.tensor([0.0, 1, 2, 3])), "index must be int64"),
         (dict(index=torch.tensor([0, 1])), r"index must be int64 of shape \(4,\)"),
+        (dict(index=[0, 1, 2, 3]), r"index must be an int64 tensor of shape \(4,\); got list"),
+        (dict(index=torch.arange(4).numpy()), "index must be an int64 tensor .* got ndarray"),
         (dict(logit_scale=torch.ones(2)), "logit_scale must be one number"),
         (dict(text_features=torch.zeros(3, 8)), "must both be"),
-        (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "no negatives"),
+        (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "batch of 1 .* no negatives"),
+        (dict(image_features=torch.zeros(0, 8), text_features=torch.zeros(0, 8)), "batch of 0 .* no negatives"),
         (dict(image_features=2 * torch.ones(4, 8)), "image_features must be unit vectors"),
     ],
 )

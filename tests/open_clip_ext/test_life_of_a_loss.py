@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -139,6 +140,46 @@ def test_a_deep_copy_trains_as_the_original(options):
     twin = copy.deepcopy(loss)
     for seed in (1, 2):
         assert step(twin, seed) == step(loss, seed)
+
+
+@pytest.mark.parametrize("options", [{"normalizer": "mlp", "npn_prototypes": "leave out"}, {"npn_joint": True}, {}])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_loss_goes_through_pickle(options, steps):
+    loss = make("neuclip", **options)
+    for seed in range(steps):
+        step(loss, seed)
+    twin = pickle.loads(pickle.dumps(loss))
+    for seed in (2, 3, 4):
+        assert step(twin, seed) == step(loss, seed)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16])
+@pytest.mark.parametrize("name", [*LOSSES, "mlp"])
+def test_a_model_that_is_converted_to_16_bits_leaves_its_loss_in_float32(name, convert):
+    """Before the first batch and later; the loss trains on as if nothing had happened."""
+    options = {"normalizer": "mlp", "npn_prototypes": "leave out"} if name == "mlp" else {}
+    losses = [make("neuclip" if name == "mlp" else name, **options) for _ in range(2)]
+    model = nn.ModuleDict({"tower": nn.Linear(2, 2), "loss": losses[0]})
+    for seed in range(4):
+        if seed in (0, 2):
+            assert convert(model)["tower"].weight.itemsize == 2
+        first, second = (step(loss, seed) for loss in losses)
+        assert first == second
+    states = [loss.full_state() for loss in losses]
+    for key, value in states[1].items():
+        assert not isinstance(value, torch.Tensor) or torch.equal(states[0][key], value), key
+
+
+def test_another_processes_state_is_refused():
+    loss, other = make("neuclip"), make("neuclip")
+    step(loss)
+    with pytest.raises(ValueError, match="state: process 1's, which has no tensors; load process 0's"):
+        other.load_full_state({**loss.full_state(), "process": 1})
+
+
+def test_a_network_for_each_view_cannot_share_a_temperature():
+    with pytest.raises(InputError, match="negatives: 'views' with temperature 'network'"):
+        make("tempnet", negatives="views")
 
 
 def test_keys_of_overwritten_embeddings_are_forgotten():

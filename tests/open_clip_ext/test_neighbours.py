@@ -316,9 +316,9 @@ def test_keys_are_refused_where_they_would_be_forgotten():
     mlp, both = dict(normalizer="mlp"), dict(negatives="both")
     for name, options in (("neuclip", mlp), ("sogclr", both), ("cyclip", {}), ("amorlip", {})):
         loss = create_loss(name, num_samples=ROWS, epochs=1, **options)
-        with pytest.raises(ValueError, match="key: .* for a loss that takes keys"):
+        with pytest.raises(ValueError, match="key: .* takes no keys"):
             loss(*features, torch.tensor(10.0), index=index, key=index)
-    with pytest.raises(ValueError, match="key: .* got torch.int32"):
+    with pytest.raises(ValueError, match="key must be int64 .* got torch.int32"):
         create_loss("fastclip-v3", num_samples=ROWS, normalizer="batch")(*features, torch.tensor(9.0), key=index.int())
 
 

@@ -60,6 +60,13 @@ def test_weights_and_batch_norm_stand_still_and_statistics_move():
     assert not torch.equal(loop.model.towers[0][0].weight, before["towers.0.0.weight"])
 
 
+def test_the_model_may_hold_the_loss():
+    loop = Loop("tuneclip")
+    loop.model.loss = loop.loss
+    assert loop.recover() == 2
+    assert loop.loss.full_state()["state.log_u"].isfinite().all()
+
+
 def test_a_step_of_ones_own_with_a_gradient_scaler():
     loop, own = Loop(), Loop()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
