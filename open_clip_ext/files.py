@@ -1,5 +1,6 @@
 """Write files atomically: a file is complete or absent."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,3 +30,12 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
         raise
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Whether the disk was full; torch's writer raises a RuntimeError from the OSError."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

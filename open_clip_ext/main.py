@@ -14,6 +14,7 @@ from typing import NoReturn
 from PIL import EpsImagePlugin
 
 from open_clip_ext.errors import InputError, Stopped
+from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -145,6 +146,13 @@ def exit_code(command: Callable[[], object]) -> int:
     except Stopped as stopped:
         print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
         return STOPPED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        what = f"{error.filename!r} cannot be written: " if error.filename else ""
+        line = f"{what}the disk or the quota is full; make room, and --resume from the last checkpoint"
+        print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
+        return 2
     except RuntimeError as error:
         if not lost_another_process(error):
             raise

@@ -4,7 +4,7 @@ It is one extra key of the optimizer's state, of tensors, numbers and strings. T
 is as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
 """
 
-import errno
+import math
 import os
 import shutil
 from argparse import Namespace
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from open_clip_ext import factory
+from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import whole_file
+from open_clip_ext.files import is_full, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.data import DataRows
 from training_ext.loading import load_mapped, one_line
@@ -50,22 +51,13 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
         with whole_file(path) as file:
             save(content, file, *args, **kwargs)
     except (OSError, RuntimeError) as error:
-        if not _is_full(error):
+        if not is_full(error):
             raise
         needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
         raise InputError(
             f"{os.fspath(path)!r} cannot be written: it needs {needed:.1f} MiB, and the disk or the quota is full "
             f"({free:.1f} MiB free); make room, and --resume from the last checkpoint"
         ) from None
-
-
-def _is_full(error: BaseException | None) -> bool:
-    """Whether the disk was full; torch's writer raises a RuntimeError from the OSError."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _size(content: Any) -> int:
@@ -125,6 +117,13 @@ def take_entry(checkpoint: Any) -> dict[str, Any] | None:
     """Remove our entry from a loaded checkpoint and return it; None if there is none."""
     optimizer = checkpoint.get("optimizer") if isinstance(checkpoint, dict) else None
     return optimizer.pop(KEY, None) if isinstance(optimizer, dict) else None
+
+
+def set_temperature(weights: dict[str, Any], tau: float) -> None:
+    """Set the temperature in a loaded file of weights only."""
+    for name, value in weights.items():
+        if plain_name(name) == "logit_scale" and isinstance(value, torch.Tensor):
+            weights[name] = torch.full_like(value, -math.log(tau))
 
 
 def write_sharded_entry(folder: str, entry: dict[str, Any]) -> None:
@@ -208,6 +207,9 @@ def check_entry(
             f"count; give --osr-epochs {recovery:g}"
         )
     if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
+        if rows.kind in ("synthetic", "shapes") and entry["num_rows"] != rows.num_rows:
+            num_rows = entry["num_rows"]
+            raise InputError(f"--train-num-samples: {rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}")
         raise InputError(
             f"{flag}: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
             f"{rows.num_rows}, or the same number of other samples); {instead}"

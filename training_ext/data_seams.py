@@ -153,7 +153,7 @@ class DataSeams:
         return lambda: Worded(original(), self.skips)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
-        self._stream = SampleStream(self.args.seed, self.args.rank)
+        self._stream = SampleStream(self.args.seed, self.args.rank, self.skips.pass_over)
         return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
 
     def seeded_loader(self, original: Callable) -> Callable:

@@ -16,6 +16,7 @@ from training_ext.hosts import LEGACY, host
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
+from training_ext.preflight import latest_checkpoint
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import RUN, Session
 from training_ext.task_seams import TASK_SEAMS
@@ -34,6 +35,13 @@ SEAMS = (
         why="processes started with another loss or other data must be detected before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "get_latest_checkpoint",
+        why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from checkpoints_old",
+        contract="main calls get_latest_checkpoint(folder, remote=bool), whose pattern of files starts with the folder",
+        replacement=lambda original, session: partial(latest_checkpoint, original),
         for_ext_loss=False,
     ),
     Seam(

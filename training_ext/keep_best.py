@@ -111,8 +111,11 @@ class Monitor:
         """Keep `metrics` as those before the first step."""
         self.start = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         if path := self._path(START):
-            with whole_file(path, text=True) as file:
-                json.dump(self.start, file, indent=1)
+            try:
+                with whole_file(path, text=True) as file:
+                    json.dump(self.start, file, indent=1)
+            except OSError as error:  # do not lose the training for a log
+                logging.warning(f"{path} was not written: {error.strerror}")
 
     def after(self, metrics: dict[str, Any], epoch: int, model: torch.nn.Module, data: dict[str, Any]) -> None:
         """Compare with the metrics before the first step, and keep the weights if they are the best so far.

@@ -1,7 +1,9 @@
 """Check a command line on process 0, before anything is written."""
 
+import glob
 import os
 from argparse import Namespace
+from collections.abc import Callable
 from math import ceil, isfinite
 from pathlib import Path
 from typing import Any
@@ -276,6 +278,13 @@ def check_schedule(args: Namespace) -> None:
             raise InputError("--lr-scheduler: 'const-cooldown' needs --epochs-cooldown; give its number of epochs")
         if args.epochs_cooldown > args.epochs:
             raise InputError(f"--epochs-cooldown: {args.epochs_cooldown} is more than --epochs {args.epochs}; lower it")
+    if args.loss is not None and args.delete_previous_checkpoint and not args.save_most_recent:
+        # OpenCLIP removes the checkpoint of the epoch before also after an epoch that saves none.
+        if 1 < args.save_frequency < args.epochs - 1:
+            raise InputError(
+                f"--delete-previous-checkpoint: with --save-frequency {args.save_frequency} it removes the only "
+                "checkpoint; give --save-frequency 1 or --save-most-recent"
+            )
 
 
 def check_pairs(args: Namespace) -> None:
@@ -432,9 +441,14 @@ def resumed_path(args: Namespace) -> str | None:
         return None
     folder = os.path.join(args.logs, args.name, "checkpoints")
     if not args.save_most_recent:
-        return host().main_module.get_latest_checkpoint(folder, remote=False)
+        return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
     path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
     return next((path for path in (path, path.removesuffix(".pt")) if os.path.exists(path)), None)
+
+
+def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:
+    """OpenCLIP's `get_latest_checkpoint`, which puts a local `folder` as it is in front of a pattern of file names."""
+    return original(folder if remote else os.path.join(glob.escape(folder), ""), remote=remote)
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:

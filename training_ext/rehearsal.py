@@ -5,6 +5,7 @@ optimizer takes one step on four numbers. What would fail after the first files 
 """
 
 import logging
+import math
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
@@ -235,6 +236,7 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     if epoch >= args.epochs and args.resume != "latest":  # a requeued job may find that it is already done
         raise InputError(f"--epochs: {args.epochs}, but --resume {path!r} has completed {epoch}; give more")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
+    _check_temperature(path, content["state_dict"], args)
     check_same_loop(path, content, args)
 
 
@@ -251,6 +253,17 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
                 f"--resume: {path!r} is of another model than --model {args.model}: {name} is "
                 f"{saved.get(name, 'not there')}, and should be {own.get(name, 'not there')}"
             )
+
+
+def _check_temperature(path: str, weights: dict[str, torch.Tensor], args: Namespace) -> None:
+    """Raise InputError if a training checkpoint has another fixed temperature than the command line."""
+    saved = next((value for name, value in weights.items() if plain_name(name) == "logit_scale"), None)
+    if saved is None or not args.uses_ext_loss or args.tau_init is None or trains_logit_scale(args):
+        return
+    given = torch.full_like(saved, -math.log(args.tau_init))
+    if (saved.double() - given.double()).abs().item() > 1e-5:
+        tau = math.exp(-saved.item())
+        raise InputError(f"--tau-init: {args.tau_init:g}, but {path!r} has {tau:g}; give {tau:g}")
 
 
 def _check_moments(

@@ -78,11 +78,13 @@ class SampleStream:
     Args:
         seed: the run's seed.
         rank: rank of this process.
+        pass_over: called for each sample that is dropped before it is decoded.
     """
 
-    def __init__(self, seed: int, rank: int):
+    def __init__(self, seed: int, rank: int, pass_over: Callable[[], None] | None = None):
         self.seed = seed
         self.rank = rank
+        self.pass_over = pass_over
         self.rng = random.Random()
         self._epoch = self._number = self._skipped = 0
         self._shuffle: Callable[[Iterable[dict]], Iterator[dict]]
@@ -102,6 +104,8 @@ class SampleStream:
         for sample in self._shuffle(source):
             self._number += 1
             if self._number <= self._skipped:
+                if self.pass_over is not None:
+                    self.pass_over()
                 continue
             # Enough, since the following stages handle one sample at a time.
             seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)

@@ -15,6 +15,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.file_utils import remote_sync
 
 from open_clip_ext.distributed import plain_name
+from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
@@ -68,6 +69,7 @@ class Session:
         self.tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
+        self._is_done = False  # the restored checkpoint has all epochs
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
         self._entry_to_save: dict[str, Any] | None = None
         self._sync: tuple[Any, tuple[str, ...]] | None = None
@@ -101,6 +103,9 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
+        if self.args.precision in ("pure_bf16", "pure_fp16") and not getattr(self.args, "fsdp", False):
+            # In 16 bits a step of --lr-tau is less than the spacing of numbers, so tau would not move.
+            model.logit_scale.data = model.logit_scale.data.float()
         train_temperature(model, trains_logit_scale(self.args))
         return model, *transforms
 
@@ -162,6 +167,8 @@ class Session:
         checkpoint.fit_names(loaded, self.wraps_model)
         if trains(self.args) and isinstance(loaded, dict) and "epoch" in loaded:
             self.restore(entry, path, loaded["epoch"])
+        elif self.args.uses_ext_loss and self.args.tau_init is not None and isinstance(loaded, dict):
+            checkpoint.set_temperature(loaded, self.args.tau_init)
         return loaded
 
     @property
@@ -177,6 +184,7 @@ class Session:
         if entry is not None:
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
         if epoch >= self.args.epochs:
+            self._is_done = True
             logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {self.args.epochs} epochs")
 
     # Data
@@ -185,7 +193,7 @@ class Session:
         self.log.has_start()
         self.tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
-        if self._flags is not None and is_master(args):
+        if self._flags is not None and is_master(args) and not self._is_done:
             samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
             recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:
@@ -344,6 +352,7 @@ class Session:
             remove_unfinished(args)
         if args.loss is not None and trains(args) and args.save_logs:
             midepoch.remove_folders(args.checkpoint_path)
+        if args.loss is not None and trains(args) and args.save_logs and not self._is_done:
             for line in summary(args, time.monotonic() - self._began):
                 logging.info(line)
 
@@ -351,7 +360,14 @@ class Session:
         self, original: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int, args: Namespace,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        metrics = original(model, data, epoch, args, **kwargs)
+        try:
+            metrics = original(model, data, epoch, args, **kwargs)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            # The epoch's checkpoint, which may still fit, comes after the evaluation.
+            logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
+            return {}
         if metrics:
             self.metrics.append({name: float(value) for name, value in metrics.items()})
             self.log.evaluated(epoch, self.metrics[-1])

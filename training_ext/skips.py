@@ -59,6 +59,7 @@ class Skips:
         self._shards_in_a_row = 0
         self._samples_in_a_row = 0
         self._empty_passes = 0
+        self._passed_over = 0  # samples of this pass that a resumed epoch has had already
         self.complete = ""  # name of the latest sample with image and caption, for stages that do not know it
 
     def begin_epoch(self) -> None:
@@ -132,14 +133,20 @@ class Skips:
         if self._shards_in_a_row >= SHARDS_IN_A_ROW:
             raise InputError(f"--train-data: {SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}")
 
+    def pass_over(self) -> None:
+        """Count a sample that a resumed epoch has had already, and that is not decoded again."""
+        self._passed_over += 1
+
     def end_pass(self, used: int, batch_size: int) -> None:
         """Count a pass of a worker over all its shards, which it then repeats.
 
         Raises:
             InputError: two passes in a row gave no full batch, so none ever will.
         """
-        self._empty_passes = 0 if used >= batch_size else self._empty_passes + 1
-        # One is not enough, since a run that resumes within an epoch may see only the end of a pass.
+        is_full = used + self._passed_over >= batch_size
+        self._empty_passes = 0 if is_full else self._empty_passes + 1
+        self._passed_over = 0
+        # After one, storage that failed for a moment may serve the next.
         if self._empty_passes < 2:
             return
         left_out = describe(self.counts())

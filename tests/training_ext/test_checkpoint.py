@@ -2,10 +2,12 @@
 
 import io
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import LOSSES
+import yaml
+from conftest import LOSSES, ext_main, run_main
 
 from training_ext.checkpoint import KEY, atomic_save, read_entry, take_entry
 
@@ -105,6 +107,63 @@ def test_weights_alone_start_a_training(run, datasets, tmp_path):
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1"
     torch.save(run("a", common).checkpoint(1)["state_dict"], tmp_path / "weights.pt")
     assert len(run("b", f"{common} --resume {tmp_path}/weights.pt").logged()) == 6
+
+
+def test_a_fixed_temperature_is_that_of_the_command_line(run, datasets, tmp_path, refused):
+    common = f"{datasets['csv']} --loss sogclr --workers 0"
+    first = run("first", f"{common} --tau-init 0.05 --epochs 1")
+    torch.save(first.checkpoint(1)["state_dict"], tmp_path / "weights.pt")
+    second = run("second", f"{common} --tau-init 0.01 --epochs 1 --resume {tmp_path}/weights.pt")
+    assert [tau for _, tau in second.logged("tau")] == pytest.approx([0.01] * 6)
+    message = refused(f"{common} --tau-init 0.01 --epochs 2 --name first --resume latest")
+    assert "--tau-init: 0.01, but" in message and message.endswith("has 0.05; give 0.05")
+    assert len(run("first", f"{common} --tau-init 0.05 --epochs 2 --resume latest").logged()) == 12
+
+
+@pytest.mark.parametrize("precision", ["pure_bf16", "pure_fp16"])
+def test_a_temperature_is_learned_in_float32(run, datasets, precision):
+    common = f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1 --lr 1e-3"
+    trained = run("x", f"{common} --precision {precision}")
+    taus = [tau for _, tau in trained.logged("tau")]
+    assert len(set(taus)) == len(taus) == 6
+    weights = trained.checkpoint(1)["state_dict"]
+    assert weights["logit_scale"].dtype == torch.float32 and weights["text_projection"].itemsize == 2
+
+
+def test_another_number_of_generated_samples_is_named(run, datasets, refused):
+    common = f"--dataset-type synthetic {LOSSES['neuclip']} --workers 0 --name x --epochs"
+    run("x", f"{common} 1 --train-num-samples 48")
+    message = refused(f"{common} 2 --train-num-samples 64 --resume latest")
+    assert "--train-num-samples: 64, but" in message and message.endswith("has 48; give 48")
+
+
+def test_a_run_without_anything_left_keeps_its_recipe_and_names_no_files(run, datasets):
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
+    run("x", f"{common} --epochs 2")
+    again = run("x", f"{common} --epochs 1 --resume latest")
+    assert "has completed 2 of 1 epochs" in again.log and again.log.count("Done: ") == 1
+    assert yaml.safe_load((again.path / "recipe.yaml").read_text())["flags"]["epochs"] == 2
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+def test_a_disk_that_is_full_in_an_evaluation_loses_no_checkpoint(run, datasets, tmp_path):
+    (tmp_path / "logs/x/checkpoints").mkdir(parents=True)
+    (tmp_path / "logs/x/checkpoints/results.jsonl").symlink_to(FULL)
+    val = datasets["csv"].replace("--train-data", "--val-data")
+    trained = run("x", f"{datasets['csv']} {val} {LOSSES['neuclip']} --workers 0 --epochs 1")
+    assert "The evaluation after epoch 1 is lost: No space left" in trained.log
+    assert trained.checkpoint(1)["epoch"] == 1
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="a device of Linux")
+def test_a_disk_that_is_full_at_the_start_is_one_line(datasets, tmp_path, capsys):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/params.txt").symlink_to(FULL)
+    assert run_main(ext_main, f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1 --name x", tmp_path) == 2
+    assert "open_clip_ext: error: the disk or the quota is full" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

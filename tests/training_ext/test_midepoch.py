@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -83,6 +84,7 @@ RESUMED = [
     ("fastclip-v3", "shapes", 0, "--accum-freq 2 --lr-tau-scheduler model", 9),
     ("sogclr", "shapes", 0, "", 2),
     ("queue", "shards", 0, "", 4),
+    ("sogclr", "shards", 0, "--train-num-samples 144", 14),  # in the third pass over the shards
     ("isogclr", "csv", 0, "--accum-freq 2", 7),
     ("fastclip-v2", "shards", 1, "--save-most-recent", 10),
     ("amorlip", "shapes", 0, "--accum-freq 2", 10),
@@ -187,6 +189,17 @@ def test_latest_is_the_newest(tmp_path):
         (tmp_path / newer).touch()
         assert get_latest_checkpoint(str(tmp_path), remote=False) == str(tmp_path / newer)
     assert NAME.format(epoch=1, step=1) == "epoch_1_step_1.pt"
+
+
+def test_latest_is_of_this_folder_whatever_its_name(run, datasets):
+    common = f"{datasets['csv']} {LOSSES['sogclr']} --workers 0"
+    first = run("[a]*", f"{common} --epochs 1")
+    backup = first.path / "checkpoints_old"
+    shutil.copytree(first.path / "checkpoints", backup)
+    (backup / "epoch_1.pt").rename(backup / "epoch_9.pt")
+    resumed = run("[a]*", f"{common} --epochs 2 --resume latest")
+    assert f"{first.path}/checkpoints/epoch_1.pt' (epoch 1)" in resumed.log
+    assert [epoch for epoch, _ in resumed.logged()] == [0] * 6 + [1] * 6
 
 
 def test_a_stop_after_an_epoch_s_last_step_comes_before_its_evaluation(run, stopped, datasets):

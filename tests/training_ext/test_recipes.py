@@ -149,6 +149,17 @@ def test_a_run_repeats_from_what_it_saved(run, write, tmp_path, datasets):
     assert yaml.safe_load((second.path / "recipe.yaml").read_text())["flags"] == saved["flags"]
 
 
+def test_defaults_of_which_a_run_only_warns_are_not_saved(tmp_path):
+    def saved(more: str = "") -> dict:
+        args = parse(f"--loss neuclip --model ViT-test --dataset-type shapes --train-num-samples 48 {more}")
+        recipes.save(str(tmp_path), args, recipes.resolved_flags(args), 48)
+        return yaml.safe_load((tmp_path / "recipe.yaml").read_text())["flags"]
+
+    assert not {"device", "warmup"} & saved().keys()
+    given = saved("--warmup 2 --seed 1")
+    assert given["warmup"] == 2 and "device" not in given
+
+
 @pytest.mark.parametrize(
     "arguments", ["--dataset-type shapes", "--train-data x-{0..5}.tar --batch-size 4 --accum-freq 2"]
 )

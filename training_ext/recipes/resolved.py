@@ -16,6 +16,8 @@ from training_ext.recipes.recipe import find
 RECIPE = "recipe.yaml"  # in the run's folder
 # Entries of the namespace that are not flags.
 NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs", "absent_flags"})
+# Of these a run only warns if the default does not fit; as given flags they would be refused.
+NOT_PINNED = frozenset({"device", "warmup"})
 # These belong to one run or machine.
 OF_ONE_RUN = frozenset(
     {"recipe", "dry_run", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
@@ -64,7 +66,7 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
         **({"notes": list(base.notes)} if base and base.notes else {}),
         **({"samples": samples} if samples else {}),
         "global_batch_size": args.batch_size * processes * args.accum_freq,
-        "flags": flags,
+        "flags": {name: value for name, value in flags.items() if name not in NOT_PINNED - args.given_flags},
     }
     with whole_file(os.path.join(folder, RECIPE), text=True) as file:
         yaml.safe_dump(recipe, file, sort_keys=False, allow_unicode=True, width=100)
