@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
 import safetensors.torch
 import torch
 from open_clip import get_input_dtype
@@ -52,6 +53,23 @@ class MapSource:
                 report(f"row {row}: {error!r}")
             else:
                 yield row, image, tokens
+
+
+class CsvLines(Dataset):
+    """The lines of a csv; reading one without caption or image is an error, since the training skips it.
+
+    Args:
+        csv: OpenCLIP's data set, which takes the nan of an empty cell for the text "nan".
+    """
+
+    def __init__(self, csv: Any):
+        self.csv = csv
+
+    def __getitem__(self, row: int) -> Any:
+        for name, cells in (("caption", self.csv.captions), ("image", self.csv.images)):
+            if pd.isna(cells[row]):
+                raise ValueError(f"its {name} is empty")
+        return self.csv[row]
 
 
 class ShardSource:
@@ -125,7 +143,7 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
         csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
         if args.several_captions:
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
-        return MapSource(csv)
+        return MapSource(CsvLines(csv))
     if kind == "shapes":
         size = train_transform.transforms[0].size
         return MapSource(shapes_dataset(args, True)(transform=transform, image_size=size, tokenizer=tokenizer))

@@ -11,11 +11,13 @@ from pathlib import Path
 import fsspec
 import torch
 import torch.distributed as dist
+from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.distributed import is_using_distributed
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.data import trains
+from training_ext.evaluation.folders import IMAGE_FILES
 from training_ext.hosts import host
 from training_ext.loading import one_line
 
@@ -101,11 +103,23 @@ def check_packages(args: Namespace) -> None:
 
 
 def check_imagenet(args: Namespace) -> None:
+    """Raise InputError unless --imagenet-val has a folder with an image for each of ImageNet's 1000 classes.
+
+    torchvision's ImageFolder numbers the folders in alphabetical order, and OpenCLIP compares these numbers with those
+    of its class names. The data of --imagenet-v2 come from a package, which reads the numbers from the folders' names.
+    """
     if args.imagenet_val is None:
         return
-    path = Path(args.imagenet_val)
-    if not path.is_dir() or not any(entry.is_dir() for entry in path.iterdir()):
-        raise InputError(f"--imagenet-val: {args.imagenet_val!r} is not a folder with one folder per class; give one")
+    given, classes = f"--imagenet-val: {args.imagenet_val!r}", len(IMAGENET_CLASSNAMES)
+    _, names, _ = next(os.walk(args.imagenet_val), ("", [], []))
+    if len(names) != classes:
+        raise InputError(
+            f"{given} has {len(names)} class folders; give a folder with ImageNet's {classes}, n01440764 to n15075141"
+        )
+    for name in sorted(names):
+        below = os.walk(os.path.join(args.imagenet_val, name), followlinks=True)
+        if not any(file.lower().endswith(IMAGE_FILES) for _, _, files in below for file in files):
+            raise InputError(f"{given} has no image in the class folder {name!r}; add some, or give another folder")
 
 
 def check_remote(args: Namespace) -> None:

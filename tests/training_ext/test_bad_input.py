@@ -6,10 +6,12 @@ import os
 import re
 import resource
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
+from argparse import Namespace
 
 import open_clip
 import open_clip_train.main
@@ -18,6 +20,7 @@ from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
 from training_ext.hooks import seams
+from training_ext.machine import check_imagenet
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
@@ -48,6 +51,10 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
         (f"{SHAPES} --loss clip --siglip", ["--siglip", "--loss clip"]),
         (f"{NEUCLIP} --normalizer nope", ["--normalizer: 'nope'", "table"]),
         (f"{NEUCLIP} --encoder-objective nope", ["--encoder-objective", "'nope'", "compositional, unified"]),
+        (
+            f"{NEUCLIP} --epochs 4 --save-frequency 2 --delete-previous-checkpoint",
+            ["--delete-previous-checkpoint", "--save-frequency 2 it removes the only checkpoint"],
+        ),
         (f"{FASTCLIP} --encoder-objective unified", ["--encoder-objective", "'unified'", "table", "'compositional'"]),
         (f"{NEUCLIP} --model coca_ViT-B-32", ["--model", "'coca_ViT-B-32'", "--loss clip"]),
         (f"{NEUCLIP} --distill-model RN50", ["--distill-model", "'RN50'", "--distill-pretrained"]),
@@ -117,6 +124,22 @@ def test_a_table_larger_than_memory(refused, run, monkeypatch):
     assert "--normalizer" in line and "16 rows" in line
     assert "--npn-prototypes: 8" in refused(f"{NEUCLIP} --npn-prototypes 8")
     run("batch", f"{NEUCLIP} --normalizer batch --encoder-objective compositional")
+
+
+def test_class_folders_of_imagenet(refused, tmp_path):
+    """OpenCLIP takes the folders' alphabetical numbers for those of its 1000 class names."""
+    folder = tmp_path / "val"
+    for number in range(1000):
+        (folder / f"n{number:08}" / "deeper").mkdir(parents=True)
+        (folder / f"n{number:08}" / "deeper" / "x.JPEG").touch()
+    check_imagenet(Namespace(imagenet_val=str(folder)))
+    (folder / "n00000007/deeper/x.JPEG").rename(folder / "n00000007/deeper/x.txt")
+    arguments = f"{NEUCLIP} --imagenet-val {folder}"
+    assert f"--imagenet-val: '{folder}' has no image in the class folder 'n00000007'; " in refused(arguments)
+    shutil.rmtree(folder / "n00000007")
+    assert f"--imagenet-val: '{folder}' has 999 class folders; " in refused(arguments)
+    (folder / ".cache").mkdir()  # ImageFolder takes it for a class
+    assert "has no image in the class folder '.cache'; " in refused(arguments)
 
 
 # Data

@@ -327,6 +327,24 @@ def test_rows_that_cannot_be_read_are_left_out_and_counted(trained, tmp_path, da
     torch.testing.assert_close(values["table"], log_u.where(log_u.isfinite(), torch.nan), equal_nan=True)
 
 
+@pytest.mark.parametrize("flags", ["", f"{SETTINGS} --several-captions"])
+def test_lines_without_caption_or_image_are_left_out_as_in_the_training(tmp_path, datasets, flags):
+    """The training replaces them; pandas reads an empty cell as nan, which OpenCLIP tokenizes as "nan"."""
+    lines = [line.split("\t") for line in Path(datasets["csv"].split()[1]).read_text().splitlines()]
+    lines[6][1] = lines[41][1] = lines[45][0] = ""
+    empty = tmp_path / "empty.csv"
+    empty.write_text("\n".join(map("\t".join, lines)))
+    arguments = f"--train-data {empty} --max-bad-samples 0.1 --epochs 1 --workers 0 {flags} --name empty"
+    assert run_main(ext_main, arguments, tmp_path) == 0
+    path = tmp_path / "empty/checkpoints/epoch_1.pt"
+    assert run_main(report_main, f"{arguments} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
+    shown = json.loads((tmp_path / "out/normalizers.json").read_text())
+    assert (shown["rows"], shown["rows_left_out"]) == (48, 3)
+    assert "row 5" in shown["first_problem"] and "its caption is empty" in shown["first_problem"]
+    anchors = load_file(tmp_path / "out/normalizers.safetensors")["anchors"].tolist()
+    assert anchors == [row for row in range(48) if row not in (5, 40, 44)]
+
+
 def test_samples_of_a_shard_that_cannot_be_read_are_left_out(trained, tmp_path, datasets):
     experiment, arguments = trained("resampled")
     folder = Path(datasets["shards"].split()[1]).parent
@@ -442,9 +460,13 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
     assert "has no CLIP model" in refused("table", path=torn)
     of_clip = trained("clip")[0].path / "checkpoints/epoch_1.pt"
     assert "was not trained with --loss fastclip-v3; repeat" in refused("table", path=of_clip)
+    torch.save({"state_dict": torch.load(of_clip, weights_only=True)["state_dict"], "metrics": {"epoch": 1}}, torn)
+    weights_only = refused("table", path=torn)
+    assert f"--checkpoint: '{torn}' has weights only, without the state of --loss fastclip-v3; " in weights_only
+    assert weights_only.endswith("give a file of checkpoints/")
     assert "was trained with --loss fastclip-v3" in refused("table", change=(SETTINGS, "--loss sogclr"))
     other = refused("table", change=("--train-num-samples 48", "--train-num-samples 47"))
-    assert "was trained on other data (48 rows; --train-data has 47" in other
+    assert "--train-num-samples: 47, but " in other and other.endswith("has 48; give 48")
     assert "--train-data" in refused("csv", change=("--train-data", "--val-data"))
 
 

@@ -235,11 +235,12 @@ def evaluate_checkpoint(
             evaluate_own_classes(args, encoder, job, number, results)
             continue
         source = open_task(tasks[key], job.folders[key])
+        digest = source.digest()  # before the files are read, so that a change meanwhile is seen by the next run
         scored = score(encoder, tasks[key], source)
         if results is not None:
             assert scored is not None
             found, samples = scored
-            results.add(Row(key, tasks[key].name, found, samples, source.digest()))
+            results.add(Row(key, tasks[key].name, found, samples, digest))
             print(f"{checkpoint.label}: {tasks[key].name}: {100 * found['main_metric']:.2f}", flush=True)
 
 
@@ -247,6 +248,7 @@ def evaluate_own_classes(
     args: argparse.Namespace, encoder: Encoder, job: Job, number: int, results: Results | None
 ) -> None:
     source = open_own_classes("--zeroshot-data", args.zeroshot_data)
+    digest = source.digest()  # as for the tasks
     scores = score_own_classes(encoder, source)
     if results is None:
         return
@@ -254,7 +256,7 @@ def evaluate_own_classes(
     found = {"acc1": scores.top1, "acc5": scores.top5, "mean_per_class_recall": scores.balanced, "main_metric": None}
     label, path = job.checkpoints[number].label, confusion_path(job.outs[number], source)
     write_confusion(path, source, scores, label)
-    results.add(Row(KEY + name_of(source), name_of(source), found, int(scores.counts.sum()), source.digest()))
+    results.add(Row(KEY + name_of(source), name_of(source), found, int(scores.counts.sum()), digest))
 
 
 def confusion_path(out: str, source: Source) -> str:

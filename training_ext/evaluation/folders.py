@@ -75,10 +75,15 @@ class Source:
         raise NotImplementedError
 
     def digest(self) -> str:
-        """Digest of the files' names and sizes and of the class names and templates, 16 hex digits."""
+        """Digest of the class names and templates and of the files' names, sizes and modification times, 16 hex digits.
+
+        Not of their contents, which may be gigabytes. A size alone says little: tars are padded, so a corrected label
+        leaves it as it is.
+        """
         found = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
         for path in self.files():
-            found.update(f"{os.path.relpath(path, self.folder)} {os.path.getsize(path)}\n".encode())
+            file = os.stat(path)
+            found.update(f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n".encode())
         return found.hexdigest()[:16]
 
     def wrong(self, what: str) -> InputError:

@@ -66,6 +66,11 @@ class Saved:
         return cls(weights, checkpoint.take_entry(content), content.get("epoch"))
 
     @property
+    def is_weights_only(self) -> bool:
+        """Whether the file has no state of a training, as the best.pt of --keep-best."""
+        return self.entry is None and self.epoch is None
+
+    @property
     def tau(self) -> float:
         return math.exp(-self.weights["logit_scale"].double().item())
 
@@ -121,6 +126,11 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
         )
     check_ranges(args)
     rows, shards = find_all_rows(options, args)
+    if saved.is_weights_only and args.uses_ext_loss:
+        raise InputError(
+            f"--checkpoint: {options.checkpoint!r} has weights only, without the state of --loss {args.loss}; give a "
+            "file of checkpoints/"
+        )
     instead = "repeat the flags of its training"
     checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
     if saved.entry is not None:

@@ -190,6 +190,44 @@ def test_other_data_are_done_again(tasks, checkpoints, tmp_path, capsys):
     assert after["data"] != before["data"] and after["samples"] == before["samples"] == 42
 
 
+@pytest.mark.parametrize("when", ["afterwards", "during"])
+def test_corrected_labels_are_scored_again(tasks, checkpoints, tmp_path, monkeypatch, when):
+    """Also if they were corrected while the old ones were scored."""
+    arguments = f"--checkpoint {checkpoints[0]} --data {tasks} --tasks Background --out {tmp_path}/results.jsonl"
+    folder = tasks / "wds_evalset-background_test"
+    classes = len((folder / "classnames.txt").read_text().splitlines())
+    score = command.score
+
+    def correct():
+        for path in (folder / "test").glob("*.tar"):
+            size = path.stat().st_size
+            with tarfile.open(path) as tar:
+                places = [member.offset_data for member in tar if member.name.endswith(".cls")]
+            with open(path, "r+b") as file:
+                for place in places:
+                    file.seek(place)
+                    label = int(file.read(1))
+                    file.seek(place)
+                    file.write(b"%d" % ((label + 1) % classes))
+            assert path.stat().st_size == size
+
+    def score_old(*given):
+        scored = score(*given)
+        correct()
+        return scored
+
+    with monkeypatch.context() as patch:
+        if when == "during":
+            patch.setattr(command, "score", score_old)
+        run(arguments)
+    if when == "afterwards":
+        correct()
+    before = lines_of(tmp_path / "results.jsonl")["evalset/background"]
+    run(arguments)
+    after = lines_of(tmp_path / "results.jsonl")["evalset/background"]
+    assert after["metrics"]["acc1"] != before["metrics"]["acc1"] and after["samples"] == before["samples"]
+
+
 def test_several_checkpoints_are_compared(tasks, checkpoints, tmp_path, capsys):
     """A task without its folder is named, and an average over fewer tasks is not called the average."""
     for path in (tasks / "evalset-association").rglob("*.*"):

@@ -1,7 +1,9 @@
 """What is wrong with a folder ends the command in one line, before a score is made of it."""
 
 import io
+import os
 import pickle
+import shutil
 import tarfile
 
 import numpy as np
@@ -71,6 +73,19 @@ def test_what_is_wrong_with_a_sample(shards):
         shards(kind="multilabel")
     with pytest.raises(InputError, match="'segmentation', which is not one of classification"):
         shards(kind="segmentation")
+
+
+def test_a_corrected_label_is_another_digest(shards, tmp_path):
+    """Tars are padded, so that their size stays; a copy that keeps the times, as cp -p makes it, is the same data."""
+    shards(("s1.png", png()), ("s1.cls", b"0"))
+    folder, copy = tmp_path / "folder", tmp_path / "copy"
+    path = folder / "test" / "0.tar"
+    os.utime(path, ns=(10**18, 10**18))  # not the clock's, which may stand still between two writes
+    size, digest = path.stat().st_size, Shards("--data", str(folder)).digest()
+    shutil.copytree(folder, copy)
+    shards(("s1.png", png()), ("s1.cls", b"1"))
+    assert path.stat().st_size == size and Shards("--data", str(folder)).digest() != digest
+    assert Shards("--data", str(copy)).digest() == digest
 
 
 def test_a_template_is_text(shards):
