@@ -29,7 +29,7 @@ test-flags: $(READY)
 	$(PYTEST) -m campaign
 
 test-all: $(READY)
-	$(PYTEST) -m "slow or not slow"
+	$(PYTEST) -m "not campaign"
 
 lint: $(READY)
 	$(BIN)/ruff check .

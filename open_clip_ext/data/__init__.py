@@ -1,6 +1,6 @@
-"""Image-caption data without a download: generated scenes and scanned digits.
+"""Image-caption data for everyone: generated scenes, scanned digits, icons.
 
-`python -m open_clip_ext.data.make_shards` writes either kind as webdataset shards.
+`python -m open_clip_ext.data.make_shards` writes each kind as webdataset shards; icons need a package that npm downloads.
 """
 
 from .digits import NUM_DIGITS, digit_pairs
