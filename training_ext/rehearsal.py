@@ -2,18 +2,25 @@
 
 OpenCLIP builds its model on the meta device, which computes shapes only, and runs it on a batch of two pairs; the
 optimizer takes one step on four numbers. What would fail after the first files are written fails here, in one line.
+
+A text tower of Hugging Face is built from its configuration if that is on this machine; otherwise a small one stands in
+for it, and what fails when OpenCLIP downloads and builds the tower ends in one line by `built`.
 """
 
+import io
 import logging
 import math
+import os
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Any, NoReturn
 
 import open_clip
 import torch
+from open_clip.hf_configs import arch_dict
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
 from PIL import Image
@@ -21,6 +28,7 @@ from torch import nn
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.files import is_full
 from open_clip_ext.options import flag_of
 from training_ext.data import trains
 from training_ext.hosts import taken
@@ -36,6 +44,11 @@ TOWERS = (
     "lock_image_unlocked_groups", "lock_image", "lock_text_unlocked_layers", "lock_text", "grad_checkpointing",
 )
 WEIGHTS = ("pretrained",)
+
+# Stands in for a text tower that is not on this machine.
+STAND_IN = {"width": 64, "heads": 1, "layers": 1}
+# Text towers with one learned embedding per position, and the position of a caption's first token.
+FIRST_POSITION = {"bert": 0, "roberta": 2, "xlm-roberta": 2}
 
 
 @contextmanager
@@ -86,56 +99,133 @@ def check_model(args: Namespace) -> nn.Module | None:
     config = model_config(args)
     if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
         raise InputError(f"--model: {args.model!r} takes captions of variable length; --loss {args.loss} does not")
-    if config is None or "hf_model_name" in config["text_cfg"]:  # its text tower would have to be downloaded
+    if config is None:
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
         raise InputError(f"--pretrained-image: --model {args.model} has no image tower of timm's; leave it out")
+    tower = None
+    if config["text_cfg"].get("hf_model_name"):
+        if "multimodal_cfg" in config:  # its decoder takes the tokens of the text tower itself
+            return None
+        with quiet():
+            tower = _text_tower(args, config["text_cfg"])
     with quiet():
         try:
-            return _rehearse(args)
+            model = _rehearse(args, tower)
+            return None if tower else model
+        except InputError:
+            raise
         except NotImplementedError:  # the meta device lacks an operation
             return None
         except Exception as error:
-            flag, value = _to_blame(args)
+            flag, value = _to_blame(args, tower)
             reason = one_line(error) or repr(error)
             raise InputError(
                 f"{flag}:{value} does not go with --model {args.model}: {reason}; give another or leave it out"
             ) from None
 
 
-def _to_blame(args: Namespace) -> tuple[str, str]:
+def _text_tower(args: Namespace, config: dict[str, Any]) -> dict[str, Any]:
+    """Check the model's text tower of Hugging Face, and return the configuration of what stands in for it.
+
+    Args:
+        config: the configuration of the text tower in OpenCLIP's.
+
+    Returns:
+        An empty dict if the tower's own configuration is on this machine.
+
+    Raises:
+        InputError: the tower cannot be loaded, or OpenCLIP does not know its kind, or it has too few positions.
+    """
+    name = config["hf_model_name"]
+    given = f"--model: {args.model!r} has the text tower {name!r} (hf_model_name), "
+    if open_clip.hf_model.transformers is None:
+        raise InputError(f"{given}which needs transformers; pip install transformers")
+    context = args.force_context_length or config.get("context_length", open_clip.factory.DEFAULT_CONTEXT_LENGTH)
+    try:
+        own = _local_config(name)
+    except Exception as error:  # transformers may raise anything
+        if _can_be_downloaded(name):
+            return {**STAND_IN, "context_length": context}
+        reason = one_line(error).rstrip(".") or repr(error)
+        raise InputError(f"{given}which cannot be loaded: {reason}; give a folder or a model of the hub") from None
+    if own.model_type not in arch_dict:
+        raise InputError(f"{given}of the type {own.model_type!r}; OpenCLIP knows the types {', '.join(arch_dict)}")
+    # Other weights take the place of the tower's own.
+    if os.path.isdir(name) and not args.pretrained and not args.model.startswith(SCHEMAS) and not any(
+        path.suffix in (".safetensors", ".bin") for path in Path(name).iterdir()
+    ):
+        raise InputError(f"{given}a folder without weights; put its model.safetensors there, or give --pretrained")
+    if own.model_type in FIRST_POSITION:
+        most = own.max_position_embeddings - FIRST_POSITION[own.model_type]
+        if context > most:
+            raise InputError(f"--force-context-length: {context} tokens, but {name!r} has {most} positions; give fewer")
+    return {}
+
+
+def _local_config(name: str, **options: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name, **{**options, "local_files_only": True, "trust_remote_code": False})
+
+
+def _can_be_downloaded(name: str) -> bool:
+    """Whether only a download can tell if there is a model of this name."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if os.path.exists(name) or constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _to_blame(args: Namespace, tower: dict[str, Any] | None) -> tuple[str, str]:
     """The flag without which the model works, and its value as text."""
     defaults = open_clip_params.parse_args([])
     for name in (*WEIGHTS, *FORCED, *TRANSFORM, *TOWERS, "precision"):
         value = getattr(args, name)
         if name in args.given_flags and value != getattr(defaults, name):
             try:
-                _rehearse(Namespace(**{**vars(args), name: getattr(defaults, name)}))
+                _rehearse(Namespace(**{**vars(args), name: getattr(defaults, name)}), tower)
             except Exception:
                 continue
             return flag_of(name), "" if value is True else f" {value!r}"
     return "--model", f" {args.model!r}"
 
 
-def _rehearse(args: Namespace) -> nn.Module:
+def _rehearse(args: Namespace, tower: dict[str, Any] | None) -> nn.Module:
+    """Build the model, load its weights, lock its towers and run it.
+
+    Args:
+        tower: see `_text_tower`; None for a model with a text tower of OpenCLIP's.
+    """
     size = args.force_image_size
-    with torch.device("meta"):
+    own_tower = tower == {}
+    local = replaced({("open_clip.hf_model", "AutoConfig.from_pretrained"): _local_config})
+    with torch.device("meta"), local if own_tower else nullcontext():
         model, for_training, for_evaluation = open_clip.create_model_and_transforms(
             args.model, precision=args.precision, device="meta", output_dict=True,
             **taken(
                 open_clip.create_model_and_transforms,
                 load_weights=False,
+                pretrained_text=False,
+                pretrained_hf=False,  # the same in OpenCLIP before 3
                 force_image_size=size[0] if size is not None and len(size) == 1 else size,
                 **{name: getattr(args, name) for name in (*FORCED, *TRANSFORM) if name != "force_image_size"},
             ),
+            **({"text_cfg": tower} if tower else {}),
         )
-    if args.pretrained and not is_pretrained_cfg(args.model.replace("/", "-"), args.pretrained):
+    if args.pretrained and not is_pretrained_cfg(args.model.replace("/", "-"), args.pretrained) and not tower:
         with replaced({("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path)}):
-            open_clip.factory.load_checkpoint(model, args.pretrained)
+            _load_weights(model, args)
     if args.lock_image:
         model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
-    if args.lock_text:
-        model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    if args.lock_text and not tower:  # a stand-in has other layers
+        _lock_text(model, args)
     if args.grad_checkpointing:
         model.set_grad_checkpointing()
     if args.uses_ext_loss:
@@ -148,8 +238,71 @@ def _rehearse(args: Namespace) -> nn.Module:
     images = pixels.new_empty(2, *pixels.shape, device="meta", dtype=open_clip.get_input_dtype(args.precision))
     context = getattr(model, "context_length", None) or model.text.context_length
     with torch.autocast("cpu", enabled=False), torch.no_grad():
+        if own_tower:  # transformers reads the attention mask, which the meta device cannot
+            model.encode_image(images)
+            return model
         model(images, torch.zeros(2, context, dtype=torch.long, device="meta"))
     return model
+
+
+def _load_weights(model: nn.Module, args: Namespace) -> None:
+    try:
+        open_clip.factory.load_checkpoint(model, args.pretrained)
+    except (AttributeError, KeyError):  # OpenCLIP looks for a part of the model that only the file has
+        raise InputError(
+            f"--pretrained: {args.pretrained!r} has the weights of another model than --model {args.model}; "
+            "give others or leave it out"
+        ) from None
+
+
+def _lock_text(model: Any, args: Namespace) -> None:
+    try:
+        with redirect_stdout(io.StringIO()):  # OpenCLIP prints how many layers it unlocks
+            model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    except KeyError:  # OpenCLIP knows the layers of only some towers of Hugging Face
+        raise InputError(
+            f"--lock-text-unlocked-layers: {args.lock_text_unlocked_layers} with --model {args.model}, whose text "
+            "tower OpenCLIP can lock only as a whole; leave it out"
+        ) from None
+
+
+def built(args: Namespace, build: Callable[[], Any], frozen: bool = False) -> Any:
+    """Let OpenCLIP build a model and its transforms, and name the flag if a text tower of Hugging Face fails.
+
+    Args:
+        build: returns the model and its transforms.
+        frozen: whether the model is that of --distill-model.
+
+    Raises:
+        InputError: the tower, or the weights of a model with one, cannot be loaded, or the tower cannot be locked;
+            OpenCLIP has written its first files by then.
+    """
+    try:
+        model, *transforms = build()
+    except (InputError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        name, weights = (args.distill_model, args.distill_pretrained) if frozen else (args.model, args.pretrained)
+        if is_full(error) or not _has_hugging_face_tower(name):
+            raise
+        flag, given = "--distill-model" if frozen else "--model", f" with the weights {weights!r}" if weights else ""
+        # These two name only what is missing.
+        reason = "" if isinstance(error, AttributeError | KeyError) else one_line(error).rstrip(".")
+        raise InputError(
+            f"{flag}: {name!r} cannot be built{given}: {reason or repr(error)}; "
+            "give weights of this model, and a text tower (hf_model_name) that can be loaded"
+        ) from error
+    if args.lock_text and not frozen and isinstance(getattr(model, "text", None), open_clip.hf_model.HFTextEncoder):
+        _lock_text(model, args)  # OpenCLIP will lock it again; the rehearsal has not seen a tower that was downloaded
+    return model, *transforms
+
+
+def _has_hugging_face_tower(model: str) -> bool:
+    try:
+        config = open_clip.get_model_config(model if model.startswith(SCHEMAS) else model.replace("/", "-"))
+        return bool(config["text_cfg"].get("hf_model_name"))
+    except Exception:  # a configuration that cannot be read is an error of another kind
+        return False
 
 
 def train_temperature(model: nn.Module, trained: bool) -> None:

@@ -7,6 +7,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +34,7 @@ from training_ext.optimizer import TemperatureGroup, whole
 from training_ext.osr.recovery import remove_unfinished
 from training_ext.params import trains_logit_scale
 from training_ext.preflight import check_alike
-from training_ext.rehearsal import train_temperature
+from training_ext.rehearsal import built, train_temperature
 from training_ext.run_log import Epoch, RunLog
 from training_ext.skips import report_epoch
 from training_ext.summary import summary
@@ -92,7 +93,7 @@ class Session:
         return DistributedDataParallel
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        model, *transforms = original(*args, **kwargs)
+        model, *transforms = built(self.args, partial(original, *args, **kwargs), frozen=self._has_model)
         if self._has_model:
             return model, *transforms  # a frozen model to learn from
         self._has_model = True

@@ -1,6 +1,7 @@
 """Image-caption data for everyone: generated scenes, scanned digits, icons.
 
-`python -m open_clip_ext.data.make_shards` writes each kind as webdataset shards; icons need a package that npm downloads.
+`python -m open_clip_ext.data.make_shards` writes each kind as webdataset shards. Icons need a package that npm
+downloads.
 """
 
 from .digits import NUM_DIGITS, digit_pairs
