@@ -27,7 +27,7 @@ Readings fixed here:
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from math import ceil, floor, isfinite
@@ -168,11 +168,17 @@ class StandingWeights:
         return first_moved
 
     def digest(self) -> str:
-        total = hashlib.sha256()
-        for name, tensor in sorted(self._then.items()):
+        return digest_of(self._then)[:16]
+
+
+def digest_of(weights: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) of the names, types, shapes and values of the tensors in a model's state."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(weights.items()):
+        if isinstance(tensor, Tensor):
             total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             total.update(_bits(tensor).numpy().data)
-        return total.hexdigest()[:16]
+    return total.hexdigest()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -82,7 +82,9 @@ class BeforeTraining:
             logging.info("No statistics are recovered (--osr-transfer none); schedules continue as after a recovery")
             return
         rows = session.data.known_rows
-        recovery = StatisticsRecovery(args, rows, session.loss, self.model, self.optimizer, self.scaler)
+        recovery = StatisticsRecovery(
+            args, rows, session.loss, self.model, self.optimizer, self.scaler, session.reference
+        )
         if args.osr_load is not None:
             recovery.load(args.osr_load)
             logging.info(f"=> loaded the recovered statistics '{args.osr_load}'")

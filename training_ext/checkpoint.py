@@ -85,13 +85,14 @@ def keeps_files(args: Namespace) -> bool:
 
 
 def make_entry(
-    args: Namespace, rows: DataRows, loss_state: dict[str, Any], folder: str | None, order: dict[str, int],
-    position: dict[str, Any] | None = None,
+    args: Namespace, rows: DataRows, loss_state: dict[str, Any], folder: str | None, reference: str | None,
+    order: dict[str, Any], position: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The entry under `KEY`.
 
     Args:
         loss_state, folder: as `row_folders.save_state` gives them.
+        reference: digest of the reference model of --distill-model, if there is one.
         order, position: as in `midepoch`, None at the end of an epoch.
     """
     return {
@@ -101,6 +102,7 @@ def make_entry(
         "data_digest": rows.digest,
         "shard_keys": {} if rows.shards is None else rows.shards.counted,
         "osr_epochs": args.osr_epochs,
+        "reference": reference,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
         "rows": folder,
@@ -232,6 +234,15 @@ def check_entry(
                     f"{flag}: {path!r} was trained on other samples: those in shard {name!r} have other keys now; "
                     f"{instead}"
                 )
+
+
+def check_reference(entry: dict[str, Any], path: str, args: Namespace, reference: str | None) -> None:
+    """Raise InputError if the loss's rows belong to another reference model than the one with this digest."""
+    if entry.get("reference", reference) != reference:  # absent in older files
+        raise InputError(
+            f"--distill-pretrained: {args.distill_pretrained!r} has other weights than the reference model with which "
+            f"{path!r} was trained; give those"
+        )
 
 
 def _parts(settings: dict[str, Any]) -> str:

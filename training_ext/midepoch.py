@@ -2,7 +2,7 @@
 
 They are OpenCLIP's own files with the number of completed epochs and, in our entry, the position in the next one:
 
-    order       what the order of the data depends on, besides data and epoch
+    order       what the order of the data depends on, besides data and epoch, by flag
     position    batches   completed in the epoch, per process
                 of        batches of the whole epoch
                 samples   that left each loader worker's stream, (processes, workers); (1, 0) with a sampler
@@ -55,7 +55,7 @@ def check_flag(args: Namespace) -> None:
         raise InputError(f"{given} with --logs {args.logs}, which writes no files; give a folder")
 
 
-def order_of(args: Namespace, streams: int) -> dict[str, int]:
+def order_of(args: Namespace, streams: int) -> dict[str, Any]:
     """What the order of the train data depends on, by flag or name.
 
     Args:
@@ -63,7 +63,10 @@ def order_of(args: Namespace, streams: int) -> dict[str, int]:
     """
     order = {"--seed": args.seed, "processes": world_size(), "--batch-size": args.batch_size}
     order["--accum-freq"] = args.accum_freq
-    return order | {"--workers": streams} if streams else order
+    if streams:
+        order |= {"--workers": streams, "--dataset-resampled": args.dataset_resampled}
+        order["--train-data-upsampling-factors"] = args.train_data_upsampling_factors
+    return order
 
 
 class Interruptions:

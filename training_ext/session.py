@@ -21,6 +21,7 @@ from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
+from open_clip_ext.recovery import digest_of
 from training_ext import checkpoint, midepoch, recipes, row_folders
 from training_ext.advice import advise
 from training_ext.before_training import BeforeTraining, warn_without_start
@@ -65,6 +66,7 @@ class Session:
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
+        self.reference: str | None = None  # digest of the frozen model of --distill-model
         self._logit_scale: torch.nn.Parameter
         self.recovering = False
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
@@ -99,8 +101,10 @@ class Session:
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = built(self.args, partial(original, *args, **kwargs), frozen=self._has_model)
-        if self._has_model:
-            return model, *transforms  # a frozen model to learn from
+        if self._has_model:  # this one is frozen, to learn from
+            if self.args.uses_ext_loss:
+                self.reference = digest_of(model.state_dict())
+            return model, *transforms
         self._has_model = True
         self.log.has_model(model)
         if not self.args.uses_ext_loss:
@@ -189,6 +193,7 @@ class Session:
         checkpoint.check_entry(entry, path, self.args, self.data.rows)
         self._restored = entry
         if entry is not None:
+            checkpoint.check_reference(entry, path, self.args, self.reference)
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
         if epoch >= self.args.epochs:
             self._is_done = True
@@ -331,7 +336,7 @@ class Session:
         return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
 
     def _prepare_entry(
-        self, name: str, order: dict[str, int], position: dict[str, Any] | None = None
+        self, name: str, order: dict[str, Any], position: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Gather the state that only some processes hold, for the next checkpoint; called by every process.
 
@@ -343,7 +348,9 @@ class Session:
         state, folder = row_folders.save_state(self.args, self.loss.loss, file)
         if self.args.rank == 0:
             rows = self.data.known_rows
-            self._entry_to_save = checkpoint.make_entry(self.args, rows, state, folder, order, position)
+            self._entry_to_save = checkpoint.make_entry(
+                self.args, rows, state, folder, self.reference, order, position
+            )
         return state
 
     def start_sync_process(self, original: Callable, seconds: float, *where: str) -> Any:

@@ -17,6 +17,7 @@ import json_shards
 import open_clip
 import open_clip_train.main
 import pytest
+import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
@@ -315,6 +316,18 @@ def test_a_checkpoint_of_shards_that_were_written_anew(run, refused, tmp_path):
     line = refused(f"{common} {LOSSES['fastclip-v3']} --resume {saved['fastclip-v3']}")
     assert "--resume: " in line and "those in shard 'train-000000.tar' have other keys now" in line
     run("again", f"{common} {LOSSES['neuclip']} --resume {saved['neuclip']}")
+
+
+def test_a_checkpoint_of_another_reference_model(run, stopped, tmp_path):
+    """A table holds normalizers of the reference's similarity gaps."""
+    for name in ("first", "second"):
+        torch.save(open_clip.create_model("ViT-test").state_dict(), tmp_path / f"{name}.pt")
+    shutil.copy(tmp_path / "first.pt", tmp_path / "copy.pt")
+    common = f"{SHAPES} --loss drrho-clip --workers 0 --distill-model ViT-test --distill-pretrained {tmp_path}"
+    path = f"{run('first', f'{common}/first.pt --epochs 1').path}/checkpoints/epoch_1.pt"
+    line, _ = stopped(f"{common}/second.pt --epochs 2 --resume {path}")
+    assert f"--distill-pretrained: '{tmp_path}/second.pt' has other weights" in line and path in line
+    assert run("copy", f"{common}/copy.pt --epochs 2 --resume {path}").checkpoint(2)
 
 
 def test_a_checkpoint_that_cannot_be_read(refused, run, datasets, checkpoints, tmp_path):

@@ -224,11 +224,14 @@ def test_a_stop_after_an_epoch_s_last_step_comes_before_its_evaluation(run, stop
 
 @pytest.mark.slow
 def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
-    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --batch-size 4"
+    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --train-num-samples 48"
     stopped("x", f"{common} --workers 2", StopAt(4))  # of 12
     log = run("x", f"{common} --workers 1 --seed 1 --accum-freq 2 --resume latest").log
     assert "was written with --seed 0, now 1; --accum-freq 1, now 2; --workers 2, now 1" in log
     assert "resuming after step 2 of 6 in this epoch" in log and log.count("Epoch 1 ") == 1 + 6
+    stopped("y", f"{common} --workers 2", StopAt(4))
+    log = run("y", f"{common} --workers 2 --dataset-resampled --resume latest").log
+    assert "was written with --dataset-resampled False, now True" in log and "resuming after step 4 of 12" in log
 
 
 PAIRS = [

@@ -526,6 +526,16 @@ def test_statistics_of_other_weights_are_refused(recovered, tmp_path, capsys, fl
     assert f"--osr-load: '{path}' was recovered with another {name}" in line
 
 
+def test_statistics_of_another_reference_model_are_refused(pretrained, run, tmp_path, capsys):
+    weights = torch.load(pretrained, weights_only=True)["state_dict"]
+    torch.save({**weights, "visual.proj": -weights["visual.proj"]}, tmp_path / "other.pt")
+    command = f"{SCENES} --loss drrho-clip --lr 1e-3 --distill-model ViT-test --pretrained {pretrained}"
+    run("x", f"{command} --distill-pretrained {pretrained} --osr-epochs 0.5 --osr-save {tmp_path}/x.state")
+    again = f"{command} --distill-pretrained {tmp_path}/other.pt --osr-load {tmp_path}/x.state --name y"
+    assert run_main(ext_main, again, tmp_path) == 2
+    assert "x.state' was recovered with another reference model" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
     command, path = recovered
     torn = tmp_path / "torn.state"

@@ -99,7 +99,7 @@ def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "
     saved = content["identity"]
     instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
     for name, value in own.items():
-        if saved[name] != value:
+        if saved.get(name, value) != value:  # files from before an entry existed do not have it
             raise InputError(
                 f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}"
             )

@@ -68,6 +68,7 @@ class StatisticsRecovery:
         rows: the rows of the train data.
         loss: this package's loss, or None for OpenCLIP's.
         model, optimizer, scaler: those that OpenCLIP trains with.
+        reference: digest of the reference model of --distill-model, if there is one.
     """
 
     def __init__(
@@ -78,9 +79,11 @@ class StatisticsRecovery:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         scaler: Any,
+        reference: str | None = None,
     ):
         self.args = args
         self.rows = rows
+        self.reference = reference
         self.loss = loss
         self.optimizer = optimizer
         self.scaler = scaler
@@ -145,11 +148,12 @@ class StatisticsRecovery:
     def identity(self) -> dict[str, str]:
         """What the statistics belong to, including the weights and the trained parameters."""
         trained = hashlib.sha256(" ".join(self._trained()).encode()).hexdigest()
-        return {
+        own = {
             **recovered.identity(self.args, self.rows),
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
+        return own if self.reference is None else {**own, "reference model": f"digest {self.reference[:16]}"}
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""

@@ -1,6 +1,5 @@
 """What a report reads: the checkpoint, its model and loss, and the data."""
 
-import hashlib
 import math
 import os
 from argparse import Namespace
@@ -16,6 +15,7 @@ from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
+from open_clip_ext.recovery import digest_of
 from training_ext import checkpoint, row_folders
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
@@ -75,12 +75,7 @@ class Saved:
         return math.exp(-self.weights["logit_scale"].double().item())
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the weights."""
-        digest = hashlib.sha256()
-        for name, value in sorted(self.weights.items()):
-            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
+        return digest_of(self.weights)
 
 
 @dataclass
