@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import wrong_flags
 
+import open_clip_ext.main
+
 PAGE = Path(__file__).parents[2] / "docs/wrong-flags.md"
 
 
@@ -51,3 +53,14 @@ def test_the_page_has_the_table(outcomes):
         return [re.match(r"\| `[^`]*` \| .*? \| ", row)[0] for row in rows]
 
     assert without_answers(PAGE.read_text()) == without_answers(wrong_flags.table(outcomes))
+
+
+def test_a_command_that_does_not_end_is_found(monkeypatch, tmp_path):
+    def spin(arguments):
+        while True:
+            pass
+
+    monkeypatch.setattr(open_clip_ext.main, "main", spin)
+    monkeypatch.setattr(wrong_flags, "LIMIT", 1)
+    outcome = wrong_flags.run_case(wrong_flags.Case("--rho", "1", "--rho 1"), tmp_path)
+    assert outcome.kind == wrong_flags.HANG
