@@ -124,6 +124,12 @@ def baseline(grid: Grid, method: str) -> str | None:
     return None if method == "clip" else grid.methods[method].get("against", "clip")
 
 
+def compared(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> list[tuple[str, str]]:
+    """The pairs of methods whose differences are drawn: each and its baseline, in the cell main also `PAIRS`."""
+    pairs = [(method, base) for method in methods if (base := baseline(grid, method)) is not None]
+    return pairs + [pair for pair in PAIRS if cell == "main" and pair[0] in methods and pair not in pairs]
+
+
 def goals(methods: dict[str, dict[int, dict]]) -> str:
     """The differences between the main methods in the cell main, as far as both have run."""
     lines = ["\n## main: differences by seed\n", "| methods | R@1 | zero-shot concepts |\n|---|---|---|"]
@@ -169,7 +175,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, means thick, single seeds thin, and the differences with intervals."""
+    """Plot for each cell the curves, means thick, single seeds thin, and the differences that have intervals."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,12 +196,11 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
                 for curve in curves:
                     left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
-            for method, seeds in methods.items():
-                base = baseline(grid, method)
-                if found := paired(seeds, methods.get(base, {}), value):
-                    center, half, n = found
+            for method, base in compared(grid, cell, methods):
+                center, half, n = paired(methods[method], methods.get(base, {}), value) or (0.0, None, 0)
+                if half is not None:
                     label, color = f"{method}\nless {base} ({n})", style[method]["color"]
-                    right.errorbar(center, label, xerr=half or 0, fmt="o", capsize=3, color=color)
+                    right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
             right.invert_yaxis()
             right.set(title=f"Differences in {name}", xlabel="points, 95 % interval, paired by seed (number)")
