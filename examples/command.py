@@ -1,8 +1,11 @@
 """Run training commands, follow their progress, and read their evaluations."""
 
+import argparse
+import fcntl
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,29 +14,55 @@ from collections.abc import Callable
 from concurrent.futures import Future, as_completed
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import IO, Any
 
 from tqdm import tqdm
 
 from open_clip_ext.metrics_file import read_metrics
 
 SECONDS = 0.5  # between two reads of a run's progress
+running: set[subprocess.Popen] = set()
 
 
-def run(command: list[str], experiment: Path, show: Callable[[dict], None]) -> None:
+def positive(text: str) -> int:
+    """The type of an argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def end_with_trainings() -> None:
+    """On SIGTERM and SIGINT, end the trainings first: they save their state."""
+
+    def end(number: int, _: Any) -> None:
+        for process in tuple(running):
+            process.terminate()
+        sys.exit(f"ended by {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
+def run(command: list[str], experiment: Path, show: Callable[[dict], None], lock: IO | None = None) -> None:
     """Run `command` with one thread per process; if it fails, end this program with its last lines.
 
     Args:
         experiment: the run's folder.
         show: called from time to time with the latest line of the run's metrics.jsonl.
+        lock: a locked file that the training inherits, so that it is locked while the training lives.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    inherited = () if lock is None else (lock.fileno(),)
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+        with subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, pass_fds=inherited
+        ) as process:
+            running.add(process)
             while process.poll() is None:
                 time.sleep(SECONDS)
                 if steps := [line for line in read_metrics(experiment) if line["stage"] != "eval"]:
                     show(steps[-1])
+            running.discard(process)
         output.seek(0)
         lines = output.readlines()
     if process.returncode:
@@ -96,22 +125,33 @@ class Runs:
                 self.bar.update(now - shown)
             shown = now
 
-        self._note_flags(name, f"{flags} --epochs {epochs}")
-        if not (experiment / "checkpoints" / f"epoch_{epochs}.pt").exists():
-            program = ["-m", "open_clip_ext.main"] if script is None else [script]
-            command = [sys.executable, *program, *shlex.split(flags)]
-            command += ["--epochs", str(epochs), "--logs", str(self.logs), "--name", name]
-            if experiment.exists():
-                command += ["--resume", "latest"]
-            run(command, experiment, show)
+        with self._lock_of(name) as lock:
+            self._note_flags(name, f"{flags} --epochs {epochs}")
+            if not (experiment / "checkpoints" / f"epoch_{epochs}.pt").exists():
+                program = ["-m", "open_clip_ext.main"] if script is None else [script]
+                command = [sys.executable, *program, *shlex.split(flags)]
+                command += ["--epochs", str(epochs), "--logs", str(self.logs), "--name", name]
+                if experiment.exists():
+                    command += ["--resume", "latest"]
+                run(command, experiment, show, lock)
         with self._lock:
             self.bar.update(round((recovered + epochs) * size) - shown)
         return experiment
 
+    def _lock_of(self, name: str) -> IO:
+        """Lock a run; ends this program if another one, or a training that outlived it, has the lock."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        lock = open(self.logs / f"{name}.lock", "a")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            sys.exit(f"{name} is still being trained in {self.logs}; wait for its end, or give another --folder")
+        return lock
+
     def _note_flags(self, name: str, flags: str) -> None:
         """Store a run's flags, so that results of other flags are not taken for this run's."""
         path = self.logs / f"{name}.flags"
-        self.logs.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text() != flags:
             sys.exit(f"{name} was run with other flags in {self.logs}; give another --folder, or remove it")
         path.write_text(flags)

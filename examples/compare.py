@@ -26,12 +26,13 @@ import json
 import math
 import os
 import re
+import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
-from command import Runs, evaluations, results_of
+from command import Runs, end_with_trainings, evaluations, positive, results_of
 from tqdm import tqdm
 
 from open_clip_ext.metrics_file import read_metrics
@@ -133,16 +134,16 @@ def main() -> None:
     folder = Path("compare")
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
-    parser.add_argument("--variants", nargs="*", help="some of the experiment's variants (default: all)")
+    parser.add_argument("--variants", nargs="+", help="some of the experiment's variants (default: all)")
     parser.add_argument("--data", default=SCENES, help="data flags (default: generated scenes)")
     parser.add_argument("--flags", default="", help="flags added to every run, such as --wd 0.3; they override its own")
-    parser.add_argument("--rows", type=int, nargs="*", metavar="N", help="sizes of the data set (default: the grid's)")
-    parser.add_argument("--batches", type=int, nargs="*", metavar="B", help="batch sizes (default: the grid's)")
-    parser.add_argument("--samples", type=int, help="training samples of each run (default: the grid's)")
-    parser.add_argument("--seeds", type=int, help="runs of each variant (default: the grid's)")
+    parser.add_argument("--rows", type=positive, nargs="+", metavar="N", help="sizes of the data (default: the grid's)")
+    parser.add_argument("--batches", type=positive, nargs="+", metavar="B", help="batch sizes (default: the grid's)")
+    parser.add_argument("--samples", type=positive, help="training samples of each run (default: the grid's)")
+    parser.add_argument("--seeds", type=positive, help="runs of each variant (default: the grid's)")
     parser.add_argument("--device", default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--folder", type=Path, default=folder, help=f"folder of all output (default: {folder})")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="runs at a time (default: cores)")
     args = parser.parse_args()
     variants = EXPERIMENTS[args.experiment]
     if unknown := set(args.variants or ()) - set(variants):
@@ -157,6 +158,7 @@ def main() -> None:
     rows, samples, seeds = args.rows or rows, args.samples or samples, args.seeds or seeds
     batches = args.batches or BATCHES.get(args.experiment, batches)
     cells = [Cell(v, n, batch, s) for s in range(seeds) for n in rows for batch in batches for v in variants]
+    end_with_trainings()
     results = train(cells, variants, samples, args)
     base = args.folder / f"{args.experiment}-{args.size}"
     base.parent.mkdir(parents=True, exist_ok=True)
@@ -170,11 +172,17 @@ def main() -> None:
     print(f"\n{text}\n{base}.json, .md and .png")
 
 
+def epochs_of(n: int, samples: int) -> int:
+    """Whole epochs of n rows in `samples`, at least one."""
+    return max(1, samples // n)
+
+
 def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> dict[Cell, list[dict]]:
     """Metrics of every evaluation of every run, with the mean error of the log-normalizers in the preceding epoch."""
+    total = sum(epochs_of(cell.n, samples) * cell.n for cell in cells)
     with (
         ThreadPoolExecutor(args.jobs) as pool,
-        tqdm(total=len(cells) * samples, desc=args.experiment, unit=" pairs", unit_scale=True) as bar,
+        tqdm(total=total, desc=args.experiment, unit=" pairs", unit_scale=True) as bar,
     ):
         runs = Runs(args.folder / "logs", bar)
 
@@ -183,11 +191,13 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
             recipe = RECIPE.format(device=args.device, lr=1e-3 * math.sqrt(cell.batch / 32), warmup=warmup)
             flags = f"{recipe} {args.data.replace('{n}', str(cell.n))}"
             flags += f" --batch-size {cell.batch} --seed {cell.seed} {variants[cell.variant]} {args.flags}"
-            epochs = max(1, samples // cell.n)
+            epochs = epochs_of(cell.n, samples)
             if "{clip}" in flags:
                 reference = replace(cell, variant="clip")
                 jobs[reference].result()
-                flags = flags.replace("{clip}", str(runs.logs / reference.name / f"checkpoints/epoch_{epochs}.pt"))
+                flags = flags.replace(
+                    "{clip}", shlex.quote(str(runs.logs / reference.name / f"checkpoints/epoch_{epochs}.pt"))
+                )
             script = str(Path(__file__).with_name(f"{cell.variant}.py")) if cell.variant in SCRIPTS else None
             experiment = runs.train(cell.name, flags, epochs, cell.n, script=script)
             errors: dict[int, list[float]] = {}
@@ -219,7 +229,8 @@ def table(results: dict[Cell, list[dict]], samples: int) -> str:
             spread = f" ({stdev(values):.1f})" if len(values) > 1 else ""
             texts.append(f"{mean(values):.{2 if metric == 'normalizer_mse' else 1}f}{spread}" if values else "")
         lines.append(f"| {n:,} | {batch} | {variant} | " + " | ".join(texts) + " |")
-    return f"After {samples:,} samples.\n\n" + "\n".join(lines) + "\n"
+    trained = sorted({epochs_of(cell.n, samples) * cell.n for cell in results})
+    return f"After {' or '.join(f'{number:,}' for number in trained)} samples.\n\n" + "\n".join(lines) + "\n"
 
 
 def leverage(results: dict[Cell, list[dict]]) -> str:

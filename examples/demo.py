@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command import evaluations, run
+from command import end_with_trainings, evaluations, positive, run
 from tqdm import tqdm
 
 # The papers' settings are for a hundred thousand steps and millions of pairs. A few hundred steps need a larger
@@ -22,6 +22,7 @@ LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 512 --npn-restart-every 50 --npn-lr 0.05 --rho 5 --lr-tau 5e-3",
     "clip": "--loss clip",
 }
+MARK = ".demo"  # in a folder that a demo has made; a second one removes its logs and scores
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision {precision} --workers 1 --batch-size {batch} "
     "--epochs {epochs} --lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 "
@@ -32,13 +33,19 @@ RECIPE = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="folder of all output (default: demo)")
-    parser.add_argument("--samples", type=int, default=6000, help="training pairs (default: 6000)")
-    parser.add_argument("--epochs", type=int, default=7)
-    parser.add_argument("--batch", type=int, default=64, help="pairs per process and step (default: 64)")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--samples", type=positive, default=6000, help="training pairs (default: 6000)")
+    parser.add_argument("--epochs", type=positive, default=7)
+    parser.add_argument("--batch", type=positive, default=64, help="pairs per process and step (default: 64)")
+    parser.add_argument("--processes", type=positive, default=2)
     parser.add_argument("--device", default="cpu", help="as OpenCLIP's flag (default: cpu)")
     parser.add_argument("--precision", default="fp32", help="as OpenCLIP's flag (default: fp32)")
     args = parser.parse_args()
+    mark = args.folder / MARK
+    if args.folder.exists() and any(args.folder.iterdir()) and not mark.exists():
+        parser.error(f"--folder: {str(args.folder)!r} has files, and not from this demo; give another folder")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    end_with_trainings()
 
     shards = make_data(args)
     results = {name: train(name, flags, shards, args) for name, flags in LOSSES.items()}

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
-from command import Runs, evaluations, results_of
+from command import Runs, end_with_trainings, evaluations, positive, results_of
 from tqdm import tqdm
 
 BATCH = 64
@@ -122,18 +122,20 @@ def main() -> None:
     folder = Path("finetune")
     parser.add_argument("--folder", type=Path, default=folder, help=f"folder of all output (default: {folder})")
     parser.add_argument("--icons", type=Path, metavar="FOLDER", help="real data (default: generated scenes)")
-    parser.add_argument("--samples", type=int, default=4000, help="scenes to fine-tune on (default: 4000)")
-    parser.add_argument("--epochs", type=int, default=5, help="epochs of the fine-tuning (default: 5)")
+    parser.add_argument("--samples", type=positive, default=4000, help="scenes to fine-tune on (default: 4000)")
+    parser.add_argument("--epochs", type=positive, default=5, help="epochs of the fine-tuning (default: 5)")
     parser.add_argument("--osr-epochs", type=float, default=5, help="epochs of the statistics' recovery (default: 5)")
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of the fine-tuning (default: 1e-4)")
-    parser.add_argument("--seeds", type=int, default=3, help="fine-tunings of each variant (default: 3)")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time (default: one per core)")
+    parser.add_argument("--seeds", type=positive, default=3, help="fine-tunings of each variant (default: 3)")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS), metavar="NAME")
+    parser.add_argument("--jobs", type=positive, default=os.cpu_count() or 1, help="runs at a time (default: cores)")
     parser.add_argument("--pretrained", type=Path, help="start from this checkpoint (default: pretrain one)")
     args = parser.parse_args()
     if any("--osr-load" in VARIANTS[variant] for variant in args.variants) and "recovery + HGCL" not in args.variants:
         parser.error("--variants: the ablations load what 'recovery + HGCL' recovers; add it")
-
+    if args.icons and not (args.icons / "emoji" / "sizes.json").exists():
+        parser.error(f"--icons: {str(args.icons)!r} has no emoji/sizes.json; give the folder that make_shards wrote to")
+    end_with_trainings()
     data = icons(args.icons) if args.icons else scenes(args.samples)
     pretrained = args.pretrained or pretrain(data, args)
     results = fine_tune(pretrained, data, args)
@@ -167,7 +169,7 @@ def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]
             name = f"{re.sub('[ ,+]+', '-', variant).lower()}-{seed}"
             flags = VARIANTS[variant].format(
                 osr_epochs=args.osr_epochs,
-                state=args.folder / f"hgcl-{seed}.state",
+                state=shlex.quote(str(args.folder / f"hgcl-{seed}.state")),
                 one_epoch=data.size // BATCH,
                 quarter_lr=args.lr / 4,
             )

@@ -7,7 +7,6 @@ are not plotted: those of two runs are comparable only if they have the same nam
 """
 
 import argparse
-import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,10 +34,12 @@ def main() -> None:
     runs = {}
     for name, folder in zip(names, args.logs, strict=True):
         if not (lines := read_metrics(folder)):
-            sys.exit(f"{folder}: no metrics.jsonl, or an empty one; give the folder of a run with --loss")
+            parser.error(f"{folder}: no metrics.jsonl, or an empty one; give the folder of a run with --loss")
         if name in runs:
-            sys.exit(f"{name}: two runs have this name; give --names")
+            parser.error(f"{name}: two runs have this name; give --names")
         runs[name] = curves(lines)
+    if not any(runs.values()):
+        parser.error(f"{args.logs[0]}: no step of the training has been logged yet")
     draw(runs, args.out)
     print(args.out)
 

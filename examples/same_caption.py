@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from statistics import mean
 
-from command import Runs, evaluations, results_of
+from command import Runs, end_with_trainings, evaluations, positive, results_of
 from tqdm import tqdm
 
 from open_clip_ext.data.scenes import RELATIONS, Scene, describe_scene
@@ -33,13 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folder = Path("same-caption")
     parser.add_argument("--folder", type=Path, default=folder, help=f"where everything goes (default: {folder})")
-    parser.add_argument("--pictures", type=int, default=4000, help="to train on (default: 4000)")
-    parser.add_argument("--epochs", type=int, default=8, help="of each run (default: 8)")
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each variant (default: 2)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--pictures", type=positive, default=4000, help="to train on (default: 4000)")
+    parser.add_argument("--epochs", type=positive, default=8, help="of each run (default: 8)")
+    parser.add_argument("--seeds", type=positive, default=2, help="runs of each variant (default: 2)")
+    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--loss", default="fastclip-v3 --rho 5", help="with its flags (default: fastclip-v3 --rho 5)")
     args = parser.parse_args()
-    data = write_pictures(args.folder / "data", args.pictures)
+    end_with_trainings()
+    data = write_pictures(args.folder / f"data-{args.pictures}", args.pictures)
     variants = {"as they are": "", "--same-caption": "--same-caption"}
     cells = [(name, seed) for seed in range(args.seeds) for name in variants]
     with (

@@ -5,6 +5,7 @@
 
 import argparse
 import random
+import tarfile
 import textwrap
 from pathlib import Path
 
@@ -20,7 +21,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("sheet.png"), help="(default: sheet.png)")
     args = parser.parse_args()
     shard = webdataset.WebDataset(args.shard, shardshuffle=False).decode("pil").to_tuple("jpg;png;jpeg;webp", "txt")
-    samples = list(shard)
+    try:
+        samples = list(shard)
+    except (OSError, tarfile.TarError) as error:
+        parser.error(f"{args.shard!r} cannot be read: {error}")
+    if not samples:
+        parser.error(f"{args.shard!r} has no pictures with captions")
     draw(random.Random(args.seed).sample(samples, min(args.samples, len(samples))), args.columns, args.out)
     print(args.out)
 

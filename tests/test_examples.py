@@ -1,7 +1,10 @@
 """The examples that run the command several times, at a size of seconds."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event
@@ -9,6 +12,7 @@ from threading import Event
 import open_clip
 import pytest
 import torch
+from tqdm import tqdm
 from zero_shot_folder import write_zero_shot
 
 import open_clip_ext
@@ -31,7 +35,7 @@ def example(monkeypatch, tmp_path):
     return call
 
 
-def test_a_sheet_of_samples(example, monkeypatch):
+def test_a_sheet_of_samples(example, monkeypatch, tmp_path):
     from open_clip_ext.data.make_shards import main as make_shards
 
     assert not make_shards("shapes --out shards --num-samples 6 --val-samples 0 --samples-per-shard 6".split())
@@ -43,8 +47,8 @@ def test_a_sheet_of_samples(example, monkeypatch):
     example("sheet", ["shards/train-000000.tar", "--samples", "4"])
     assert len({caption for _, caption in drawn}) > 1 and all(image.size == drawn[0][0].size for image, _ in drawn)
     monkeypatch.undo()
-    sheet.draw(drawn, 3, Path("sheet.png"))
-    assert len(drawn) == 4 and Path("sheet.png").stat().st_size > 5_000
+    sheet.draw(drawn, 3, tmp_path / "sheet.png")
+    assert len(drawn) == 4 and (tmp_path / "sheet.png").stat().st_size > 5_000
 
 
 @pytest.mark.slow
@@ -108,6 +112,73 @@ def test_after_one_has_failed_no_other_run_begins(monkeypatch):
     assert begun == [0, 1] and sum(job.cancelled() for job in jobs.values()) >= 37  # one may have begun
     with ThreadPoolExecutor(2) as pool:
         assert results_of({name: pool.submit(str, name) for name in range(3)}) == {0: "0", 1: "1", 2: "2"}
+
+
+@pytest.mark.parametrize(
+    "name, arguments, part",
+    [
+        ("demo", "--folder full", "'full' has files, and not from this demo"),
+        ("demo", "--samples 0", "'0' is not an integer of at least 1"),
+        ("compare", "methods --seeds 0", "'0' is not an integer of at least 1"),
+        ("finetune", "--icons full", "'full' has no emoji/sizes.json"),
+        ("finetune", "--variants", "--variants: expected at least one argument"),
+        ("same_caption", "--pictures -1", "'-1' is not an integer of at least 1"),
+        ("sheet", "none.tar", "'none.tar' cannot be read"),
+        ("sheet", "full/logs/neuclip/epoch_30.pt", "epoch_30.pt' cannot be read"),
+        ("plot", "full", "full: no metrics.jsonl"),
+        ("plot", "recovering", "recovering: no step of the training has been logged yet"),
+    ],
+)
+def test_what_is_wrong_is_told_in_one_line(example, capsys, name, arguments, part):
+    run = Path("full/logs/neuclip/epoch_30.pt")
+    run.parent.mkdir(parents=True)
+    run.write_text("a week's work")
+    Path("recovering").mkdir()
+    Path("recovering/metrics.jsonl").write_text('{"stage": "recovery", "epoch": 0, "step": 1, "steps": 2}\n')
+    with pytest.raises(SystemExit) as ended:
+        example(name, arguments.split())
+    assert ended.value.code == 2 and part in capsys.readouterr().err.splitlines()[-1]
+    assert run.read_text() == "a week's work"
+
+
+def test_a_training_that_goes_on_is_not_begun_twice(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import fcntl
+
+    from command import Runs
+
+    with open(tmp_path / "x.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="x is still being trained in"):
+            Runs(tmp_path, tqdm(disable=True)).train("x", "--loss clip", 1, 1)
+
+
+def test_trainings_end_with_the_example(tmp_path):
+    training = "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(600)"
+    (tmp_path / "several.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "from concurrent.futures import ThreadPoolExecutor\nfrom pathlib import Path\nimport command\n"
+        "command.end_with_trainings()\nwith ThreadPoolExecutor(1) as pool:\n"
+        f"    job = pool.submit(command.run, [sys.executable, '-c', {training!r}], Path('x'), print)\n"
+        "    command.results_of({0: job})\n"
+    )
+    several = subprocess.Popen([sys.executable, "several.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        assert several.poll() is None
+        time.sleep(0.05)
+    several.terminate()
+    assert "ended by SIGTERM" in several.communicate(timeout=600)[1] and several.returncode == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_a_comparison_tells_the_samples_of_whole_epochs(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import compare
+
+    results = {compare.Cell("clip", n, 8, 0): [{"image_to_text_R@1": 0.5}] for n in (5000, 4000)}
+    assert compare.table(results, 8000).startswith("After 5,000 or 8,000 samples.")
 
 
 @pytest.mark.slow
@@ -197,5 +268,3 @@ def test_curves(example, tmp_path, capsys):
     assert found["R@1"] == [(epoch * 0.04, pytest.approx(15.0)) for epoch in range(3)]
     assert found["error"] == [(pytest.approx(0.04 * epoch), 0.5) for epoch in (1, 2, 3)]
     assert [rate for _, rate in found["throughput"]] == [100, 300, 100, 300, 100, 500]
-    with pytest.raises(SystemExit, match="nothing: no metrics.jsonl"):
-        example("plot", ["nothing"])

@@ -1,9 +1,12 @@
 """The declared grid: its runs in order, their flags, and the results file."""
 
+import argparse
 import fcntl
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -32,7 +35,14 @@ class Grid:
     """A grid, declared in a file like grid.yaml; `runs` has its runs in order."""
 
     def __init__(self, path: Path):
-        declared = yaml.safe_load(path.read_text())
+        try:
+            self._read(yaml.safe_load(path.read_text()))
+        except KeyError as error:
+            raise ValueError(f"{path}: there is no {error}") from None
+        except (yaml.YAMLError, TypeError) as error:
+            raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+
+    def _read(self, declared: dict) -> None:
         self.recipe, self.batch, self.warmup = declared["recipe"], declared["batch"], declared["warmup"]
         self.cells, self.methods = declared["cells"], declared["methods"]
         self.runs = [
@@ -90,6 +100,15 @@ class Grid:
         return None
 
 
+@contextmanager
+def told(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Tell in one line what is wrong with the grid's file or the results."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
 def recall(metrics: dict, ways: tuple[str, ...] = WAYS) -> float:
     """R@1 in percent, mean of both directions or in one of them."""
     return 100 * mean(metrics[f"{way}_R@1"] for way in ways)
@@ -113,8 +132,14 @@ def tuning_value(result: dict) -> float:
 def read_results(path: Path) -> dict[str, dict]:
     """The results by run, without a last line that a kill cut short."""
     text = path.read_text() if path.exists() else ""
-    lines = map(json.loads, text[: text.rfind("\n") + 1].splitlines())
-    return {result["run"]: result for result in lines}
+    results = {}
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        try:
+            result = json.loads(line)
+            results[result["run"]] = result
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}, is not a result: {error}") from None
+    return results
 
 
 def append_result(path: Path, result: dict) -> None:

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 
-from grid import HERE, WAYS, Grid, last_recall, read_results, recall, tuning_value
+from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuning_value
 
 LEVELS = (1, 2, 4)  # percent of R@1
-# Student's t at 97.5 %, for 1, 2, ... degrees of freedom.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# Student's t at 97.5 %, for 1, 2, ... degrees of freedom; the last one for more, a little too wide.
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue", "clip"), ("neuclip", "fastclip-v3"), ("queue", "neuclip"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
@@ -35,7 +35,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("evidence"), help="name without suffix (default: evidence)")
     parser.add_argument("--cells", nargs="+", metavar="CELL", help="only these (default: all)")
     args = parser.parse_args()
-    grid, results = Grid(args.grid), list(read_results(args.results).values())
+    if not args.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {str(args.out.parent)!r}")
+    with told(parser):
+        grid, results = Grid(args.grid), list(read_results(args.results).values())
     known = [cell for cell in grid.cells if cell != "tune"]
     if unknown := sorted(set(args.cells or known) - set(known)):
         parser.error(f"--cells: {unknown[0]!r} is not one of {', '.join(known)}")
@@ -43,9 +46,9 @@ def main() -> None:
     cells = {cell: methods for cell, methods in cells.items() if methods}
     text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
     text += goals(cells.get("main", {})) + tuning(grid, results)
-    args.out.with_suffix(".md").write_text(text)
+    Path(f"{args.out}.md").write_text(text)
     if cells:
-        draw(grid, cells, args.out.with_suffix(".png"))
+        draw(grid, cells, Path(f"{args.out}.png"))
     print(text)
 
 
@@ -69,7 +72,7 @@ def paired(
     """Mean difference of `value` over the common seeds, half of its 95 % interval (None for one seed), their number."""
     differences = [value(runs[seed]) - value(base[seed]) for seed in sorted(runs.keys() & base.keys())]
     n = len(differences)
-    half = T[n - 2] * stdev(differences) / math.sqrt(n) if n > 1 else None
+    half = T[min(n - 1, len(T)) - 1] * stdev(differences) / math.sqrt(n) if n > 1 else None
     return (mean(differences), half, n) if n else None
 
 

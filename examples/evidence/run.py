@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO
 
-from grid import HERE, WAYS, Grid, Run, append_result, last_recall, read_results
+from grid import HERE, WAYS, Grid, Run, append_result, last_recall, read_results, told
 
 METRICS = [f"{way}_R@{k}" for way in WAYS for k in (1, 5)] + ["clip_val_loss"]
 DIVERGED = re.compile(r"^open_clip_ext: error: (step .* is not finite.*)", re.MULTILINE)
@@ -57,11 +57,14 @@ def main() -> None:
     logs = Path("evidence-logs")
     parser.add_argument("--logs", type=Path, default=logs, help=f"logs, checkpoints; 53 MB per run (default: {logs})")
     args = parser.parse_args()
-    grid = Grid(args.grid)
+    if args.jobs < 1:
+        parser.error(f"--jobs: {args.jobs} is out of range; it must be at least 1")
+    with told(parser):
+        grid, results = Grid(args.grid), read_results(args.results)
     if args.only and args.only not in grid.methods:
         parser.error(f"--only: {args.only!r} is not one of {', '.join(map(repr, grid.methods))}")
     if args.list:
-        return show(grid, read_results(args.results))
+        return show(grid, results)
     if not (args.data and (args.data / "sizes.json").exists()):
         parser.error(f"--data: {str(args.data)!r} has no sizes.json; give the folder that make_shards wrote")
     args.logs.mkdir(parents=True, exist_ok=True)
