@@ -156,7 +156,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     check_writable("--out", os.path.dirname(args.out) if args.out.endswith(LINES) else args.out)
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     labels = [one.label for one in checkpoints]
-    if len(set(labels)) < len(labels):
+    if len({label.replace("/", "-") for label in labels}) < len(labels):
         raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, since results are filed by name")
     if args.out.endswith(LINES):
         outs = [args.out]

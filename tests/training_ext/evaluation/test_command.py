@@ -288,6 +288,10 @@ def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, ref
     assert "names run/epoch_1, run/epoch_1 must differ" in refused(
         good.replace("--data", f"{checkpoints[0]} --data").replace(".jsonl", "")
     )
+    file = tmp_path / "run-epoch_1.pt"  # whose results would be in the same file
+    file.symlink_to(checkpoints[0])
+    line = refused(f"{good.replace('--data', f'{file} --data').replace('.jsonl', '')} --model ViT-test")
+    assert "names run/epoch_1, run-epoch_1 must differ" in line
     assert "--batch-size: 0 is out of range" in refused(good + " --batch-size 0")
     assert "--device: 'nonsense' is not on this machine" in refused(good + " --device nonsense")
     assert "--device: 'cuda:99' is not on this machine" in refused(good + " --device cuda:99")
