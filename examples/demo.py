@@ -22,7 +22,7 @@ LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 512 --npn-restart-every 50 --npn-lr 0.05 --rho 5 --lr-tau 5e-3",
     "clip": "--loss clip",
 }
-MARK = ".demo"  # in a folder that a demo has made; a second one removes its logs and scores
+MARK = ".demo"  # in a folder that a demo has made; a second one removes its runs and scores
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision {precision} --workers 1 --batch-size {batch} "
     "--epochs {epochs} --lr 2e-3 --wd 0.1 --warmup 30 --dataset-type webdataset --log-every-n-steps 5 "
@@ -67,7 +67,8 @@ def main() -> None:
 
 def make_data(args) -> dict[str, str]:
     folder = args.folder / "shards"
-    shutil.rmtree(args.folder / "logs", ignore_errors=True)
+    for name in LOSSES:
+        shutil.rmtree(args.folder / "logs" / name, ignore_errors=True)
     print(f"Writing {args.samples} generated pairs as webdataset shards to {folder}", flush=True)
     command = [sys.executable, "-m", "open_clip_ext.data.make_shards", "shapes", "--out", str(folder)]
     sizes = ["--num-samples", str(args.samples), "--val-samples", "1000", "--image-size", "48"]
