@@ -99,6 +99,8 @@ def load_state(loss: Loss, state: dict[str, Any], folder: str | None) -> None:
 def folder_of(file: str, name: Any, flag: str) -> str | None:
     """The path of the folder `name` that a checkpoint names; None if it names none.
 
+    It lies beside `file`, or where `file` is a link, beside the file that the link leads to.
+
     Raises:
         InputError: it is not on a local disk, or no such name.
     """
@@ -111,7 +113,9 @@ def folder_of(file: str, name: Any, flag: str) -> str | None:
             f"{flag}: {file!r} has its rows per sample in the folder {name!r} beside it, which is read from a local "
             "disk; copy both there"
         )
-    return os.path.join(os.path.dirname(file), name)
+    beside = os.path.join(os.path.dirname(file), name)
+    linked = os.path.join(os.path.dirname(os.path.realpath(file)), name)
+    return beside if os.path.exists(beside) or not os.path.exists(linked) else linked
 
 
 def check(file: str, name: Any, state: Any, flag: str) -> None:

@@ -4,12 +4,18 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 
+import torch
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from training_ext.tars import Contents, scan
 
 _SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
+# Below 2 GiB, about 20,000 pairs, one process has finished in the second or two in which others start.
+_PARALLEL_ABOVE = 2 * 2**30
+_MOST_WORKERS = 16
 
 
 def _stamp(path: str) -> list[int]:
@@ -26,6 +32,8 @@ def scanned_before(paths: dict[str, str]) -> set[str]:
 
 def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
     """Contents of shards by URL, from the cache if the file is unchanged, else from its headers.
+
+    Several processes scan many shards: a scan takes 0.6 s of a core for 10,000 pairs, and a network's disk longer.
 
     Args:
         paths: local files by URL.
@@ -44,10 +52,11 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
     fresh: dict[str, list[int]] = {}
     saved = time.monotonic()
     try:
-        for url, (path, key, stamp) in tqdm(
-            todo.items(), desc="Counting samples", unit="shard", disable=not (progress and todo)
+        for (url, (_, key, stamp)), contents in tqdm(
+            zip(todo.items(), _scan_each([path for path, _, _ in todo.values()]), strict=True),
+            desc="Counting samples", unit="shard", total=len(todo), disable=not (progress and todo),
         ):
-            found[url] = contents = scan(path)
+            found[url] = contents
             if contents.damage is None:
                 fresh[key] = [*stamp, contents.samples, contents.keys]
             if time.monotonic() - saved > _SAVE_EVERY:
@@ -57,6 +66,32 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
         if fresh:
             _save_cache(fresh)
     return found
+
+
+class _Scans(Dataset):
+    def __init__(self, paths: list[str]):
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> Contents:
+        return scan(self.paths[i])
+
+
+def _scan_each(paths: list[str]) -> Iterator[Contents]:
+    """The contents of each shard, in order."""
+    large = sum(os.path.getsize(path) for path in paths) > _PARALLEL_ABOVE
+    workers = min(_MOST_WORKERS, _usable_cores(), len(paths)) if large else 0
+    # A generator of its own leaves the global one as it is.
+    yield from DataLoader(_Scans(paths), batch_size=None, num_workers=workers, generator=torch.Generator())
+
+
+def _usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def _cache_file() -> str:

@@ -231,6 +231,17 @@ def test_a_planted_name_is_no_path(name):
         row_folders.folder_of("x.pt", name, "--resume")
 
 
+def test_a_link_to_a_checkpoint(tmp_path):
+    name = "x.rows-01234567"
+    (tmp_path / "run" / name).mkdir(parents=True)
+    (tmp_path / "run/x.pt").touch()
+    (tmp_path / "latest.pt").symlink_to("run/x.pt")
+    assert row_folders.folder_of(f"{tmp_path}/run/x.pt", name, "--resume") == f"{tmp_path}/run/{name}"
+    assert row_folders.folder_of(f"{tmp_path}/latest.pt", name, "--resume") == f"{tmp_path}/run/{name}"
+    (tmp_path / name).mkdir()
+    assert row_folders.folder_of(f"{tmp_path}/latest.pt", name, "--resume") == f"{tmp_path}/{name}"
+
+
 def test_a_remote_checkpoint_is_refused():
     with pytest.raises(ValueError, match="--resume: 's3://x/x.pt' .* copy both there"):
         row_folders.folder_of("s3://x/x.pt", "x.rows-01234567", "--resume")

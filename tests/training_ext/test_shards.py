@@ -8,6 +8,7 @@ import tarfile
 from types import SimpleNamespace
 
 import pytest
+import torch
 import webdataset as wds
 from open_clip_train.data import filter_no_caption_or_no_image, log_and_continue, tarfile_to_samples_nothrow
 from torch.utils.data import DataLoader
@@ -382,6 +383,30 @@ def test_cache_keeps_other_shards(tmp_path, monkeypatch):
         find_shards(url, progress=False)
     forbid_scan(monkeypatch)
     assert find_shards("::".join(urls), progress=False).sizes == (1, 2)
+
+
+def test_several_processes_scan_alike(tmp_path, monkeypatch):
+    for i in range(5):
+        write(tmp_path / f"{i}.tar", pairs(i + 1) if i != 2 else DAMAGED[next(iter(DAMAGED))])
+    paths = {f"{i}.tar": str(tmp_path / f"{i}.tar") for i in range(5)}
+    alone = shard_scan.scan_all(paths, progress=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    monkeypatch.setattr(shard_scan, "_PARALLEL_ABOVE", 0)
+    monkeypatch.setattr(shard_scan, "_usable_cores", lambda: 2)
+    scanned_by = tmp_path / "processes"
+    scanned_by.mkdir()
+
+    def look(path):
+        (scanned_by / str(os.getpid())).touch()
+        return scan(path)
+
+    monkeypatch.setattr(shard_scan, "scan", look)
+    before = torch.random.get_rng_state()
+    assert shard_scan.scan_all(paths, progress=False) == alone
+    assert torch.equal(torch.random.get_rng_state(), before)
+    processes = {int(name) for name in os.listdir(scanned_by)}
+    assert len(processes) == 2 and os.getpid() not in processes
+    assert [contents.damage is None for contents in alone.values()] == [True, True, False, True, True]
 
 
 def test_cache_is_saved_during_long_scans(tmp_path, monkeypatch, cache_home):
