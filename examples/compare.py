@@ -57,7 +57,8 @@ METHODS = {
     "neuclip": NETWORK,
     "neuclip, T_r 500": PAPER,
     "neuclip, mixing 0.6": f"{NETWORK} --mixing 0.6",
-    "queue, mixing 0.6": f"--loss queue {OURS} --queue-size 1024",
+    "queue, compositional": f"--loss queue --encoder-objective compositional {OURS} --queue-size 1024",
+    "queue": f"--loss queue {OURS} --queue-size 1024",
     # docs/neighbours.md; with what their authors' scripts leave to the data
     "scent": f"--loss scent {OURS}",
     "tempnet": "--loss tempnet",
@@ -92,7 +93,7 @@ AMORLIP = {
     "negatives alone": "--loss amorlip --lr-tau 1e-3 --amor-target negatives",
     "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
 }
-SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip", "queue, mixing 0.6")
+SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip", "queue")
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
     "small": ([8000], [32], 64_000, 1),

@@ -212,6 +212,7 @@ PRESETS = {
             "a queue of the latest embeddings, mixed with the batch's own estimate; nothing to train",
             "not from a paper",
             normalizer="queue",
+            encoder_objective="unified",
             defaults={"mixing": 0.6},
         ),
     )

@@ -211,6 +211,7 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
             grid.append_result(Path("results.jsonl"), one)
     tried = line(0.1, run="t", cell="tune", method="queue", seed=100, candidate="--lr 7e-3")
     grid.append_result(Path("results.jsonl"), tried)
+    monkeypatch.setattr(report, "PAIRS", (("queue", "clip"),))
     call(report, monkeypatch, "--out table")
     text = capsys.readouterr().out
     assert "| +3.0 ± 6.6, 3 seeds | 6.0 | -3.0 ± 6.6, 3 seeds |" in text

@@ -17,7 +17,7 @@ LEVELS = (1, 2, 4)  # percent of R@1
 # Student's t at 97.5 %, for 1, 2, ... degrees of freedom; the last one for more, a little too wide.
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 PAIRS = (
-    ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue", "clip"), ("neuclip", "fastclip-v3"), ("queue", "neuclip"),
+    ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
     ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"),
 )  # fmt: skip

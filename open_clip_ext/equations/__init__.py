@@ -23,7 +23,7 @@ neuclip     | neuclip_w                               | Prototypes              
 neuclip     | neuclip_alpha, neuclip                  | Prototypes, Unified                       | global_contrastive
 amorlip     | amorlip_z, amorlip_lambda, amorlip      | Amortization, AmorLIPLoss                 | amorlip
 tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | temperature
-queue       | queue_u, queue                          | Queue                                     | queue
+queue       | queue_alpha, queue                      | Queue, Unified                            | queue
 scent       | scent_gamma, scent_u, scent             | MovingAverageTable, LearnableTemperature  | neighbours
 drrho-clip  | drrho_gaps, sogclr_u, drrho_clip        | GlobalContrastiveLoss, MovingAverageTable | neighbours
 tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, MovingAverageTable    | neighbours
@@ -77,7 +77,7 @@ from open_clip_ext.equations.networks import (
     neuclip_separate,
     neuclip_w,
     queue,
-    queue_u,
+    queue_alpha,
 )
 from open_clip_ext.equations.tables import (
     fastclip_gamma,
@@ -103,7 +103,7 @@ __all__ = [
     "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "cyclip", "drrho_clip", "drrho_gaps",
     "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v2_tau", "fastclip_v3", "gaps",
     "global_contrastive", "gradient_of", "isogclr", "isogclr_objective", "isogclr_s", "isogclr_tau", "js", "kl",
-    "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_u", "scent", "scent_gamma", "scent_u",
-    "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u",
-    "two_view_gaps",
+    "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma",
+    "scent_u", "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi",
+    "tuneclip_u", "two_view_gaps",
 ]

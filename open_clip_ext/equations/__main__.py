@@ -49,7 +49,7 @@ def main() -> None:
         "neuclip": eq.neuclip(g, tau, eq.neuclip_alpha(w1, w2, e1, e2, tau, eps), rho, eps),
         "amorlip": eq.amorlip(e1, e2, 1 / tau, eq.amorlip_networks(target, e1, e2), rho),
         "tuneclip": eq.tuneclip(phi, tau, eq.tuneclip_u(new_rows, phi, gamma=1.0), eps),
-        "queue": eq.queue(g, tau, eq.queue_u(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho),
+        "queue": eq.queue(g, tau, eq.queue_alpha(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho, eps),
         "scent": eq.scent(g, tau, eq.scent_u(u, g, 10.0, eps), rho),
         "tempnet": eq.tempnet(net_g, net_taus, eq.isogclr_s(new_rows, net_g, beta0=1.0), rho),
         "drrho-clip": eq.drrho_clip(drrho_g, tau, eq.sogclr_u(new_rows, drrho_g, gamma=1.0, eps=eps)),

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from open_clip_ext.equations.basics import batch_g, gaps, gradient_of
-from open_clip_ext.equations.tables import fastclip_v3
 
 # NeuCLIP: a network of prototypes predicts the log-normalizers
 
@@ -165,17 +164,19 @@ def amorlip(e1: Tensor, e2: Tensor, s: Tensor, lam: Tensor, rho: float, positive
 # A queue of the latest embeddings; not from a paper
 
 
-def queue_u(
+def queue_alpha(
     texts: Tensor, images: Tensor, g: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, mixing: float, eps: float
 ) -> Tensor:
-    """The queue's normalizers mixed with the batch's, (2, B), constants. Fast: `Queue`, `GlobalContrastiveLoss.mixing`.
+    """The queue's log-normalizers mixed with the batch's, (2, B). Fast: `Queue`, `GlobalContrastiveLoss.mixing`.
+
+    The batch's part is a constant.
 
     Args:
         texts, images: queued embeddings without the batch's own, (k, d) each, k >= 1.
         mixing: weight of the batch, in [0, 1).
     """
-    alpha = neuclip_alpha(texts, images, e1, e2, tau, eps)
-    return (mixing * (eps + g) + (1 - mixing) * alpha.exp()).detach()
+    above_positive = torch.stack([e1 @ texts.T, e2 @ images.T]) - (e1 * e2).sum(dim=1)[:, None]
+    return (mixing * (eps + g).detach() + (1 - mixing) * (eps + batch_g(above_positive, tau))).log()
 
 
-queue = fastclip_v3
+queue = neuclip

@@ -4,7 +4,7 @@
 
 over the k queued texts q_j (for text anchors, images) from outside the step's own batch, which contains the anchor's
 own positive: its gap of 0 would hide every log-normalizer below -log k. While the queue holds only the batch, alpha is
-the batch's own estimate. In plain PyTorch, with the mixing: `equations.queue_u`, `equations.queue`.
+the batch's own estimate. In plain PyTorch, with the mixing: `equations.queue_alpha`, `equations.queue`.
 
 If n, the number of samples, is known, the queue holds at most n. A queue of at least half of the data starts every
 epoch empty, since the previous epoch's entries include stale copies of the batch's own samples and thus of the anchors'

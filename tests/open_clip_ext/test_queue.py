@@ -9,11 +9,14 @@ from numerics import unit
 from open_clip_ext import InputError, create_loss, equations
 
 
+@pytest.mark.parametrize("objective", ["unified", "compositional"])
 @pytest.mark.parametrize("mixing", [0.0, 0.4])
 @pytest.mark.parametrize("size, batches", [(100, [5, 5, 5]), (7, [4, 4, 4, 4]), (6, [4, 5, 3, 3])])
-def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batches):
+def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batches, objective):
     tau, eps, rho = torch.tensor(0.1).double(), 1e-10, 5.0
     options = dict(queue_size=size, mixing=mixing, loss_eps=eps, rho=rho)
+    if objective != "unified":  # the default
+        options["encoder_objective"] = objective
     loss = create_loss("queue", **options)
     generator, queue = torch.Generator().manual_seed(0), []
     for batch in batches:
@@ -24,10 +27,14 @@ def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batc
         g = equations.batch_g(equations.gaps(e1, e2), 1 / scale)
         if others:
             images, texts = (torch.stack(side) for side in zip(*others, strict=True))
-            u = equations.queue_u(texts, images, g, e1, e2, tau, mixing, eps)
+            alpha = equations.queue_alpha(texts, images, g, e1, e2, 1 / scale, mixing, eps)
         else:
-            u = (eps + g).detach()
-        value, expected = loss(e1, e2, scale), equations.queue(g, 1 / scale, u, rho)
+            alpha = (eps + g).detach().log()
+        if objective == "unified":
+            expected = equations.queue(g, 1 / scale, alpha, rho, eps)
+        else:
+            expected = equations.fastclip_v3(g, 1 / scale, alpha.detach().exp(), rho)
+        value = loss(e1, e2, scale)
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
         inputs = [e1, e2, scale]
         gradients = zip(torch.autograd.grad(value, inputs), torch.autograd.grad(expected, inputs), strict=True)
@@ -38,7 +45,7 @@ def test_the_queue_holds_the_latest_that_are_not_of_the_batch(mixing, size, batc
 @pytest.mark.parametrize("name", ["neuclip", "queue"])
 @pytest.mark.parametrize("mixing", [0.0, 0.25])
 def test_mixing_bounds_the_weights_and_unified_is_a_true_gradient_without_it(name, mixing):
-    options = {"npn_prototypes": 6} if name == "neuclip" else {"queue_size": 30, "encoder_objective": "unified"}
+    options = {"npn_prototypes": 6} if name == "neuclip" else {"queue_size": 30}
     loss = create_loss(name, mixing=mixing, **options)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):

@@ -258,7 +258,7 @@ def test_gradients_of_a_batch_of_all_pairs_are_exact(report, trained, datasets, 
     rows = {(row["name"], row["batch_size"]): row for row in gradients["estimators"]}
     assert set(rows) == {(estimator, size) for estimator in (*own, "minibatch", "exact") for size in (8, 48)}
     assert (gradients["pairs"], gradients["batches"]) == (32, 6)
-    assert gradients["encoder_objective"] == ("unified" if name == "neuclip" else "compositional")
+    assert gradients["encoder_objective"] == ("unified" if name in ("neuclip", "queue") else "compositional")
     for estimator in ("minibatch", "exact"):
         all_pairs = rows[estimator, 48]
         assert all_pairs["bias"] < 1e-3 and all_pairs["variance"] < 1e-6 and all_pairs["batch_cosine"] > 1 - 1e-6

@@ -115,8 +115,8 @@ SETTINGS = {
     "individual": ("isogclr", {"num_samples": N, "tau_start": TAU}),
     "views": ("sogclr", {"gamma": 0.3, "num_samples": N, "negatives": "views"}),
     "prototypes": ("neuclip", {"npn_prototypes": 6, "npn_updates": 1}),
-    "queue": ("queue", {"queue_size": 40, "mixing": 0.2}),
-    "through a queue": ("queue", {"queue_size": 40, "mixing": 0.2, "encoder_objective": "unified"}),
+    "queue": ("queue", {"queue_size": 40, "mixing": 0.2, "encoder_objective": "compositional"}),
+    "through a queue": ("queue", {"queue_size": 40, "mixing": 0.2}),
 }
 
 
