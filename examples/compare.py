@@ -15,6 +15,8 @@ the grid with three seeds and takes a night; `large` needs a GPU and has n / B i
 1e-3 at a batch of 32 and scales with the square root of the batch; warm-up takes 6,400 samples. A finished run is not
 repeated, an interrupted one resumes. Results: `compare/EXPERIMENT-SIZE.json`, `.md` and `.png`.
 
+Differences to `clip`, or without it to the first variant, are paired by seed and have 95 % intervals.
+
 With other data, here the digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
 
     python examples/compare.py methods --folder compare-digits --rows 1500 --samples 48000 --data "--val-num-samples 297
@@ -33,6 +35,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
+from paired import shown
 from tqdm import tqdm
 
 from open_clip_ext.metrics_file import read_metrics
@@ -57,6 +60,7 @@ METHODS = {
     "neuclip": NETWORK,
     "neuclip, T_r 500": PAPER,
     "neuclip, mixing 0.6": f"{NETWORK} --mixing 0.6",
+    "neuclip, tau 0.05": NETWORK.replace(OURS, "--temperature fixed --tau-init 0.05"),
     "queue, compositional": f"--loss queue --encoder-objective compositional {OURS} --queue-size 1024",
     "queue": f"--loss queue {OURS} --queue-size 1024",
     # docs/neighbours.md; with what their authors' scripts leave to the data
@@ -108,12 +112,14 @@ EXPERIMENTS = {
     "amorlip": AMORLIP,
 }
 BATCHES = {"leverage": [16, 32, 64, 128, 256], "error": [8, 32, 128]}
+LEVEL = 35  # percent of R@1; a model that cannot tell the shapes of the scenes has at most 31
 METRICS = {
     "image_to_text_R@1": "R@1 image to text, %",
     "text_to_image_R@1": "R@1 text to image, %",
     "shapes-zeroshot-top1": "zero-shot, %",
     "normalizer_mse": "error of log-normalizers",
 }
+DIGITS = {"normalizer_mse": 2, "tau": 3}  # one for the others
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ def epochs_of(n: int, samples: int) -> int:
 
 
 def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> dict[Cell, list[dict]]:
-    """Metrics of every evaluation of every run, with the mean error of the log-normalizers in the preceding epoch."""
+    """Metrics of every evaluation of every run, with tau and the mean error of the log-normalizers in its epoch."""
     total = sum(epochs_of(cell.n, samples) * cell.n for cell in cells)
     with (
         ThreadPoolExecutor(args.jobs) as pool,
@@ -201,12 +207,11 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
                 )
             script = str(Path(__file__).with_name(f"{cell.variant}.py")) if cell.variant in SCRIPTS else None
             experiment = runs.train(cell.name, flags, epochs, cell.n, script=script)
-            errors: dict[int, list[float]] = {}
-            for line in read_metrics(experiment, "train"):
-                if "normalizer_mse" in line:
-                    errors.setdefault(line["epoch"] + 1, []).append(line["normalizer_mse"])
-            means = {epoch: {"normalizer_mse": mean(values)} for epoch, values in errors.items()}
-            return [metrics | means.get(metrics["epoch"], {}) for metrics in evaluations(experiment)]
+            training = read_metrics(experiment, "train")
+            return [
+                metrics | of_training([line for line in training if line["epoch"] + 1 == metrics["epoch"]])
+                for metrics in evaluations(experiment)
+            ]
 
         jobs: dict[Cell, Future] = {}
         for cell in cells:
@@ -214,22 +219,64 @@ def train(cells: list[Cell], variants: dict[str, str], samples: int, args) -> di
         return results_of(jobs)
 
 
-def last(results: dict[Cell, list[dict]], metric: str, **chosen) -> list[float]:
-    """The last value of a metric in every run whose cell has the values `chosen`; recalls in percent."""
-    runs = [metrics for cell, metrics in results.items() if chosen.items() <= vars(cell).items()]
-    factor = 1 if metric == "normalizer_mse" else 100
-    return [factor * metrics[-1][metric] for metrics in runs if metric in metrics[-1]]
+def of_training(lines: list[dict]) -> dict[str, float]:
+    """An epoch's last tau and its mean error of the log-normalizers, where a method has them."""
+    taus, errors = ([line[key] for line in lines if key in line] for key in ("tau", "normalizer_mse"))
+    return ({"tau": taus[-1]} if taus else {}) | ({"normalizer_mse": mean(errors)} if errors else {})
+
+
+def runs_of(results: dict[Cell, list[dict]], **chosen) -> dict[Cell, list[dict]]:
+    """The runs whose cell has the values `chosen`."""
+    return {cell: epochs for cell, epochs in results.items() if chosen.items() <= vars(cell).items()}
+
+
+def last(runs: dict[Cell, list[dict]], metric: str) -> list[float]:
+    """The last value of a metric in every run that has it; recalls in percent."""
+    factor = 1 if metric in ("normalizer_mse", "tau") else 100
+    return [factor * epochs[-1][metric] for epochs in runs.values() if metric in epochs[-1]]
+
+
+def recall(metrics: dict) -> float:
+    """R@1 in percent, mean of both directions."""
+    return 50 * (metrics["image_to_text_R@1"] + metrics["text_to_image_R@1"])
+
+
+def zero_shot(metrics: dict) -> float | None:
+    return 100 * metrics["shapes-zeroshot-top1"] if "shapes-zeroshot-top1" in metrics else None
+
+
+def crossing(epochs: list[dict], level: float) -> float | None:
+    """Epochs until R@1 reaches `level`, interpolated; None if it does not."""
+    before = 0.0
+    for metrics in epochs:
+        now = recall(metrics)
+        if now >= level:
+            return metrics["epoch"] - 1 + (level - before) / (now - before)
+        before = now
+    return None
 
 
 def table(results: dict[Cell, list[dict]], samples: int) -> str:
-    lines = ["| n | batch | variant | " + " | ".join(METRICS.values()) + " |", "|" + "---|" * (3 + len(METRICS))]
+    """Means over the seeds, R@1 and the crossing of `LEVEL` by seed, and differences to the baseline by seed."""
+    variants = {cell.variant for cell in results}
+    base = "clip" if "clip" in variants else next(iter(results)).variant
+    head = ["n", "batch", "variant", *METRICS.values(), "tau, last epoch", "R@1 by seed", f"R@1 - {base}"]
+    head += [f"zero-shot - {base}", f"epochs to R@1 {LEVEL} %"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for n, batch, variant in dict.fromkeys((cell.n, cell.batch, cell.variant) for cell in results):
-        texts = []
-        for metric in METRICS:
-            values = last(results, metric, n=n, batch=batch, variant=variant)
-            spread = f" ({stdev(values):.1f})" if len(values) > 1 else ""
-            texts.append(f"{mean(values):.{2 if metric == 'normalizer_mse' else 1}f}{spread}" if values else "")
-        lines.append(f"| {n:,} | {batch} | {variant} | " + " | ".join(texts) + " |")
+        runs = runs_of(results, n=n, batch=batch, variant=variant)
+        columns = [f"{n:,}", str(batch), variant]
+        for metric in (*METRICS, "tau"):
+            values = last(runs, metric)
+            columns.append(f"{mean(values):.{DIGITS.get(metric, 1)}f}" if values else "")
+        columns.append(", ".join(f"{recall(epochs[-1]):.1f}" for epochs in runs.values()))
+        for value in (recall, zero_shot):
+            pairs = [(value(runs[cell][-1]), value(results[replace(cell, variant=base)][-1])) for cell in runs]
+            differences = [ours - theirs for ours, theirs in pairs if ours is not None]
+            columns.append(shown(differences) if differences and variant != base else "")
+        crossings = [crossing(epochs, LEVEL) for epochs in runs.values()]
+        columns.append(", ".join("-" if epochs is None else f"{epochs:.1f}" for epochs in crossings))
+        lines.append(f"| {' | '.join(columns)} |")
     trained = sorted({epochs_of(cell.n, samples) * cell.n for cell in results})
     return f"After {' or '.join(f'{number:,}' for number in trained)} samples.\n\n" + "\n".join(lines) + "\n"
 
@@ -238,9 +285,8 @@ def leverage(results: dict[Cell, list[dict]]) -> str:
     """A table of batch leverage: the batch at which OpenCLIP's loss reaches our R@1, interpolated, divided by ours."""
     curves: dict[str, dict[int, float]] = {}
     for cell in results:
-        one_point = {"variant": cell.variant, "batch": cell.batch}
-        both = last(results, "image_to_text_R@1", **one_point) + last(results, "text_to_image_R@1", **one_point)
-        curves.setdefault(cell.variant, {})[cell.batch] = mean(both)
+        runs = runs_of(results, variant=cell.variant, batch=cell.batch)
+        curves.setdefault(cell.variant, {})[cell.batch] = mean(recall(epochs[-1]) for epochs in runs.values())
     base = sorted(curves.pop("clip").items()) if "clip" in curves else []
     highest = max((value for _, value in base), default=math.inf)
     header = "| variant | batch | R@1, mean of both directions, % | batch of clip with the same | leverage |"
@@ -296,7 +342,7 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
         if several:
             for n in dict.fromkeys(cell.n for cell in results):
                 batches = sorted({cell.batch for cell in results if cell.n == n})
-                found = {b: last(results, metric, n=n, batch=b, variant=variant) for b in batches}
+                found = {b: last(runs_of(results, n=n, batch=b, variant=variant), metric) for b in batches}
                 points = [(b if one_n else n / b, mean(values)) for b, values in found.items() if values]
                 if points:
                     axis.plot(*zip(*points, strict=True), marker="o", markersize=3, **style)
@@ -305,7 +351,7 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
                         axis.annotate(f"n = {n:,}", points[0], fontsize=6, color=style["color"], **offset)
                 style["label"] = None
         else:
-            runs = [metrics for cell, metrics in results.items() if cell.variant == variant]
+            runs = list(runs_of(results, variant=variant).values())
             factor = 1 if metric == "normalizer_mse" else 100
             epochs = [m["epoch"] for m in runs[0] if metric in m]
             curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
@@ -324,7 +370,7 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
 
 def draw_bars(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str) -> None:
     """Plot the last values of one cell as bars."""
-    found = [last(results, metric, variant=variant) for variant in variants]
+    found = [last(runs_of(results, variant=variant), metric) for variant in variants]
     heights = [mean(values) if values else 0 for values in found]
     spread = [stdev(values) if len(values) > 1 else 0 for values in found]
     # Reversed, since bars are drawn from the bottom up.

@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
+from paired import shown
 from tqdm import tqdm
 
 BATCH = 64
@@ -198,6 +199,13 @@ def report(results: dict[str, list[list[dict]]], metrics: dict[str, str]) -> Non
                 spread = f" ({stdev(values):.1f})" if len(values) > 1 else ""
                 cells.append(f"{mean(values):.1f}{spread}".rjust(26))
             print(f"{'' if row else variant:23}{when:11}" + "".join(cells))
+    base = "clip" if "clip" in results else next(iter(results))
+    print(f"\n{f'minus {base}, last epoch, by seed; 95 %':34}" + "".join(f"{title:>26}" for title in titles))
+    for variant, seeds in results.items():
+        if variant != base:
+            pairs = list(zip(seeds, results[base], strict=True))
+            cells = [shown([100 * (ours[-1][m] - theirs[-1][m]) for ours, theirs in pairs]) for m in metrics]
+            print(f"{variant:34}" + "".join(f"{cell:>26}" for cell in cells))
 
 
 def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:

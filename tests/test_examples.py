@@ -69,6 +69,20 @@ def test_fine_tuning(example, tmp_path, capsys):
         example("finetune", [*arguments, "--lr", "1e-3"])
 
 
+def test_fine_tuning_pairs_its_seeds(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import finetune
+
+    ends = {"clip": (0.5, 0.6, 0.7), "recovery + GCL": (0.6, 0.8, 1.0)}  # differences of 10, 20 and 30
+    results = {
+        variant: [[{"top1": value} for value in (0.9, 0.4, end)] for end in seeds] for variant, seeds in ends.items()
+    }
+    finetune.report(results, {"top1": "zero-shot, %"})
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["last", "epoch", "80.0", "(20.0)"] in lines
+    assert "recovery + GCL +20.0 ± 24.8".split() in lines and not any("clip +" in " ".join(line) for line in lines)
+
+
 @pytest.mark.slow
 def test_fine_tuning_on_icons(example, tmp_path):
     from open_clip_ext.data.make_shards import main as make_shards
@@ -177,8 +191,39 @@ def test_a_comparison_tells_the_samples_of_whole_epochs(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import compare
 
-    results = {compare.Cell("clip", n, 8, 0): [{"image_to_text_R@1": 0.5}] for n in (5000, 4000)}
+    evaluated = {"epoch": 1, "image_to_text_R@1": 0.5, "text_to_image_R@1": 0.5}
+    results = {compare.Cell("clip", n, 8, 0): [evaluated] for n in (5000, 4000)}
     assert compare.table(results, 8000).startswith("After 5,000 or 8,000 samples.")
+
+
+def test_a_comparison_pairs_its_seeds(monkeypatch):
+    """Means, differences with Student's interval, and where a run crosses the level."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import compare
+
+    def run(first, last, zero_shot, **more):
+        def metrics(epoch, value):
+            return {"epoch": epoch, "image_to_text_R@1": value - 0.1, "text_to_image_R@1": value + 0.1}
+
+        return [metrics(1, first), metrics(2, last) | {"shapes-zeroshot-top1": zero_shot, "tau": 0.05, **more}]
+
+    # Differences of 10, 20 and 30: mean 20, deviation 10, interval 4.303 * 10 / sqrt(3).
+    runs = {"clip": [(0.2, 0.3), (0.2, 0.3), (0.3, 0.4)], "ours": [(0.2, 0.4), (0.4, 0.5), (0.1, 0.7)]}
+    results = {
+        compare.Cell(variant, 100, 8, seed): run(*ends, 0.9, **({"normalizer_mse": 2.0} if variant == "ours" else {}))
+        for variant, seeds in runs.items()
+        for seed, ends in enumerate(seeds)
+    }
+    lines = compare.table(results, 200).splitlines()[4:]
+    assert lines == [
+        "| 100 | 8 | clip | 23.3 | 43.3 | 90.0 |  | 0.050 | 30.0, 30.0, 40.0 |  |  | -, -, 1.5 |",
+        "| 100 | 8 | ours | 43.3 | 63.3 | 90.0 | 2.00 | 0.050 | 40.0, 50.0, 70.0 | +20.0 ± 24.8 | +0.0 ± 0.0 "
+        "| 1.8, 0.9, 1.4 |",
+    ]
+    # Without clip the first variant is the baseline; one seed has no interval.
+    alone = {cell: epochs for cell, epochs in results.items() if cell.seed == 0}
+    renamed = {compare.Cell("first" if cell.variant == "clip" else "ours", 100, 8, 0): alone[cell] for cell in alone}
+    assert "R@1 - first" in (text := compare.table(renamed, 200)) and "| +10.0 | +0.0 |" in text
 
 
 @pytest.mark.slow

@@ -6,16 +6,17 @@ writes evidence.md and evidence.png.
 """
 
 import argparse
-import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuning_value
 
+sys.path.append(str(HERE.parent))
+from paired import interval
+
 LEVELS = (1, 2, 4)  # percent of R@1
-# Student's t at 97.5 %, for 1, 2, ... degrees of freedom; the last one for more, a little too wide.
-T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
@@ -71,9 +72,7 @@ def paired(
 ) -> tuple[float, float | None, int] | None:
     """Mean difference of `value` over the common seeds, half of its 95 % interval (None for one seed), their number."""
     differences = [value(runs[seed]) - value(base[seed]) for seed in sorted(runs.keys() & base.keys())]
-    n = len(differences)
-    half = T[min(n - 1, len(T)) - 1] * stdev(differences) / math.sqrt(n) if n > 1 else None
-    return (mean(differences), half, n) if n else None
+    return (*interval(differences), len(differences)) if differences else None
 
 
 def crossing(result: dict, level: float) -> float | None:
