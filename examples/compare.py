@@ -334,8 +334,8 @@ def draw(results: dict[Cell, list[dict]], args, path: Path) -> None:
 
 
 def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str, several: bool) -> None:
-    """Plot a metric by epoch, with a band from the lowest to the highest seed; with several cells, the last values by
-    batch size, or by n / B if n differs, too."""
+    """Plot a metric by epoch, means thick and single seeds thin; with several cells, the last values by batch size, or
+    by n / B if n differs, too."""
     one_n = len({cell.n for cell in results}) == 1
     for number, variant in enumerate(variants):
         style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
@@ -357,10 +357,9 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
             curves = [[factor * m[metric] for m in metrics if metric in m] for metrics in runs]
             if epochs:
                 means = [mean(values) for values in zip(*curves, strict=True)]
-                axis.plot(epochs, means, **style)
-                if len(curves) > 1:
-                    low, high = ([end(values) for values in zip(*curves, strict=True)] for end in (min, max))
-                    axis.fill_between(epochs, low, high, color=style["color"], alpha=0.12, linewidth=0)
+                axis.plot(epochs, means, linewidth=2.2, **style)
+                for curve in curves if len(curves) > 1 else ():
+                    axis.plot(epochs, curve, color=style["color"], alpha=0.35, linewidth=0.7)
     if several:
         axis.set_xscale("log", base=2)
     axis.set_xlabel("epoch" if not several else "batch size" if one_n else "n / B")
