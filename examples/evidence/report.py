@@ -20,7 +20,7 @@ LEVELS = (1, 2, 4)  # percent of R@1
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
-    ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"),
+    ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"), ("queue, unified", "minibatch"),
 )  # fmt: skip
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against clip, by seed",
