@@ -11,6 +11,7 @@ from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
 from training_ext.keep_best import BEST, COUNTS, START, is_better
+from training_ext.keys import has_keys
 from training_ext.run_log import duration
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
@@ -39,11 +40,17 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     yield "Next:"
     module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
     yield f"{module}.evaluate --checkpoint {given} --data FOLDER --out scores.jsonl"
-    if not issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
+    if has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"
     recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
     where = f"--logs {shlex.quote(args.logs)} --name {shlex.quote(args.name)}"
     yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
+
+
+def has_report(args: Namespace) -> bool:
+    """Whether `normalizers_report` accepts checkpoints of this training."""
+    is_amorlip = issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss)
+    return not (is_amorlip or has_keys(args) or getattr(args, "reference_gap", None))
 
 
 def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:

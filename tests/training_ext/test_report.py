@@ -461,6 +461,9 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
     assert "is not a complete checkpoint" in refused("table", path=torn)
     torch.save({"epoch": 1, "state_dict": {}}, torn)
     assert "has no CLIP model" in refused("table", path=torn)
+    for content in ({"state_dict": None}, {"state_dict": [1]}, {1: torch.zeros(1)}):
+        torch.save(content, torn)
+        assert "has no CLIP model" in refused("table", path=torn)
     of_clip = trained("clip")[0].path / "checkpoints/epoch_1.pt"
     assert "was not trained with --loss fastclip-v3; repeat" in refused("table", path=of_clip)
     torch.save({"state_dict": torch.load(of_clip, weights_only=True)["state_dict"], "metrics": {"epoch": 1}}, torn)
@@ -492,3 +495,44 @@ def test_amorlip_has_no_true_value_over_all_data(refused):
 def test_embeddings_of_another_run_are_refused(report, refused, tmp_path):
     report("table")
     assert "were computed with other weights" in refused("neuclip", f"--out {tmp_path}/out")
+
+
+def test_embeddings_of_other_images_are_refused(trained, datasets, refused, tmp_path):
+    """The captions, and so the digest by which a training resumes, are the same."""
+    experiment, arguments = trained("csv")
+    given, table, more = datasets["csv"].split()[1], tmp_path / "own.csv", f"--out {tmp_path}/out"
+    header, *lines = Path(given).read_text().splitlines()
+    table.write_text("\n".join([header, *lines]) + "\n")
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    own = f"{arguments.replace(given, str(table))} --checkpoint {path} {more}"
+    assert run_main(report_main, own, tmp_path) == run_main(report_main, own, tmp_path) == 0
+    images, captions = zip(*(line.split("\t") for line in lines), strict=True)
+    turned = ["\t".join(pair) for pair in zip(images[::-1], captions, strict=True)]
+    table.write_text("\n".join([header, *turned]) + "\n")
+    assert "were computed with other files" in refused("csv", more, change=(given, str(table)))
+
+
+def test_embeddings_of_another_form_of_the_model_are_refused(report, refused, tmp_path):
+    report("table")
+    more = f"--out {tmp_path}/out --force-quick-gelu"
+    assert "were computed with other flags" in refused("table", more)
+
+
+@pytest.mark.parametrize("flag", ["--same-caption", "--same-key title"])
+def test_a_training_that_leaves_out_equal_keys_has_no_report(refused, flag):
+    assert f"{flag.split()[0]}: the normalizers of this training leave out pairs" in refused("csv", flag)
+
+
+def test_default_batch_sizes_are_at_most_the_rows_that_can_be_read(trained, datasets, tmp_path, monkeypatch):
+    from training_ext.report import inputs
+
+    experiment, arguments = trained("csv")
+    header, *lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
+    table = tmp_path / "own.csv"
+    table.write_text("\n".join([header, "missing.png\t" + lines[0].split("\t")[1], *lines[1:]]) + "\n")
+    monkeypatch.setattr(inputs, "BATCH_SIZES", (16, 48))
+    own = arguments.replace(datasets["csv"].split()[1], str(table))
+    path = experiment.path / "checkpoints/epoch_1.pt"
+    assert run_main(report_main, f"{own} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
+    names = [one["name"] for one in json.loads((tmp_path / "out/normalizers.json").read_text())["estimators"]]
+    assert "batch of 16" in names and "batch of 48" not in names

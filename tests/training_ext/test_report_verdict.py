@@ -35,6 +35,14 @@ def test_the_ends():
     assert "off by a factor of inf" not in verdict(summary(1e30))
 
 
+def test_a_batch_of_all_rows_has_no_error():
+    """So its logarithm is no end of an interpolation."""
+    own = summary(0.1)
+    batches = [{"name": f"batch of {size}", "both": {"mse": error}} for size, error in ((2, 1), (3, 0))]
+    own["estimators"] = [own["estimators"][0], *batches]
+    assert "worth a batch between 2 and all 3 rows" in verdict(own)
+
+
 def test_mixing():
     assert "before --mixing 0.6" in verdict(summary(0.2, mixing=0.6))
     assert "mixing" not in verdict(summary(0.2))

@@ -92,6 +92,7 @@ class Job:
         tasks: all tasks of the table.
         folders: by task key, the folder; tasks without one are left out.
         todo: for each checkpoint the keys to evaluate; the user's own classes have a key, too.
+        stale: for each checkpoint the keys that are not to be evaluated, though their data or task have changed.
     """
 
     checkpoints: list[Checkpoint]
@@ -101,6 +102,7 @@ class Job:
     tasks: list[Task]
     folders: dict[str, str]
     todo: list[list[str]]
+    stale: list[list[str]]
 
 
 def run(argv: list[str]) -> None:
@@ -174,13 +176,48 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     if args.zeroshot_data is not None:
         own = open_own_classes("--zeroshot-data", args.zeroshot_data)
         sources[KEY + name_of(own)] = own
-    digests = {key: source.digest() for key, source in sources.items()}
-    todo = [
-        [key for key, digest in digests.items() if key not in own.rows or own.rows[key].data != digest]
-        for own in results
-    ]
+    by_key = {task.key: task for task in tasks}
+    digests = {key: digest_of(by_key.get(key), source) for key, source in sources.items()}
+    todo, stale = [], []
+    for out, found in zip(outs, results, strict=True):
+        todo.append([key for key, own in sources.items() if is_to_do(own, found.rows.get(key), digests[key], out)])
+        stale.append([key for key in found.rows if key not in sources and is_stale(by_key.get(key), found, folders)])
     picture = os.path.join(args.out, COMPARISON) if several and tasks else None
-    return Job(checkpoints, outs, picture, name, tasks, folders, todo), results
+    return Job(checkpoints, outs, picture, name, tasks, folders, todo, stale), results
+
+
+def digest_of(task: Task | None, source: Source) -> str:
+    """Digest of a data set and of what its task measures; of the user's own classes without a task."""
+    return source.digest() if task is None else f"{task.digest()}-{source.digest()}"
+
+
+def is_to_do(source: Source, row: Row | None, digest: str, out: str) -> bool:
+    """Whether a data set has no result, or one of other contents, or lacks its picture.
+
+    Raises:
+        InputError: the result is of the user's own classes in another folder with the same name.
+    """
+    if row is None:
+        return True
+    if row.folder is not None:
+        if row.data != digest and row.folder != os.path.abspath(source.folder):
+            raise InputError(
+                f"--zeroshot-data: {source.folder!r} has the name of {row.folder!r}, whose result is in {out!r}; "
+                "choose another --out, or rename the folder"
+            )
+        if not os.path.exists(confusion_path(out, source)):
+            return True
+    return row.data != digest
+
+
+def is_stale(task: Task | None, found: Results, folders: dict[str, str]) -> bool:
+    """Whether a result that is not evaluated now is of other data, or of another definition of its task."""
+    if task is None or task.key not in folders:
+        return False
+    try:
+        return found.rows[task.key].data != digest_of(task, open_task(task, folders[task.key]))
+    except InputError:
+        return True
 
 
 def about(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -235,7 +272,8 @@ def evaluate_checkpoint(
             evaluate_own_classes(args, encoder, job, number, results)
             continue
         source = open_task(tasks[key], job.folders[key])
-        digest = source.digest()  # before the files are read, so that a change meanwhile is seen by the next run
+        # Before the files are read, so that a change meanwhile is seen by the next run.
+        digest = digest_of(tasks[key], source)
         scored = score(encoder, tasks[key], source)
         if results is not None:
             assert scored is not None
@@ -255,8 +293,9 @@ def evaluate_own_classes(
     assert scores is not None
     found = {"acc1": scores.top1, "acc5": scores.top5, "mean_per_class_recall": scores.balanced, "main_metric": None}
     label, path = job.checkpoints[number].label, confusion_path(job.outs[number], source)
+    images, folder = int(scores.counts.sum()), os.path.abspath(source.folder)
+    results.add(Row(KEY + name_of(source), name_of(source), found, images, digest, folder))
     write_confusion(path, source, scores, label)
-    results.add(Row(KEY + name_of(source), name_of(source), found, int(scores.counts.sum()), digest))
 
 
 def confusion_path(out: str, source: Source) -> str:
@@ -272,6 +311,11 @@ def finish(job: Job, results: list[Results]) -> None:
             if task.key not in job.folders and not any(task.key in own.rows for own in results)
         ]
         print(table(job.table, job.tasks, labels, results, missing))
+        names = {task.key: task.name for task in job.tasks}
+        for label, keys in zip(labels, job.stale, strict=True):
+            if keys:
+                changed = ", ".join(names[key] for key in keys)
+                print(f"{label}: evaluate again, since data or task have changed: {changed}")
     for label, out, own in zip(labels, job.outs, results, strict=True):
         for row in own.rows.values():
             if row.key.startswith(KEY):

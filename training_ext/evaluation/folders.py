@@ -82,7 +82,10 @@ class Source:
         """
         found = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
         for path in self.files():
-            file = os.stat(path)
+            try:
+                file = os.stat(path)
+            except OSError as error:
+                raise self.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
             found.update(f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n".encode())
         return found.hexdigest()[:16]
 
@@ -143,7 +146,9 @@ class Shards(Source):
         image = read(next((kind for kind in SHARD_IMAGES if kind in members), "jpg"))
         numbers = read_array(self, read("npy"), place) if "npy" in members else None
         if self.type == "retrieval":
-            captions = [line.strip() for line in read("txt").decode("utf-8", "replace").splitlines() if line.strip()]
+            # Not splitlines, which also cuts at characters such as U+2028.
+            lines = read("txt").decode("utf-8", "replace").split("\n")
+            captions = [line.strip() for line in lines if line.strip()]
             if not captions:
                 raise self.wrong(f"{place!r} has no caption")
             return Sample(place, image, captions)
@@ -152,7 +157,7 @@ class Shards(Source):
                 raise self.wrong(f"{place!r} needs an .npy of {len(self.classes)} numbers, each 0 or 1")
             return Sample(place, image, numbers)
         text = read("cls")
-        label = int(text) if text.strip().isdigit() else -1
+        label = int(text) if text.strip().isdigit() and len(text) < 20 else -1
         if not 0 <= label < len(self.classes):
             raise self.wrong(f"{place!r} has the class {text[:20]!r}; {CLASSNAMES} has 0 to {len(self.classes) - 1}")
         return Sample(place, image, label, numbers)
@@ -212,7 +217,7 @@ class Candidates(Source):
                     if not row["cue"] or truth.sum() != len(set(associations)) or not associations:
                         raise ValueError(f"cue {row['cue']!r} has no association, or one that is no candidate")
                     self.instances.append((row["cue"], numbers, truth))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
             raise self.wrong(f"{path!r} cannot be read as cue, candidates, associations: {one_line(error)}") from None
         images = next((name for name in WINOGAVIL_IMAGES if os.path.isdir(os.path.join(folder, name))), "images")
         self.images = [os.path.join(folder, images, f"{name}.jpg") for name in number_of]
@@ -282,13 +287,16 @@ def lines_of(source: Source, name: str, needed: bool = False) -> list[str]:
     path = os.path.join(source.folder, name)
     try:
         with open(path, encoding="utf-8") as file:
-            lines = [line.strip() for line in file.read().splitlines()]
+            lines = [line.strip() for line in file.read().rstrip().split("\n")]
     except FileNotFoundError:
         lines = []
     except (OSError, ValueError) as error:
         raise source.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
+    lines = [] if lines == [""] else lines
     if needed and not lines:
         raise source.wrong(f"{path!r} is missing or empty")
+    if name == CLASSNAMES and "" in lines:
+        raise source.wrong(f"{path!r} has no name in line {lines.index('') + 1}")
     return lines
 
 
@@ -329,7 +337,8 @@ def check_end(tar: tarfile.TarFile) -> None:
 
 def read_array(source: Source, content: bytes, place: str) -> NDArray:
     try:
-        return np.load(io.BytesIO(content), allow_pickle=False)
+        # Not load, which also opens archives.
+        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise source.wrong(f"the .npy of {place!r} cannot be read: {one_line(error)}") from None
 

@@ -22,7 +22,7 @@ from open_clip_ext.errors import InputError
 from training_ext.evaluation.folders import Candidates, Images, Source
 from training_ext.hosts import taken
 
-RANKED = 5  # top classes kept for each sample
+RANKED = 5  # top classes kept for each sample, or more if a task asks for them
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Answers:
     """Predictions of a classification.
 
     Args:
-        ranked: (N, K) classes, the most similar first; K = min(5, C).
+        ranked: (N, K) classes, the most similar first, of equal ones the earlier; K = min(C, 5 or more).
         labels: (N,), or (N, C) of 0 and 1 for several labels.
         scores: (N, C) cosine similarities for several labels, else None.
         fields: (N, columns) int64 if the samples have fields, else None.
@@ -124,15 +124,23 @@ class Answers:
 
 
 @torch.inference_mode()
-def classify(encoder: Encoder, source: Source, name: str, size: int | None = None) -> Answers | None:
-    """Classify all samples; the predictions on process 0, None on the others."""
+def classify(
+    encoder: Encoder, source: Source, name: str, size: int | None = None, ranked: int = RANKED
+) -> Answers | None:
+    """Classify all samples; the predictions on process 0, None on the others.
+
+    Args:
+        ranked: number of classes to keep for each sample.
+    """
     classifier = encoder.classifier(source)
     several = source.type == "multilabel"
     rows: dict[str, list] = {"number": [], "ranked": [], "labels": [], "scores": [], "fields": []}
     for numbers, features, targets, fields in encoder.batches(source, name, size):
         scores = features @ classifier
         rows["number"].append(np.asarray(numbers, np.int64))
-        rows["ranked"].append(scores.topk(min(RANKED, scores.shape[1]), dim=1).indices.cpu().numpy())
+        # Not topk, which leaves the order of equal scores open.
+        order = scores.sort(dim=1, descending=True, stable=True).indices
+        rows["ranked"].append(order[:, :ranked].cpu().numpy())
         rows["labels"].append(np.asarray(targets, np.int64))
         rows["scores"].append(scores.cpu().numpy() if several else np.empty((len(numbers), 0)))
         rows["fields"].append(table_of(source, fields))

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -109,9 +110,11 @@ def read_params(path: str) -> dict[str, Any]:
     for line in lines:
         name, _, text = line.partition(": ")
         try:
-            found[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            found[name] = text
+            value = ast.literal_eval(text)
+            json.dumps(value)  # what no flag can be, such as a set, stays text
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = text
+        found[name] = value
     return found
 
 
@@ -124,7 +127,11 @@ def names_of_weights(path: str) -> list[str]:
     except (SafetensorError, Exception) as error:  # a damaged archive may raise anything
         raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {one_line(error)}") from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
-    if not weights or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+    if not (
+        isinstance(weights, dict)
+        and weights
+        and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items())
+    ):
         raise InputError(f"--checkpoint: {path!r} has no weights of a model")
     return [plain_name(name) for name in weights]
 

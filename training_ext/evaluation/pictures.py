@@ -18,6 +18,11 @@ SHOWN_CLASSES, NUMBERED_CLASSES = 30, 15
 Rows = Sequence[tuple[str, Sequence[float | None]]]
 
 
+def plain(text: str) -> str:
+    """The text as matplotlib shows it without a formula: it takes what is between two `$` for one."""
+    return text.replace("$", r"\$")
+
+
 def new_figure(width: float, height: float) -> "Figure":
     # Imported here because it is slow, and most runs draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,15 +56,16 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
         if len(points):
             axis.scatter(
                 # Each marker is smaller than the one before, so that equal scores stay visible.
-                points[:, 0], points[:, 1], s=20 + 60 / (number + 1), zorder=2, label=label, linewidths=0,
+                points[:, 0], points[:, 1], s=20 + 60 / (number + 1), zorder=2, label=plain(label), linewidths=0,
                 color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
             )
-    axis.set_yticks(places, [name for name, _ in rows])
+    axis.set_yticks(places, [plain(name) for name, _ in rows])
     axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel="score, percent")
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)
     figure.legend(
-        loc="outside upper center", ncols=min(3, len(labels)), frameon=False, fontsize=9, title=title, title_fontsize=11
+        loc="outside upper center", ncols=min(3, len(labels)), frameon=False, fontsize=9, title=plain(title),
+        title_fontsize=11,
     )
     figure.savefig(file, dpi=130, format="png")
 
@@ -82,13 +88,13 @@ def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], tit
     figure = new_figure(side + 1.2, side)
     axis = figure.subplots()
     draw_shares(figure, axis, 100 * shares)
-    names = [shortened(classes[index]) for index in chosen.tolist()]
+    names = [plain(shortened(classes[index])) for index in chosen.tolist()]
     axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     axis.set_yticks(
         range(len(names)), [f"{name} ({samples[index]})" for name, index in zip(names, chosen, strict=True)], fontsize=8
     )
     axis.set(xlabel="taken for", ylabel="class (images)")
-    axis.set_title(title, fontsize=10, color=INK)
+    axis.set_title(plain(title), fontsize=10, color=INK)
     figure.savefig(file, dpi=130, format="png")
 
 

@@ -21,7 +21,8 @@ class Row:
         key, name: key and name of the task.
         metrics: by DataComp's names; `main_metric` is the score, None to keep it out of the averages.
         samples: number of samples.
-        data: digest of the data set.
+        data: digest of the data set and of what the task measures.
+        folder: absolute path of the data set, for the user's own classes.
     """
 
     key: str
@@ -29,6 +30,7 @@ class Row:
     metrics: dict[str, Any]
     samples: int
     data: str
+    folder: str | None = None
 
 
 class Results:
@@ -52,8 +54,10 @@ class Results:
             with open(path, encoding="utf-8") as file:
                 lines = [json.loads(line) for line in file if line.strip()]
             for line in lines:
-                row = Row(line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"])
-                self.rows[row.key] = row
+                self.rows[line["key"]] = Row(
+                    line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"],
+                    line.get("folder"),
+                )
             others = {name for line in lines for name, value in about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"--out: {path!r} is not a file of results: {one_line(error)}") from None
@@ -66,8 +70,9 @@ class Results:
         self.rows[row.key] = row
         with whole_file(self.path, text=True) as file:
             for row in self.rows.values():
-                line = {"key": row.key, "dataset": row.name, "metrics": row.metrics}
-                file.write(json.dumps({**line, **self.about, "samples": row.samples, "data": row.data}) + "\n")
+                line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
+                line |= {"samples": row.samples, "data": row.data} | ({"folder": row.folder} if row.folder else {})
+                file.write(json.dumps(line) + "\n")
 
     def scores(self) -> dict[str, float]:
         """Scores in [0, 1] by task key, without those that are kept out of the averages."""

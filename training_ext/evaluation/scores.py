@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from open_clip_ext.errors import InputError
 from training_ext.evaluation import metrics
 from training_ext.evaluation.folders import Candidates, Shards, Source
-from training_ext.evaluation.inference import Answers, Encoder, associate, classify, retrieve
+from training_ext.evaluation.inference import RANKED, Answers, Encoder, associate, classify, retrieve
 from training_ext.evaluation.tasks import Task
 
 RECALLS = (1, 5, 10)
@@ -45,7 +45,7 @@ def score(encoder: Encoder, task: Task, source: Source) -> tuple[Metrics, int] |
             return None
         found, size = retrieval_metrics(**embedded), len(embedded["image"])
     else:
-        answers = classify(encoder, source, task.name, task.size)
+        answers = classify(encoder, source, task.name, task.size, ranked=max(RANKED, task.top_k))
         if answers is None:
             return None
         found, size = classification_metrics(task, answers, source), len(answers.labels)

@@ -1,5 +1,6 @@
 """The tables of tasks: DataComp's 38, or those in a folder's tasks.json."""
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, fields
@@ -44,6 +45,12 @@ class Task:
         collection, or NAME."""
         names = self.folders or (self.key.removeprefix("fairness/").replace("/", "-"),)
         return [form.format(name) for name in names for form in ("wds_{}_test", "wds_{}", "{}")]
+
+
+    def digest(self) -> str:
+        """Digest of what the task measures, 16 hex digits."""
+        measured = (self.kind, self.main_metric, self.fields, self.group_by, self.top_k, self.macro)
+        return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]
 
 
 PER_CLASS = "mean_per_class_recall"
@@ -118,6 +125,8 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
             for row in content["tasks"]
         ]
         tasks = tuple(Task(**row) for row in rows)
+        for task in tasks:
+            check_types(task)
         name = str(content["name"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(field.name for field in fields(Task))
@@ -130,3 +139,20 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
         if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
             raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or group_by is not in its fields")
     return name, tasks
+
+
+def check_types(task: Task) -> None:
+    """Raise ValueError for a field that is of another type than `Task` says."""
+    for name in ("key", "name", "main_metric", "kind"):
+        if not isinstance(value := getattr(task, name), str) or not value:
+            raise ValueError(f"{name} is {value!r}, not a text")
+    for name in ("folders", "fields", "group_by"):
+        value = getattr(task, name)
+        if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
+            raise ValueError(f"{name} of {task.key!r} is {value!r}, not a list of texts")
+    for name in ("size", "top_k"):
+        value = getattr(task, name)
+        if not (value is None and name == "size") and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} of {task.key!r} is {value!r}, not an integer of at least 1")
+    if not isinstance(task.macro, bool):
+        raise ValueError(f"macro of {task.key!r} is {task.macro!r}, not true or false")

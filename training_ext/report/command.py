@@ -1,6 +1,7 @@
 """The command `open_clip_ext.normalizers_report`: its flags and its steps."""
 
 import argparse
+import json
 import os
 from typing import Any, NoReturn
 
@@ -14,6 +15,7 @@ from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
 from training_ext import params, preflight
 from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
+from training_ext.evaluation.models import MODEL_FLAGS
 from training_ext.report.gradients import PAIRS
 from training_ext.report.inputs import (
     Job,
@@ -153,12 +155,14 @@ def cache_key(args: argparse.Namespace, job: Job, transform: Any) -> dict[str, A
     return {
         "weights": job.weights,
         "data": job.rows.digest if job.shards is None else job.shards.digest,
+        "files": job.files,
         "captions": {
             name: getattr(args, name)
-            for name in ("captions_field", "several_captions", "csv_img_key", "csv_caption_key", "force_context_length")
+            for name in ("captions_field", "several_captions", "csv_img_key", "csv_caption_key")
         }
         | {"seed": args.seed if args.captions_field or args.several_captions else None},  # which draws among several
         "model": args.model,
+        "flags": json.loads(json.dumps({name: getattr(args, name, None) for name in MODEL_FLAGS})),  # tuples are lists
         "precision": args.precision,
         "transform": str(transform),
     }

@@ -20,6 +20,7 @@ from training_ext import checkpoint, row_folders
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
+from training_ext.keys import has_keys
 from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
 from training_ext.loss import build_loss
 from training_ext.machine import check_device
@@ -60,7 +61,8 @@ class Saved:
             reason = one_line(error)
             raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
-        weights = {plain_name(name): value for name, value in weights.items()}
+        weights = weights if isinstance(weights, dict) else {}
+        weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
         if "logit_scale" not in weights:
             raise InputError(f"--checkpoint: {path!r} has no CLIP model")
         return cls(weights, checkpoint.take_entry(content), content.get("epoch"))
@@ -86,6 +88,7 @@ class Job:
         rows: the rows of the train data.
         shards: the shards of the train data, or None if they are not in shards.
         weights: digest of the checkpoint's weights.
+        files: size and modification time of each local file that lists or has the samples.
         sizes: batch sizes of the minibatch estimates.
         out: folder of the report.
     """
@@ -93,6 +96,7 @@ class Job:
     rows: DataRows
     shards: Shards | None
     weights: str
+    files: list[list[int]]
     sizes: list[int]
     out: str
 
@@ -119,6 +123,12 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
             f"--loss: the normalizers of {args.loss!r} also depend on the reference model, and the report has the "
             "checkpoint's embeddings only; give a checkpoint of another loss"
         )
+    if args.uses_ext_loss and has_keys(args):
+        flag = "--same-key" if args.same_key is not None else "--same-caption"
+        raise InputError(
+            f"{flag}: the normalizers of this training leave out pairs of equal keys, and the report sums over all; "
+            "give a checkpoint of a training without it"
+        )
     check_ranges(args)
     rows, shards = find_all_rows(options, args)
     if saved.is_weights_only and args.uses_ext_loss:
@@ -139,7 +149,18 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     out = options.out or default_folder(options.checkpoint)
     if os.path.exists(out) and not os.path.isdir(out):
         raise InputError(f"--out: {out!r} is a file; give a folder")
-    return Job(rows, shards, saved.digest(), sizes, out)
+    return Job(rows, shards, saved.digest(), files_of(args, shards), sizes, out)
+
+
+def files_of(args: Namespace, shards: Shards | None) -> list[list[int]]:
+    """Size and modification time, in ns, of the csv or of each local shard.
+
+    The digest by which a training resumes has neither: there moved images and repaired shards are the same data. Here
+    other images under the same names must not get the embeddings of the old ones.
+    """
+    paths = [args.train_data] if shards is None else shards.urls
+    found = [os.stat(path) for path in paths if path and os.path.exists(path)]
+    return [[file.st_size, file.st_mtime_ns] for file in found]
 
 
 def batch_sizes(given: str | None, num_rows: int) -> list[int]:

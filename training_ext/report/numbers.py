@@ -66,9 +66,9 @@ def compare(
         taus: temperatures for which to compute the rho that holds them.
     """
     num_read = len(embedded.rows)
-    for size in job.sizes:
-        if size > num_read:
-            raise InputError(f"--batch-sizes: {size} is more than the {num_read} rows that can be read")
+    sizes = [size for size in job.sizes if size <= num_read]
+    if len(sizes) < len(job.sizes) and options.batch_sizes is not None:
+        raise InputError(f"--batch-sizes: {job.sizes[-1]} is more than the {num_read} rows that can be read")
     draw_anchors = torch.Generator().manual_seed(options.report_seed)
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     index = embedded.rows[places]
@@ -91,7 +91,7 @@ def compare(
     estimates = {}
     if loss is not None and not isinstance(loss.normalizer, BatchNormalizer):
         estimates[loss.normalizer.name] = checkpoint_estimate(loss, embedded, places, tau, args)
-    for size in job.sizes:
+    for size in sizes:
         estimates[f"batch of {size}"] = in_parts(
             exact.minibatch_log_normalizers, embedded, places, tau, args, unit=exact.group_size(size),
             what=f"Batches of {size}", batch_size=size, seed=options.report_seed, **common,
@@ -118,7 +118,7 @@ def compare(
             all_log_normalizers, embedded, torch.arange(num_read), objective.tau, args, unit=1, what="Exact, all",
             chunk_mib=options.chunk_mib, **common,
         )
-        summary["gradients"] = compare_gradients(options, args, job.sizes, loss, objective, all_true, embedded)
+        summary["gradients"] = compare_gradients(options, args, sizes, loss, objective, all_true, embedded)
     return Result(summary, index, true, estimates)
 
 

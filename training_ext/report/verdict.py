@@ -52,6 +52,8 @@ def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
     for one, other in zip(sizes, sizes[1:], strict=False):
         high, low = batches[one], batches[other]
         if low < mse <= high:
+            if low == 0:  # a batch of all rows
+                return f"worth a batch between {one:,} and all {other:,} rows ({GOOD})"
             equal = exp(log(one) + (log(high) - log(mse)) / (log(high) - log(low)) * (log(other) - log(one)))
             return f"worth a batch of {float(f'{equal:.2g}'):,.0f} ({GOOD})"
     return f"worth about a batch of {small:,} ({GOOD})"

@@ -190,6 +190,46 @@ def test_other_data_are_done_again(tasks, checkpoints, tmp_path, capsys):
     assert after["data"] != before["data"] and after["samples"] == before["samples"] == 42
 
 
+def change_task(tasks: Path, key: str, **changes) -> None:
+    path = tasks / "tasks.json"
+    content = json.loads(path.read_text())
+    (task,) = [task for task in content["tasks"] if task["key"] == key]
+    task.update(changes)
+    path.write_text(json.dumps(content))
+
+
+def test_another_task_is_another_score(tasks, checkpoints, tmp_path, capsys):
+    arguments = f"--checkpoint {checkpoints[0]} --data {tasks} --out {tmp_path}/results.jsonl"
+    run(f"{arguments} --tasks Colour Background")
+    before = lines_of(tmp_path / "results.jsonl")["evalset/colour"]["metrics"]
+    change_task(tasks, "evalset/colour", main_metric="acc5")
+    capsys.readouterr()
+    run(f"{arguments} --tasks Background")
+    assert "run/epoch_1: evaluate again, since data or task have changed: Colour\n" in capsys.readouterr().out
+    run(f"{arguments} --tasks Colour")
+    after = lines_of(tmp_path / "results.jsonl")["evalset/colour"]["metrics"]
+    assert after["main_metric"] == before["acc5"] != before["main_metric"]
+    assert "evaluate again" not in capsys.readouterr().out
+
+
+def test_a_task_may_count_more_than_five_classes(tasks, checkpoints, tmp_path):
+    classes = len((tasks / "wds_evalset-colour_test/classnames.txt").read_text().splitlines())
+    change_task(tasks, "evalset/colour-top5", top_k=classes, main_metric=f"acc_top{classes}_wg")
+    run(f"--checkpoint {checkpoints[0]} --data {tasks} --tasks evalset/colour-top5 --out {tmp_path}/r.jsonl")
+    assert lines_of(tmp_path / "r.jsonl")["evalset/colour-top5"]["metrics"]["main_metric"] == 1 and classes > 5
+
+
+def test_of_equal_classes_the_first_is_taken(tasks, checkpoints, tmp_path):
+    folder = tasks / "wds_evalset-colour_test"
+    names = (folder / "classnames.txt").read_text().splitlines()
+    (folder / "classnames.txt").write_text("red\n" * len(names))
+    run(f"--checkpoint {checkpoints[0]} --data {tasks} --tasks evalset/colour --out {tmp_path}/results.jsonl")
+    labels = np.array([int(text) for text in members(folder, "cls")])
+    found = lines_of(tmp_path / "results.jsonl")["evalset/colour"]["metrics"]
+    assert found["acc1"] == pytest.approx(np.mean(labels == 0))
+    assert found["acc5"] == pytest.approx(np.mean(labels < 5))
+
+
 @pytest.mark.parametrize("when", ["afterwards", "during"])
 def test_corrected_labels_are_scored_again(tasks, checkpoints, tmp_path, monkeypatch, when):
     """Also if they were corrected while the old ones were scored."""

@@ -53,6 +53,22 @@ def test_labels_and_captions(shards):
     assert (first.target, second.target) == (1, 0)
     (first,) = shards(kind="retrieval")
     assert first.target == ["one", "two"]
+    captions = "a red\u2028circle\r\n\n a blue\x85square\n".encode()
+    *_, last = shards(("s1.png", png()), ("s1.txt", captions), kind="retrieval")
+    assert last.target == ["a red\u2028circle", "a blue\x85square"]
+
+
+def test_names_are_lines(shards, tmp_path):
+    shards()
+    source, names = tmp_path / "folder", tmp_path / "folder/classnames.txt"
+    names.write_text("red\nblue\n\n")
+    assert Shards("--data", str(source)).classes == ["red", "blue"]
+    names.write_text("red\n\nblue\n")
+    with pytest.raises(InputError, match="classnames.txt' has no name in line 2"):
+        Shards("--data", str(source))
+    names.write_text("\n")
+    with pytest.raises(InputError, match="is missing or empty"):
+        Shards("--data", str(source))
 
 
 def test_what_is_wrong_with_a_sample(shards):
@@ -61,6 +77,8 @@ def test_what_is_wrong_with_a_sample(shards):
         ((("s1.png", png()),), r"s1.png' has no .cls beside it"),
         ((("s1.png", png()), ("s1.cls", b"2")), r"s1.png' has the class b'2'; classnames.txt has 0 to 1"),
         ((("s1.png", png()), ("s1.cls", b"-1")), r"has the class b'-1'"),
+        ((("s1.png", png()), ("s1.cls", b"1" * 5000)), r"has the class b'1111"),
+        ((("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", b"PK\x03\x04")), r"the .npy of .* cannot be read"),
         ((("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", pickle.dumps([1]))), r"the .npy of .* cannot be read"),
     ):
         with pytest.raises(InputError, match=message):
@@ -127,6 +145,20 @@ def test_a_shard_that_is_missing_or_cut(shards, tmp_path):
     (folder / "test" / "nshards.txt").write_text("many")
     with pytest.raises(InputError, match="must have the number of shards"):
         Shards("--data", str(folder))
+
+
+def test_a_file_that_is_gone(tmp_path):
+    (tmp_path / "red").mkdir()
+    (tmp_path / "red/x.png").write_bytes(png())
+    (tmp_path / "red/y.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(InputError, match="y.png' cannot be read"):
+        open_own_classes("--zeroshot-data", str(tmp_path)).digest()
+
+
+def test_associations_of_a_torn_table(tmp_path):
+    (tmp_path / "winogavil_dataset.csv").write_text('cue,candidates,associations\na,"' + "x" * 140_000)
+    with pytest.raises(InputError, match="cannot be read as cue, candidates, associations"):
+        Candidates("--data", str(tmp_path))
 
 
 def test_associations_that_are_no_candidates(tmp_path):

@@ -1,6 +1,7 @@
 """One's own classes, in the command and in the training; and which model a checkpoint is of."""
 
 import json
+import shutil
 from pathlib import Path
 
 import open_clip
@@ -99,6 +100,30 @@ def test_what_is_wrong_is_found_before_the_training(classes, datasets, tmp_path,
         assert not (tmp_path / "logs").exists()
 
 
+def test_a_name_with_dollars_is_drawn(classes, checkpoints, tmp_path):
+    """Matplotlib would take it for a formula."""
+    folder = Path(shutil.copytree(classes, tmp_path / "prices_$1_$5"))
+    names = (folder / "classnames.txt").read_text().splitlines()
+    (folder / "classnames.txt").write_text("\n".join(["$5_$10", *names[1:]]) + "\n")
+    score(checkpoints[0], folder, tmp_path / "own.jsonl")
+    picture = tmp_path / "own-prices_$1_$5.png"
+    assert picture.stat().st_size > 5_000
+    picture.unlink()
+    score(checkpoints[0], folder, tmp_path / "own.jsonl")
+    assert picture.exists()  # though its score was there
+
+
+def test_another_folder_of_the_same_name_is_refused(classes, checkpoints, tmp_path, refused):
+    for place in ("a", "b", "c"):
+        shutil.copytree(classes, tmp_path / place / "val")
+    (tmp_path / "b/val/classnames.txt").unlink()
+    before = score(checkpoints[0], tmp_path / "a/val", tmp_path / "own.jsonl")
+    line = refused(f"--checkpoint {checkpoints[0]} --zeroshot-data {tmp_path}/b/val --out {tmp_path}/own.jsonl")
+    assert f"--zeroshot-data: '{tmp_path}/b/val' has the name of '{tmp_path}/a/val', whose result is in" in line
+    # The same data in another place have the same score.
+    assert score(checkpoints[0], tmp_path / "c/val", tmp_path / "own.jsonl") == before
+
+
 def test_the_model_of_a_checkpoint(checkpoints, classes, tmp_path, refused):
     found = find_checkpoint(str(checkpoints[0]), None)
     assert (found.model, found.label, found.flags, found.has_logit_bias) == ("ViT-test", "run/epoch_1", {}, False)
@@ -139,3 +164,6 @@ def test_the_training_s_flags_are_those_of_the_evaluation(checkpoints, tmp_path)
     found = find_checkpoint(str(tmp_path / "epoch_1.pt"), "ViT-B-16-SigLIP", "webli")
     assert found.flags["image_mean"] == (0.5, 0.5, 0.5)
     assert open_clip.get_model_config(found.model)
+    with open(tmp_path / "params.txt", "a") as file:
+        file.write("image_mean: {1, 2}\n")  # what no flag can be, and no JSON has
+    assert find_checkpoint(str(tmp_path / "epoch_1.pt"), None).flags["image_mean"] == "{1, 2}"

@@ -81,3 +81,22 @@ def test_a_table_of_ones_own(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match="--data: .*tasks.json"):
             read_tasks(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"key": 5}, "key is 5, not a text"),
+        ({"size": "24"}, "size of 'a' is '24', not an integer"),
+        ({"top_k": "5"}, "top_k of 'a' is '5', not an integer"),
+        ({"top_k": 0}, "top_k of 'a' is 0, not an integer of at least 1"),
+        ({"group_by": None}, "group_by of 'a' is None, not a list"),
+        ({"macro": "yes"}, "macro of 'a' is 'yes', not true or false"),
+    ],
+)
+def test_a_table_with_wrong_types(tmp_path, wrong, message):
+    task = {"key": "a", "name": "A"} | wrong
+    (tmp_path / "tasks.json").write_text(json.dumps({"name": "own", "tasks": [task]}))
+    with pytest.raises(InputError, match="is not a table of tasks") as error:
+        read_tasks(str(tmp_path))
+    assert message in str(error.value).replace('\\"', '"')
