@@ -90,7 +90,7 @@ def train(name: str, flags: str, shards: dict[str, str], args) -> list[dict]:
     with tqdm(total=args.samples * args.epochs, desc=name, unit=" pairs", unit_scale=True) as bar:
 
         def show(line: dict) -> None:
-            bar.set_postfix(epoch=line["epoch"], tau=f"{line['tau']:.3g}")
+            bar.set_postfix(epoch=line["epoch"], tau=f"{line['tau']:.3g}", refresh=False)
             bar.update(round((line["epoch"] + line["step"] / line["steps"]) * args.samples) - bar.n)
 
         run(command, logs / name, show)
