@@ -124,7 +124,9 @@ def test_the_best_of_the_summary(tmp_path):
     for epoch, (recall, value) in enumerate([(0.1, 3.0), (0.3, inf), (0.2, 2.0), (0.2, 2.5)]):
         file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": recall, "clip_val_loss": value})
     file.close()
-    args = Namespace(logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue")
+    args = Namespace(
+        logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False
+    )
     lines = [line.split() for line in summary(args, 61.0)]
     assert lines[0][-1] == "1m01s"
     assert ["image_to_text_R@1", "0.2000", "0.3000", "1"] in lines
