@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from open_clip_ext.distributed import world_size
+from open_clip_ext.errors import InputError
 
 
 class StopRequest:
@@ -18,11 +19,14 @@ class StopRequest:
 
     The all-reduce is asynchronous: it starts after one step and is read after the next. It runs over gloo, so nothing
     waits for a GPU.
+
+    Raises:
+        InputError: gloo does not connect the processes.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._group: Any = dist.new_group(backend="gloo") if world_size() > 1 else None
+        self._group: Any = _gloo_group() if world_size() > 1 else None
         self._asked: tuple[dist.Work, torch.Tensor] | None = None
         self._handler: Any = None
         if threading.current_thread() is threading.main_thread():
@@ -57,6 +61,23 @@ class StopRequest:
         """Restore the previous handler of SIGTERM."""
         if self._handler is not None:
             signal.signal(signal.SIGTERM, self._handler)
+
+
+def _gloo_group() -> Any:
+    """A group over gloo, which chooses a network interface of its own, not NCCL's.
+
+    Raises:
+        InputError: the processes cannot reach each other through it.
+    """
+    try:
+        return dist.new_group(backend="gloo")
+    except RuntimeError as error:
+        given = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"{given!r} does not connect the processes over gloo, which they use to agree on SIGTERM; set it to the "
+            f"network interface between the machines, such as eth0: {reason}", "GLOO_SOCKET_IFNAME"
+        ) from error
 
 
 class Outlive:

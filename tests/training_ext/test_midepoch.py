@@ -10,13 +10,16 @@ from contextlib import suppress
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import LOSSES, Experiment, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
 from stop import ITERATE, Killed, StopAt
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
 
+from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
+from training_ext import stopping
 from training_ext.data import RowLoader
 from training_ext.midepoch import NAME
 from training_ext.osr.recovery import UNFINISHED
@@ -304,6 +307,17 @@ def test_sigterm_does_what_it_did_once_a_run_is_over():
     assert request.agreed()
     request.close()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_network_that_gloo_does_not_find(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # NCCL's part is played by gloo
+    try:
+        monkeypatch.setattr(stopping, "world_size", lambda: 2)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+        with pytest.raises(InputError, match="^GLOO_SOCKET_IFNAME: 'nowhere0' .* network interface .*eth0"):
+            StopRequest()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
