@@ -152,15 +152,16 @@ def _write_associations(folder: Path, pool: list[Scene], instances: int, seed: i
 
 def _write_shards(folder: Path, samples: Iterator[Members], num_samples: int, per_shard: int) -> None:
     (folder / "test").mkdir(parents=True, exist_ok=True)
+    for earlier in (folder / "test").glob("*.tar"):
+        earlier.unlink()
     shards = -(-num_samples // per_shard)
     with tqdm(total=num_samples, desc=folder.name, unit="sample") as bar:
         for shard in range(shards):
             with whole_file(folder / "test" / f"{shard}.tar") as stream:
-                tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
-                for number in range(shard * per_shard, min((shard + 1) * per_shard, num_samples)):
-                    tar.write({"__key__": f"s{number:07d}", **next(samples)})
-                    bar.update()
-                tar.close()
+                with TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False) as tar:
+                    for number in range(shard * per_shard, min((shard + 1) * per_shard, num_samples)):
+                        tar.write({"__key__": f"s{number:07d}", **next(samples)})
+                        bar.update()
     _write_lines(folder / "test" / "nshards.txt", [str(shards)])
 
 

@@ -15,11 +15,15 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import multiprocessing
+import os
 import re
 import tarfile
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -303,6 +307,7 @@ def collect_icons(
     Raises:
         ValueError: `source` is not the package @iconify/json.
         ImportError: resvg-py is not installed.
+        ChildProcessError: a process was killed.
     """
     try:
         import resvg_py  # noqa: F401
@@ -310,8 +315,25 @@ def collect_icons(
         raise ImportError("resvg-py is missing: pip install open-clip-ext[data]") from error
     if jobs == 1:
         return _collect(source, spool, image_size, seed, kinds, map)
-    with ProcessPoolExecutor(jobs) as pool:
-        return _collect(source, spool, image_size, seed, kinds, lambda *args: pool.map(*args, chunksize=64))
+    try:
+        with ProcessPoolExecutor(jobs, initializer=_end_with_parent) as pool:
+            return _collect(source, spool, image_size, seed, kinds, lambda *args: pool.map(*args, chunksize=64))
+    except BrokenProcessPool:
+        raise ChildProcessError(
+            f"one of the {jobs} rendering processes was killed, perhaps for lack of memory; give fewer --jobs"
+        ) from None
+
+
+def _end_with_parent() -> None:
+    """Let this process end when its parent does: a parent that is killed cannot shut down its pool."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _collect(
@@ -332,7 +354,9 @@ def _collect(
                     continue
                 described = list(_described(data, icon_set, image_size, seed, found.left_out))
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise ValueError(f"argument --iconify: {file_name} is not an icon set: {error!r}") from error
+                raise ValueError(
+                    f"argument --iconify: {file_name} in {source!r} is damaged or not an icon set: {error!r}"
+                ) from error
             for (icon, _), png in zip(described, each(render_icon, [svg for _, svg in described]), strict=True):
                 bar.update()
                 if png is None:

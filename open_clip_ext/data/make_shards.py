@@ -31,6 +31,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -38,7 +39,7 @@ from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
-from ..files import whole_file
+from ..files import is_full, whole_file
 from . import evalset
 from .digits import NUM_DIGITS, digit_pairs
 from .icons import (
@@ -219,9 +220,15 @@ def _icon_splits(
     args: argparse.Namespace, spool: BinaryIO
 ) -> tuple[dict[str, Samples], dict[str, str | Samples]]:
     """The splits, and the other files, text or samples, by their path below DIR."""
-    jobs = args.jobs or os.cpu_count() or 1
+    jobs = args.jobs or _usable_cores()
     found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
     parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
+    left_out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count) or "none"
+    if not parts.train:
+        kinds = " ".join(args.kinds or KINDS)
+        raise ValueError(
+            f"argument --iconify: {args.iconify!r} has no icon of --kinds {kinds} to train on; left out: {left_out}"
+        )
     train = len(parts.train) if args.num_samples is None else args.num_samples
     for name, requested, icons in (("num", train, parts.train), ("val", args.val_samples or 0, parts.val)):
         if requested > len(icons):
@@ -244,8 +251,7 @@ def _icon_splits(
             beside[f"{folder}/test/nshards.txt"] = "1\n"
             beside[f"{folder}/test/0.tar"] = len(labelled), _icons(labelled, spool)
     beside["licenses.tsv"] = licence_table(found, used)
-    left_out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count)
-    print(f"left out: {left_out or 'none'}")
+    print(f"left out: {left_out}")
     return {
         split: (len(icons), _icons([(icon, None) for icon in icons], spool)) for split, icons in splits.items()
     }, beside
@@ -279,9 +285,19 @@ def _splits(args: argparse.Namespace) -> dict[str, Samples]:
     }
 
 
+def _usable_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
+
+
 def _check_out(out: str, overwrite: bool) -> Path:
-    if not out or any(mark in out for mark in ("{", "}", "::")):
-        raise ValueError(f"argument --out: must be a folder's name without '{{', '}}' or '::', got {out!r}")
+    marks = ("{", "}", "::", *["\\"] * (os.sep == "/"))
+    # Brace expansion reads these marks, and webdataset reads NAME: as a protocol.
+    if not out or any(mark in out for mark in marks) or re.match(r"\w\w+:", out):
+        named = " ".join(marks)
+        raise ValueError(f"argument --out: must be a folder's name without {named} and 'NAME:' in front, got {out!r}")
     folder = Path(out)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"argument --out: must be a folder, got the file {out!r}")
@@ -290,11 +306,23 @@ def _check_out(out: str, overwrite: bool) -> Path:
         raise ValueError(
             f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
         )
+    _check_sizes(folder)
     # Checked before minutes of rendering, and without creating anything.
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
     return folder
+
+
+def _check_sizes(folder: Path) -> None:
+    """Raise ValueError if the folder's sizes.json, which will be replaced, counts shards of other names."""
+    try:
+        sizes = json.loads((folder / SIZES_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return
+    other = [name for name in sizes if not _OWN_FILE.fullmatch(name)] if isinstance(sizes, dict) else []
+    if other:
+        raise ValueError(f"argument --out: {SIZES_FILE} in {str(folder)!r} counts {other[0]}, too; name another folder")
 
 
 def _encode(image: Image.Image, image_format: str) -> bytes:
@@ -314,15 +342,14 @@ def _own_files(folder: Path) -> list[Path]:
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
     with whole_file(path) as stream:
         # A fixed time and no owner, so that the bytes depend only on the samples.
-        tar = TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False)
-        for _ in range(count):
-            key, image, caption, label = next(samples)
-            sample = {"__key__": key, image_format: image, "txt": caption.encode()}
-            if label is not None:
-                sample["cls"] = str(label).encode()
-            tar.write(sample)
-            bar.update()
-        tar.close()
+        with TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False) as tar:
+            for _ in range(count):
+                key, image, caption, label = next(samples)
+                sample = {"__key__": key, image_format: image, "txt": caption.encode()}
+                if label is not None:
+                    sample["cls"] = str(label).encode()
+                tar.write(sample)
+                bar.update()
 
 
 def _write_all(
@@ -388,8 +415,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.source == "evalset":
         return _make_evalset(parser, args)
     # Holds the rendered icons until their order in the shards is known.
-    with tempfile.TemporaryFile() as spool:
+    spool = tempfile.TemporaryFile()
+    try:
         return _make_shards(parser, args, spool)
+    finally:
+        with suppress(OSError):  # it writes what is left, although nobody will read it
+            spool.close()
 
 
 def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spool: BinaryIO) -> int:
@@ -406,7 +437,8 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
     except (ValueError, ImportError) as error:
         parser.error(str(error))
     except OSError as error:
-        print(f"make_shards: reading or rendering failed: {error}", file=sys.stderr)
+        where = f" in the temporary folder {tempfile.gettempdir()!r} (TMPDIR)" if is_full(error) else ""
+        print(f"make_shards: reading or rendering failed: {error}{where}", file=sys.stderr)
         return 1
     try:
         folder.mkdir(parents=True, exist_ok=True)

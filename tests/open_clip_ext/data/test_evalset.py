@@ -89,3 +89,4 @@ def test_the_same_arguments_give_the_same_bytes(folder, tmp_path, capsys):
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert not make_shards(f"evalset --num-samples 8 --image-size 16 --out {again} --overwrite".split())
     assert json.loads((again / "tasks.json").read_text())["tasks"][0]["size"] == 8
+    assert [path.name for path in (again / "wds_evalset-colour_test" / "test").glob("*.tar")] == ["0.tar"]

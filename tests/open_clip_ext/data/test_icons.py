@@ -1,8 +1,12 @@
+import errno
 import io
 import json
 import os
+import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -366,6 +370,82 @@ def test_more_samples_than_there_are(tmp_path, capsys, package):
         argv = ["icons", "--jobs", 1, "--image-size", 16, "--kinds", "emoji", "--iconify", package, option, 5000]
         assert option in refused(capsys, [*argv, "--out", tmp_path / "new"])
     assert os.listdir(tmp_path) == []
+
+
+def test_nothing_to_train_on_replaces_nothing(tmp_path, capsys):
+    package = write_package(tmp_path / "package", [icon_set("set", {f"a-{i}": drawing(i) for i in range(1, 99)})])
+    out = tmp_path / "out"
+    assert write(package, out) == 0
+    before = contents(out)
+    again = ["icons", "--jobs", 1, "--out", out, "--overwrite", "--iconify"]
+    message = refused(capsys, [*again, package, "--kinds", "emoji"])
+    assert "--iconify" in message and "no icon of --kinds emoji" in message
+    write_package(tmp_path / "closed", [icon_set("set", {"a": drawing(1)}, licence="secret")])
+    message = refused(capsys, [*again, tmp_path / "closed"])
+    assert "left out: 1 licence" in message
+    assert contents(out) == before
+
+
+def end_at_once(svg):
+    os._exit(9)
+
+
+def test_a_killed_rendering_process(tmp_path, capsys, package, monkeypatch):
+    monkeypatch.setattr(icons, "render_icon", end_at_once)
+    assert write(package, tmp_path / "out", "--jobs", 2) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("make_shards: ") and "fewer --jobs" in last
+    assert not (tmp_path / "out").exists()
+
+
+ORPHANS = """
+import os, signal, time
+from concurrent.futures import ProcessPoolExecutor
+from open_clip_ext.data.icons import _end_with_parent
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(2, initializer=_end_with_parent)
+    waiting = [pool.submit(time.sleep, 600) for _ in range(2)]
+    while not all(future.running() for future in waiting):
+        time.sleep(0.01)
+    print(*pool._processes, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks into /proc")
+def test_rendering_processes_end_with_their_parent(tmp_path):
+    (tmp_path / "orphans.py").write_text(ORPHANS)
+    ended = subprocess.run([sys.executable, tmp_path / "orphans.py"], stdout=subprocess.PIPE, text=True, timeout=120)
+    children = ended.stdout.split()
+    assert ended.returncode == -15 and len(children) == 2
+    deadline = time.monotonic() + 60
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self):
+        super().close()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_temporary_folder_is_named(tmp_path, capsys, package, monkeypatch):
+    monkeypatch.setattr(tempfile, "TemporaryFile", FullDisk)
+    assert write(package, tmp_path / "out") == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "No space left on device" in last and repr(tempfile.gettempdir()) in last and "TMPDIR" in last
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_resvg(tmp_path, capsys, monkeypatch, package):

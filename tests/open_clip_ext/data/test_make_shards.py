@@ -1,3 +1,4 @@
+import gc
 import io
 import json
 import os
@@ -205,7 +206,8 @@ def test_overwrite_replaces_own_files_only(tmp_path):
     ("error", "code"), [(OSError(28, "No space left on device"), 1), (RuntimeError(), None)]
 )
 def test_no_file_is_left_half_written(tmp_path, monkeypatch, capsys, error, code):
-    encode, calls = make_shards._encode, []
+    encode, calls, ignored = make_shards._encode, [], []
+    monkeypatch.setattr(sys, "unraisablehook", ignored.append)
 
     def failing(image, image_format):
         calls.append(sorted(os.listdir(tmp_path)))
@@ -225,6 +227,18 @@ def test_no_file_is_left_half_written(tmp_path, monkeypatch, capsys, error, code
     assert len(samples(tmp_path, "*.tar")) == 10
     being_written = [name for name in calls[-1] if name != "train-000000.tar"]
     assert len(being_written) == 1 and not being_written[0].endswith((".tar", ".json"))
+    error.__traceback__ = None  # it holds the tar
+    gc.collect()  # a tar that was not closed would now fail to end its file
+    assert not ignored
+
+
+def test_sizes_of_other_shards_are_not_lost(tmp_path, capsys):
+    (tmp_path / "00000.tar").write_bytes(b"mine")
+    sizes = '{"train-000000.tar": 5, "00000.tar": 80}'
+    (tmp_path / "sizes.json").write_text(sizes)
+    message = refused(capsys, ["shapes", "--out", tmp_path, "--num-samples", 2, "--overwrite"])
+    assert "--out" in message and "counts 00000.tar, too" in message
+    assert contents(tmp_path) == {"00000.tar": b"mine", "sizes.json": sizes.encode()}
 
 
 def test_overwrite_takes_the_sizes_away_first(tmp_path, monkeypatch):
@@ -268,7 +282,7 @@ def test_wrong_arguments_write_nothing(tmp_path, capsys, argv, named):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ["{a,b}", "a::b", ""])
+@pytest.mark.parametrize("name", ["{a,b}", "a::b", "", "run:1", "a\\b"])
 def test_folder_names_that_openclip_would_misread(tmp_path, capsys, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     message = refused(capsys, ["shapes", "--out", name])
