@@ -24,6 +24,16 @@ SECONDS = 0.5  # between two reads of a run's progress
 running: set[subprocess.Popen] = set()
 
 
+def image_file(text: str) -> Path:
+    """Type of a flag that names a picture to write."""
+    path = Path(text)
+    if path.suffix.lower() not in (".png", ".pdf", ".svg", ".jpg"):
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .png, .pdf, .svg or .jpg")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+    return path
+
+
 def positive(text: str) -> int:
     """The type of an argument that counts something."""
     if not text.isdecimal() or int(text) < 1:

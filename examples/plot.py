@@ -7,11 +7,14 @@ are not plotted: those of two runs are comparable only if they have the same nam
 """
 
 import argparse
+import os
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from open_clip_ext.metrics_file import read_metrics
+from command import image_file
+
+from open_clip_ext.metrics_file import FILE, read_metrics
 
 PERCENT = {"R@1": "R@1, mean of both directions, %", "top1": "zero-shot top-1, %"}
 STEPS = {
@@ -26,9 +29,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", type=Path, metavar="FOLDER", help="a run's folder, with metrics.jsonl")
     parser.add_argument("--names", nargs="+", help="the runs' names in the legend (default: the folders')")
-    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="image file (default: curves.png)")
+    parser.add_argument("--out", type=image_file, default=Path("curves.png"), help="image file (default: curves.png)")
     args = parser.parse_args()
-    names = args.names or [folder.name for folder in args.logs]
+    args.logs = [path.parent if path.name == FILE else path for path in args.logs]
+    names = args.names or [os.path.basename(os.path.abspath(folder)) for folder in args.logs]
     if len(names) != len(args.logs):
         parser.error(f"--names: {len(names)} for {len(args.logs)} folder(s); give one per folder")
     runs = {}
@@ -48,14 +52,14 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     """Points (thousand samples seen, value) by name of the panel; "minibatch" is the dotted curve of "error"."""
     found: dict[str, list[tuple[float, float]]] = {}
     steps = [line for line in lines if line["stage"] == "train"]
-    per_epoch = steps[0]["samples"] / steps[0]["step"] * steps[0]["steps"] if steps else 1000.0
+    per_epoch = samples_per_epoch(steps[0]) if steps else 1000.0
     for line in lines:
         if line["stage"] == "eval":
             values = evaluated(line)
             seen = line["epoch"] * per_epoch
         elif line["stage"] == "train":
             values = {
-                "tau": line["tau"],
+                "tau": line.get("tau"),
                 "error": line.get("normalizer_mse"),
                 "minibatch": line.get("minibatch_mse"),
                 "throughput": line["throughput"],
@@ -75,6 +79,11 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     return found
 
 
+def samples_per_epoch(line: dict[str, Any]) -> float:
+    """From a step's line: `samples` counts from the first epoch on, in a resumed run, too."""
+    return line["samples"] / (line["epoch"] * line["steps"] + line["step"]) * line["steps"]
+
+
 def evaluated(line: dict[str, Any]) -> dict[str, float | None]:
     recalls = [value for name, value in line.items() if name.endswith("_R@1")]
     tops = [value for name, value in line.items() if name.endswith("top1")]
@@ -89,6 +98,7 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     panels = {name: title for name, title in (PERCENT | STEPS).items() if any(name in run for run in runs.values())}
     columns = min(3, len(panels))
@@ -98,11 +108,11 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
     for axis in grid.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (panel, title) in zip(grid.flat, panels.items(), strict=False):
-        for number, (name, run) in enumerate(runs.items()):
+        for number, run in enumerate(runs.values()):
             style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.4}
             points = run.get(panel, [])
             marker = "o" if len(points) < 20 else None
-            axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, label=name, **style)
+            axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, **style)
             if panel == "error":
                 points = run.get("minibatch", [])
                 axis.plot([x for x, _ in points], [y for _, y in points], linestyle=":", **style)
@@ -113,7 +123,9 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
         elif panel in PERCENT or panel == "throughput":
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    figure.legend(*grid[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=min(len(runs), 5))
+    lines = [Line2D([], [], color=f"C{number % 10}", linewidth=1.4) for number in range(len(runs))]
+    labels = [name.replace("$", r"\$") for name in runs]
+    figure.legend(lines, labels, loc="outside lower center", ncols=min(len(runs), 5))
     figure.savefig(path, dpi=120)
 
 

@@ -45,6 +45,9 @@ class MetricsFile:
 def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[dict[str, Any]]:
     """Read the lines of a run in order; where a resumed run repeated steps or evaluations, the later ones.
 
+    A step of an earlier epoch than an evaluation's was resumed from before it, so the evaluation is of a training that
+    was given up.
+
     Args:
         folder: of the experiment; if it has no `metrics.jsonl`, the result is empty.
         stage: only lines of this stage, "train", "recovery" or "eval"; None: all.
@@ -62,6 +65,9 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
         name, place = line["stage"], (line["epoch"], line["step"])
         if place <= latest.get(name, (-1, -1)):  # a resumed run repeats it
             kept = [other for other in kept if other["stage"] != name or (other["epoch"], other["step"]) < place]
+        if name == TRAIN and place < latest.get(EVAL, (-1, -1)):
+            kept = [other for other in kept if other["stage"] != EVAL or other["epoch"] <= line["epoch"]]
+            latest[EVAL] = place
         latest[name] = place
         kept.append(line)
     return [line for line in kept if stage in (None, line["stage"])]

@@ -139,7 +139,10 @@ def test_after_one_has_failed_no_other_run_begins(monkeypatch):
         ("same_caption", "--pictures -1", "'-1' is not an integer of at least 1"),
         ("sheet", "none.tar", "'none.tar' cannot be read"),
         ("sheet", "full/logs/neuclip/epoch_30.pt", "epoch_30.pt' cannot be read"),
+        ("sheet", "none.tar --columns 0", "--columns: '0' is not an integer of at least 1"),
         ("plot", "full", "full: no metrics.jsonl"),
+        ("plot", "full --out nowhere/curves.png", "--out: there is no folder 'nowhere'"),
+        ("plot", "full --out curves.xyz", "--out: 'curves.xyz' does not end in .png"),
         ("plot", "recovering", "recovering: no step of the training has been logged yet"),
     ],
 )
@@ -313,3 +316,30 @@ def test_curves(example, tmp_path, capsys):
     assert found["R@1"] == [(epoch * 0.04, pytest.approx(15.0)) for epoch in range(3)]
     assert found["error"] == [(pytest.approx(0.04 * epoch), 0.5) for epoch in (1, 2, 3)]
     assert [rate for _, rate in found["throughput"]] == [100, 300, 100, 300, 100, 500]
+    resumed = [line for line in plot.read_metrics("queue") if line["epoch"] == 2]
+    assert plot.curves(resumed)["R@1"] == [(pytest.approx(0.08), pytest.approx(15.0))]
+
+
+def test_odd_names_of_runs_are_in_the_legend(example, monkeypatch, tmp_path):
+    from matplotlib.figure import Figure
+
+    line = {"stage": "train", "epoch": 0, "step": 1, "steps": 5, "samples": 8, "throughput": 1.0}
+    Path("metrics.jsonl").write_text(json.dumps({**line, "tau": 0.05}))
+    for name in ("_under", "a $5 run"):
+        Path(name).mkdir()
+        Path(name, "metrics.jsonl").write_text(json.dumps(line))
+    legends = []
+    legend = Figure.legend
+    monkeypatch.setattr(Figure, "legend", lambda *args, **kwargs: legends.append(legend(*args, **kwargs)))
+    example("plot", ["_under", "a $5 run/metrics.jsonl", ".", "--out", "drawn.png"])
+    texts = [text.get_text().replace("\\$", "$").strip() for text in legends[0].get_texts()]
+    assert texts == ["_under", "a $5 run", tmp_path.name]
+
+
+def test_a_sheet_shows_what_cannot_be_decoded(example, tmp_path, capsys):
+    import webdataset
+
+    with webdataset.TarWriter("odd.tar") as tar:
+        tar.write({"__key__": "bad", "png": b"no image", "txt": "costs $5 and \\frac{ $6"})
+    example("sheet", ["odd.tar"])
+    assert Path("sheet.png").stat().st_size > 1_000 and "'bad'" in capsys.readouterr().err

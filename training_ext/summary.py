@@ -59,9 +59,10 @@ def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
         yield f"{'':24}{'last':>10}{'best':>10}  after epoch"
     for name in names:
         found = [(line[name], line["epoch"]) for line in lines if line.get(name) is not None]
+        last = f"{lines[-1][name]:.4f}" if lines[-1][name] is not None else "not finite"
         best = found[0] if found else None
         for value, epoch in found:
             if isfinite(value) and best is not None and is_better(name, value, best[0]):
                 best = value, epoch
         if best is not None:
-            yield f"{name:24}{found[-1][0]:>10.4f}{best[0]:>10.4f}{best[1]:>13}"
+            yield f"{name:24}{last:>10}{best[0]:>10.4f}{best[1]:>13}"

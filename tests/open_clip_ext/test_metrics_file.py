@@ -49,3 +49,7 @@ def test_the_later_of_repeated_steps_count(tmp_path):
         ("recovery", 0, 2, 2), ("train", 1, 2, 2), ("eval", 2, 0, 2),
     ]
     assert places(tmp_path, "eval") == [("eval", 0, 0), ("eval", 1, 0), ("eval", 2, 0)]
+    write(tmp_path, ("train", 0, 4), run=3)
+    assert places(tmp_path, "eval") == [("eval", 0, 0)]
+    write(tmp_path, ("eval", 1, 0), ("train", 1, 1), run=3)
+    assert places(tmp_path, "eval") == [("eval", 0, 0), ("eval", 1, 0)]
