@@ -55,7 +55,7 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
     try:
         with open(os.path.join(folder, FILE), encoding="utf-8", errors="replace") as file:
             lines = [_parsed(line) for line in file]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     kept: list[dict[str, Any]] = []
     latest: dict[str, tuple[int, int]] = {}

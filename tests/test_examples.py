@@ -141,6 +141,7 @@ def test_after_one_has_failed_no_other_run_begins(monkeypatch):
         ("sheet", "full/logs/neuclip/epoch_30.pt", "epoch_30.pt' cannot be read"),
         ("sheet", "none.tar --columns 0", "--columns: '0' is not an integer of at least 1"),
         ("plot", "full", "full: no metrics.jsonl"),
+        ("plot", "full/logs/neuclip/epoch_30.pt", "epoch_30.pt: no metrics.jsonl"),
         ("plot", "full --out nowhere/curves.png", "--out: there is no folder 'nowhere'"),
         ("plot", "full --out curves.xyz", "--out: 'curves.xyz' does not end in .png"),
         ("plot", "recovering", "recovering: no step of the training has been logged yet"),
