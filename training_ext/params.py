@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
             "--dry-run",
             action="store_true",
             help="print the resulting flags, the steps, the memory of each process and the files, and exit; needs no "
-            "data. WORLD_SIZE=8 in the environment stands for 8 processes",
+            "data if --train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
         group.add_argument(
             "--legacy-loop",

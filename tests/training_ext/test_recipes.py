@@ -202,12 +202,16 @@ def test_only_the_first_process_prints_a_plan(monkeypatch, capsys, eight):
     assert capsys.readouterr().out == ""
 
 
-def test_a_dry_run_without_recipe(capsys, refused):
+def test_a_dry_run_without_recipe(capsys, refused, datasets):
     flags = "--loss queue --lr 1e-3 --train-data x.tar --dry-run"
     assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
-    assert "--dry-run does not read the data; give their number" in refused(flags)
+    assert "'x.tar'" in refused(flags)
+    assert "is missing; give it, or --train-data" in refused("--loss queue --lr 1e-3 --dry-run")
+    # The samples are counted, as the training would.
+    assert ext_main([*TINY.split(), *datasets["shards"].split(), "--loss", "fastclip-v3", "--dry-run"]) == 0
+    assert "48 per epoch" in capsys.readouterr().out
     assert "more than 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
     # What the training would refuse is refused.
     assert "--keep-best" in refused(f"{flags} --train-num-samples 64 --keep-best x")

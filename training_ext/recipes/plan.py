@@ -1,4 +1,4 @@
-"""`--dry-run`: the flags, schedule, memory and files of a training, computed from its flags only."""
+"""`--dry-run`: the flags, schedule, memory and files of a training, computed from its flags and number of samples."""
 
 import copy
 import logging
@@ -20,7 +20,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext import preflight
 from training_ext.advice import advise
-from training_ext.data import kind_of, trains
+from training_ext.data import find_rows, kind_of, trains
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
@@ -30,7 +30,7 @@ TOGETHER = "\0"  # a non-breaking space
 
 
 def show(args: Namespace) -> None:
-    """Print the plan on process 0, without writing files or reading data.
+    """Print the plan on process 0; of the data only the samples are counted, and only if nothing else has their number.
 
     Raises:
         InputError: the training would refuse the flags, or the number of samples is not known.
@@ -51,10 +51,11 @@ def lines(args: Namespace, processes: int) -> list[str]:
     open_clip.add_model_config(preflight.MODEL_CONFIGS)
     args = copy.copy(args)
     preflight.prepare_shapes(args)
-    if not trains(args):
+    has_data = trains(args)
+    if not has_data:
         args.train_data = "DATA.tar"
-    samples = number_of_samples(args, recipe)
     preflight.check_flags(args, processes)
+    samples = number_of_samples(args, recipe, has_data)
     steps = preflight.steps_per_epoch(args, kind_of(args, args.train_data or ""), samples, processes)
     if steps < 1:
         raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
@@ -75,13 +76,16 @@ def lines(args: Namespace, processes: int) -> list[str]:
     return [*text, *memory(parts), "", *files(args, saved if "model" in parts else None)]
 
 
-def number_of_samples(args: Namespace, recipe: Recipe | None) -> int:
-    """Number of pairs in the train data: --train-num-samples, or else the recipe's."""
+def number_of_samples(args: Namespace, recipe: Recipe | None, has_data: bool) -> int:
+    """Number of pairs in the train data: --train-num-samples, or else the recipe's, or else counted."""
     if args.train_num_samples is not None:
         return args.train_num_samples
     if recipe is not None and recipe.samples is not None:
         return recipe.samples
-    raise InputError("--train-num-samples: is missing, and --dry-run does not read the data; give their number")
+    if not has_data:
+        raise InputError("--train-num-samples: is missing; give it, or --train-data, whose samples are counted")
+    preflight.check_size_known(args)
+    return find_rows(args).num_rows
 
 
 def about(recipe: Recipe) -> list[str]:
