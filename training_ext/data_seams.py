@@ -111,6 +111,7 @@ class DataSeams:
 
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
+            self._warn_of_joined(lines.captions, path)
             first_lines = None
             if is_train and self.args.several_captions:
                 first_lines = self._draw_captions(lines)
@@ -119,6 +120,17 @@ class DataSeams:
             return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
 
         return build
+
+    def _warn_of_joined(self, captions: Sequence[Any], path: str) -> None:
+        """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
+        found = [number for number, caption in enumerate(captions) if isinstance(caption, str) and "\n" in caption]
+        if found and is_master(self.args):
+            most = max(captions[number].count("\n") for number in found)
+            logging.warning(
+                f"{path!r} gives {len(captions)} pairs. {len(found)} of their captions have line breaks, the first in "
+                f"line {found[0] + 2}, up to {most} in one: if none should have, a quote that begins a caption has "
+                "joined the lines up to the next quote; remove such quotes"
+            )
 
     def _draw_captions(self, lines: Any) -> Sequence[int]:
         """Group the lines by image, log it, and return each image's first line."""

@@ -297,6 +297,17 @@ def test_bad_lines_of_a_csv_are_replaced_and_counted(run, csv, tmp_path, workers
         assert "No such file" in experiment.log or "cannot identify image file" in experiment.log
 
 
+def test_lines_that_a_quote_joins_are_told(run, csv):
+    def change(row, path, caption):
+        return path, {2: f'"{caption}', 9: f'{caption} 5" wide'}.get(row, caption)
+
+    experiment = run("x", f"{COMMON} {LOSSES['neuclip']} {csv(change)}")
+    assert "train.csv' gives 25 pairs. 1 of their captions have line breaks, the first in line 4, up to 7 in one" in (
+        experiment.log
+    )
+    assert "line breaks" not in run("y", f"{COMMON} --loss clip {csv()}").log
+
+
 def test_a_bad_line_of_a_csv_for_validation(ends, csv, tmp_path):
     data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
     line, log = ends(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
