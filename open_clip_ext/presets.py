@@ -185,7 +185,7 @@ PRESETS = {
             "as amorlip, with the paper's own form of the loss and its settings for CC12M",
             "Sun et al. 2025, arXiv 2505.18983, Algorithm 1, Appendix C",
             loss=AmorLIPLoss,
-            # A positive of weight 1, divided by the target network: this collapsed in our runs.
+            # A positive of weight 1, divided by the target network: this trained on icons and collapsed on scenes.
             defaults={
                 **AMORLIP_CC12M, "amor_denominator": "target", "amor_positive_weight": 1.0,
                 "rho_annealed_from": Derived("the last third", lambda epochs: epochs - epochs // 3),
