@@ -169,7 +169,12 @@ def test_the_best_weights_are_not_a_training_to_resume(run, pretrained, refused,
 
 
 @pytest.mark.parametrize(
-    "values, best", [([0.5, 0.4, 0.6, 0.55], 2), ([0.5, 0.4, 0.3, 0.2], 0), ([0.5, 0.5, 0.5, 0.5], 0)]
+    "values, best",
+    [
+        ([0.5, 0.4, 0.6, 0.55], 2),
+        ([0.5, 0.4, 0.3, 0.2], 0),
+        pytest.param([0.5, 0.5, 0.5, 0.5], 0, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("metric", [RECALL, "clip_val_loss"])
 def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, values, best, metric):

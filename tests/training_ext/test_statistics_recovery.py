@@ -254,7 +254,7 @@ def test_loaded_statistics_are_those_recovered(run, datasets, pretrained, epochs
         assert equal(one.checkpoint(2)["state_dict"], other.checkpoint(2)["state_dict"])
 
 
-@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+@pytest.mark.parametrize("surrogate", ["identity", pytest.param("hinge", marks=pytest.mark.slow)])
 def test_a_sweep_over_loaded_statistics(run, datasets, pretrained, epochs, tmp_path, surrogate):
     path = tmp_path / "recovered.state"
     common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --workers 0"
@@ -268,7 +268,7 @@ def test_a_sweep_over_loaded_statistics(run, datasets, pretrained, epochs, tmp_p
         assert ("recovered with other settings: margin 0.1, now 0.3" in log) == differs
 
 
-@pytest.mark.parametrize("loss", ["tuneclip", "neuclip", "fastclip-v2"])
+@pytest.mark.parametrize("loss", ["tuneclip", pytest.param("neuclip", marks=pytest.mark.slow), "fastclip-v2"])
 def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_path, loss):
     """Killed in its second epoch, and again in the training's first: the end is that of an uninterrupted run."""
     common = f"{datasets['shapes']} {ANY_LOSS[loss]} --pretrained {pretrained} --osr-epochs 3 --epochs 2 --workers 0"
@@ -442,7 +442,10 @@ def test_two_processes(datasets, pretrained, pair, tmp_path):
     assert not run_main(ext_main, f"{common} --osr-load {path} --name one", tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "bare weights", "hub folder", "resumed weights"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("safetensors", "resumed weights")]
+
+
+@pytest.mark.parametrize("kind", ["bare weights", "hub folder", *SLOW_KINDS])
 def test_where_weights_come_from(run, datasets, pretrained, epochs, tmp_path, kind):
     """All that OpenCLIP takes: each is evaluated first, recovered, and trained from."""
     model = open_clip.create_model("ViT-test", pretrained=pretrained)
