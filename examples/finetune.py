@@ -30,6 +30,7 @@ from paired import shown
 from tqdm import tqdm
 
 BATCH = 64
+COLOURS = [*(f"C{i}" for i in range(10)), "black", "gold"]  # as many as variants; matplotlib has ten
 
 
 @dataclass(frozen=True)
@@ -221,7 +222,7 @@ def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
             middle = [mean(values) for values in zip(*curves, strict=True)]
             low, high = ([f(values) for values in zip(*curves, strict=True)] for f in (min, max))
             style = "--" if variant.startswith("HGCL") else "-"
-            color = [*(f"C{i}" for i in range(10)), "black", "gold"][number]  # the cycle has ten
+            color = COLOURS[number % len(COLOURS)]
             axis.plot(range(len(middle)), middle, style, marker="o", markersize=3, color=color, label=variant)
             axis.fill_between(range(len(middle)), low, high, color=color, alpha=0.12, linewidth=0)
         axis.axhline(middle[0], color="black", linewidth=0.8, linestyle=":")

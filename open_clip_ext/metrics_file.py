@@ -45,8 +45,8 @@ class MetricsFile:
 def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[dict[str, Any]]:
     """Read the lines of a run in order; where a resumed run repeated steps or evaluations, the later ones.
 
-    A step of an earlier epoch than an evaluation's was resumed from before it, so the evaluation is of a training that
-    was given up.
+    A step of epoch 2 after an evaluation of epoch 5 shows that the run was resumed from before this evaluation. It is
+    then left out.
 
     Args:
         folder: of the experiment; if it has no `metrics.jsonl`, the result is empty.

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from open_clip_ext.workers import usable_cores
 from training_ext.tars import Contents, scan
 
 _SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
@@ -82,16 +83,9 @@ class _Scans(Dataset):
 def _scan_each(paths: list[str]) -> Iterator[Contents]:
     """The contents of each shard, in order."""
     large = sum(os.path.getsize(path) for path in paths) > _PARALLEL_ABOVE
-    workers = min(_MOST_WORKERS, _usable_cores(), len(paths)) if large else 0
+    workers = min(_MOST_WORKERS, usable_cores(), len(paths)) if large else 0
     # A generator of its own leaves the global one as it is.
     yield from DataLoader(_Scans(paths), batch_size=None, num_workers=workers, generator=torch.Generator())
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _cache_file() -> str:

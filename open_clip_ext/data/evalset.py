@@ -153,7 +153,8 @@ def _write_associations(folder: Path, pool: list[Scene], instances: int, seed: i
 def _write_shards(folder: Path, samples: Iterator[Members], num_samples: int, per_shard: int) -> None:
     (folder / "test").mkdir(parents=True, exist_ok=True)
     for earlier in (folder / "test").glob("*.tar"):
-        earlier.unlink()
+        if earlier.stem.isdecimal():  # of a larger set
+            earlier.unlink()
     shards = -(-num_samples // per_shard)
     with tqdm(total=num_samples, desc=folder.name, unit="sample") as bar:
         for shard in range(shards):

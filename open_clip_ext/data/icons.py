@@ -15,11 +15,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import multiprocessing
-import os
 import re
 import tarfile
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -31,6 +28,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
+
+from ..workers import end_with_parent
 
 KINDS = ("mono", "colour", "emoji")
 NUM_VAL = 2_000
@@ -316,24 +315,12 @@ def collect_icons(
     if jobs == 1:
         return _collect(source, spool, image_size, seed, kinds, map)
     try:
-        with ProcessPoolExecutor(jobs, initializer=_end_with_parent) as pool:
+        with ProcessPoolExecutor(jobs, initializer=end_with_parent) as pool:
             return _collect(source, spool, image_size, seed, kinds, lambda *args: pool.map(*args, chunksize=64))
     except BrokenProcessPool:
         raise ChildProcessError(
             f"one of the {jobs} rendering processes was killed, perhaps for lack of memory; give fewer --jobs"
         ) from None
-
-
-def _end_with_parent() -> None:
-    """Let this process end when its parent does: a parent that is killed cannot shut down its pool."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _collect(

@@ -40,6 +40,7 @@ from tqdm import tqdm
 from webdataset import TarWriter
 
 from ..files import is_full, whole_file
+from ..workers import usable_cores
 from . import evalset
 from .digits import NUM_DIGITS, digit_pairs
 from .icons import (
@@ -220,7 +221,7 @@ def _icon_splits(
     args: argparse.Namespace, spool: BinaryIO
 ) -> tuple[dict[str, Samples], dict[str, str | Samples]]:
     """The splits, and the other files, text or samples, by their path below DIR."""
-    jobs = args.jobs or _usable_cores()
+    jobs = args.jobs or usable_cores()
     found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
     parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
     left_out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count) or "none"
@@ -283,13 +284,6 @@ def _splits(args: argparse.Namespace) -> dict[str, Samples]:
         "train": (train, _digits(order[:train], args)),
         "val": (val, _digits(order[NUM_DIGITS - val :], args)),
     }
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        return os.cpu_count() or 1
 
 
 def _check_out(out: str, overwrite: bool) -> Path:

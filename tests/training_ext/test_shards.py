@@ -392,7 +392,7 @@ def test_several_processes_scan_alike(tmp_path, monkeypatch):
     alone = shard_scan.scan_all(paths, progress=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(shard_scan, "_PARALLEL_ABOVE", 0)
-    monkeypatch.setattr(shard_scan, "_usable_cores", lambda: 2)
+    monkeypatch.setattr(shard_scan, "usable_cores", lambda: 2)
     scanned_by = tmp_path / "processes"
     scanned_by.mkdir()
 

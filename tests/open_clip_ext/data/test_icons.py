@@ -401,9 +401,9 @@ def test_a_killed_rendering_process(tmp_path, capsys, package, monkeypatch):
 ORPHANS = """
 import os, signal, time
 from concurrent.futures import ProcessPoolExecutor
-from open_clip_ext.data.icons import _end_with_parent
+from open_clip_ext.workers import end_with_parent
 if __name__ == "__main__":
-    pool = ProcessPoolExecutor(2, initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(2, initializer=end_with_parent)
     waiting = [pool.submit(time.sleep, 600) for _ in range(2)]
     while not all(future.running() for future in waiting):
         time.sleep(0.01)
