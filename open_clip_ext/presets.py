@@ -44,7 +44,6 @@ class LossPreset:
         return self.loss is GlobalContrastiveLoss
 
 
-
 def drrho_gamma(epochs: int) -> float:
     """DRRho-CLIP's rule for the final gamma of a table, given the length of the training."""
     return min(1.0, 4.177 * epochs**-0.7265)

@@ -150,6 +150,7 @@ def _rehearse(args: Namespace, tower: dict[str, Any] | None) -> nn.Module:
                 **{name: getattr(args, name) for name in (*FORCED, *TRANSFORM) if name != "force_image_size"},
             ),
             **({"text_cfg": tower} if tower else {}),
+            **({"init_logit_bias": -10.0} if args.siglip else {}),  # as OpenCLIP's main does
         )
     if args.pretrained and not is_pretrained_cfg(args.model.replace("/", "-"), args.pretrained) and not tower:
         with replaced({("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path)}):

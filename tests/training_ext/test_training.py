@@ -41,6 +41,15 @@ def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arg
     same(ours.checkpoint(2), theirs.checkpoint(2))
 
 
+@pytest.mark.parametrize("loss", ["--loss clip", "--siglip", "--loss siglip"])
+def test_open_clips_own_losses_resume(run, datasets, loss):
+    common = f"{datasets['csv']} --workers 0 {loss}"
+    first = run("first", f"{common} --epochs 1")
+    resumed = run("resumed", f"{common} --epochs 2 --resume {first.path}/checkpoints/epoch_1.pt").checkpoint(2)
+    steps = {step["step"].item() for step in resumed["optimizer"]["state"].values()}
+    assert resumed["epoch"] == 2 and steps == {12}
+
+
 RESUMED = [
     ("neuclip", "csv", 0, ""),
     ("fastclip-v3", "csv", 2, ""),
