@@ -4,11 +4,14 @@ from argparse import Namespace
 from collections.abc import Iterator
 from math import exp, log
 
+from open_clip_train.distributed import world_info_from_env
+
 from open_clip_ext.presets import drrho_gamma
 from training_ext.params import starts_from_weights, trains_logit_scale
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 EARLY_STEPS = 50  # in which queue and network are worse than a minibatch's estimates: 300 scenes, docs/settings.md
+AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250 and 312, and trained with 3,125, docs/results.md
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 
@@ -23,10 +26,12 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
     steps = args.epochs * steps_per_epoch
     return [
         *_on_steps(args, num_samples, steps_per_epoch),
+        *_on_amorlip(args, steps_per_epoch),
         *_on_length(args, steps),
         *_on_warmup(args, steps),
         *_on_temperature(args, steps),
         *_on_gamma(args),
+        *_on_rho(args, num_samples),
         *_on_sizes(args, num_samples, steps_per_epoch),
     ]
 
@@ -43,6 +48,14 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
                 f"--loss: with {steps_per_epoch} optimizer step(s) per epoch a network estimated better than a "
                 "minibatch in two of three runs (300 scenes), a queue in all three; try --loss queue"
             )
+
+
+def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
+    if args.amor_denominator == "target" and steps_per_epoch < AMORLIP_STEPS:
+        yield (
+            "--amor-denominator: target, the paper's form, collapsed with 312 steps per epoch and trained with 3,125; "
+            f"this training has {steps_per_epoch}. Try --amor-denominator combined --amor-positive-weight 1e-3"
+        )
 
 
 def _on_length(args: Namespace, steps: int) -> Iterator[str]:
@@ -81,6 +94,32 @@ def _on_gamma(args: Namespace) -> Iterator[str]:
         yield (
             f"--gamma: {args.gamma:g} averages over about {1 / args.gamma:.0f} visits of a sample, but there is one "
             f"per epoch, {args.loss_epochs} in total; DRRho-CLIP's rule gives {recommended:.2g}"
+        )
+
+
+def _on_rho(args: Namespace, num_samples: int) -> Iterator[str]:
+    """tau falls while rho is above the KL of an anchor's weights (NeuCLIP, Eq. 13), at most log N of N negatives."""
+    if args.rho is None or args.normalizer is None:
+        return
+    modalities = 1 if args.negatives == "cross" else 2
+    of_data = log(modalities * max(1, num_samples - 1))
+    batch = args.batch_size * args.accum_freq * world_info_from_env()[2]
+    of_batch = log(modalities * max(1, batch - 1))
+    if args.normalizer == "batch" and args.rho >= of_batch:
+        yield (
+            f"--rho: {args.rho:g} with the estimates of batches of {batch}: at {of_batch:.2g} and above nothing keeps "
+            "the temperature from falling; give less"
+        )
+    elif args.rho >= of_data:
+        yield (
+            f"--rho: {args.rho:g} with {num_samples} samples: at {of_data:.2g} and above nothing keeps the temperature "
+            "from falling; give less"
+        )
+    elif args.temperature == "individual" and args.tau_optimizer == "momentum" and args.rho >= of_batch:
+        # A first visit's estimate is the batch's own, so that the derivative in tau_i is rho - KL.
+        yield (
+            f"--rho: {args.rho:g} with batches of {batch}: at {of_batch:.2g} and above every temperature falls on its "
+            "sample's first visit; give less"
         )
 
 

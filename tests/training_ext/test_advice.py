@@ -27,17 +27,40 @@ def test_nothing_is_said_where_all_fits(loss):
     [
         ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 30"]),
         (
-            "--loss queue --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
+            "--loss queue --rho 3 --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
             ["--epochs: the training has 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
         ),
         ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps, but the training has 200", "0.2 %", "20"]),
         # exp(-200 * 1e-3 / 8), and log(2) / 200
-        ("--loss queue --queue-size 200 --warmup 5", 10, ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"]),
-        ("--loss fastclip-v3 --warmup 5 --lr-tau 1 --epochs 4", 10, ["--gamma: 0.2", "5 visits", "4 in", "gives 1"]),
-        ("--loss queue --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are used"]),
-        ("--loss neuclip --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are used"]),
         (
-            "--loss neuclip --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
+            "--loss queue --rho 3 --queue-size 200 --warmup 5", 10,
+            ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"],
+        ),
+        (
+            "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4", 10,
+            ["--gamma: 0.2", "5 visits", "4 in", "gives 1"],
+        ),
+        ("--loss queue --rho 3 --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are used"]),
+        ("--loss neuclip --rho 3 --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are used"]),
+        # log(299), log(63) and log(2 * 63); at the largest rho below nothing is said
+        (
+            "--loss neuclip --npn-prototypes 100 --rho 5.8 --warmup 5 --lr-tau 1", 10,
+            ["--rho: 5.8", "300 samples: at 5.7"],
+        ),
+        (
+            "--loss fastclip-v3 --normalizer batch --rho 4.2 --warmup 5 --lr-tau 1", 10,
+            ["--rho: 4.2", "batches of 64: at 4.1 and above nothing"],
+        ),
+        (
+            "--loss isogclr --rho 5 --negatives both --warmup 5", 10,
+            ["--rho: 5", "batches of 64: at 4.8 and above every temperature falls on its sample's first visit"],
+        ),
+        (
+            "--loss amorlip-paper --warmup 5 --lr-tau 1", 250,
+            ["--amor-denominator: target", "has 250", "--amor-denominator combined --amor-positive-weight 1e-3"],
+        ),
+        (
+            "--loss neuclip --rho 3 --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
             ["--npn-restart-every: 1 ", "10 step(s)"],
         ),
     ],
@@ -49,15 +72,27 @@ def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
 
 
 def test_a_network_on_a_few_batches_is_told_of_the_queue():
-    lines = told("--loss neuclip --npn-prototypes 200 --warmup 5 --lr-tau 1 --epochs 20")
+    lines = told("--loss neuclip --rho 3 --npn-prototypes 200 --warmup 5 --lr-tau 1 --epochs 20")
     assert len(lines) == 2 and "try --loss queue" in lines[1]
 
 
 def test_pretrained_weights_and_fixed_temperatures_need_not_move():
-    flags = "--loss queue --queue-size 200 --warmup 5 --epochs 5"
+    flags = "--loss queue --rho 3 --queue-size 200 --warmup 5 --epochs 5"
     assert any("--lr-tau" in line for line in told(flags, steps_per_epoch=10))
     assert told(f"{flags} --pretrained x.pt", steps_per_epoch=10) == []
-    assert told(f"{flags} --temperature fixed", steps_per_epoch=10) == []
+    flags = flags.replace("--rho 3", "--temperature fixed")
+    assert told(flags, steps_per_epoch=10) == []
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "neuclip --npn-prototypes 100 --rho 5.69 --lr-tau 1", "fastclip-v3 --normalizer batch --rho 4.14 --lr-tau 1",
+        "isogclr --rho 4.83 --negatives both", "isogclr --rho 5 --tau-optimizer adam",
+    ],
+)  # fmt: skip
+def test_a_rho_that_some_weights_reach_is_left_alone(flags):
+    assert told(f"--loss {flags} --warmup 5 --epochs 20", steps_per_epoch=10) == []
 
 
 def test_the_rule_for_gamma():
