@@ -78,6 +78,8 @@ def check(args: Namespace) -> DataRows | None:
     # Quick checks come before the scan of shards.
     path, resumed = check_flags(args, world_size)
     check_machine(args)
+    if resumed is not None and trains(args):
+        checkpoint.check_entry(resumed[1], resumed[0], args, None)
     check_what_is_made(args, path)
     rows = None
     if args.val_data and args.dataset_type != "shapes":
@@ -97,7 +99,7 @@ def check(args: Namespace) -> DataRows | None:
         row_folders.check(args.osr_load, content.get("rows"), content["loss_state"], "--osr-load")
     if resumed is not None and trains(args):
         path, entry = resumed
-        checkpoint.check_entry(entry, path, args, rows)
+        checkpoint.check_entry(entry, path, args, rows)  # the data, too
         if entry is not None:
             row_folders.check(path, entry.get("rows"), entry["state"], "--resume")
     return rows
@@ -235,6 +237,11 @@ def check_distillation(args: Namespace) -> None:
         )
     if args.distill_model is None:
         return
+    if args.siglip:
+        raise InputError(
+            f"--distill-model: {args.distill_model!r} with SigLIP's loss (--siglip), which does not distill; "
+            "leave one out"
+        )
     if args.accum_freq > 1:
         raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
     check_pretrained("--distill-pretrained", args.distill_model, args.distill_pretrained)

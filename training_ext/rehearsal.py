@@ -182,6 +182,11 @@ def _load_weights(model: nn.Module, args: Namespace) -> None:
     try:
         open_clip.factory.load_checkpoint(model, args.pretrained)
     except (AttributeError, KeyError):  # OpenCLIP looks for a part of the model that only the file has
+        if model.logit_bias is None and "logit_bias" in open_clip.factory.load_state_dict(args.pretrained):
+            raise InputError(
+                f"--pretrained: {args.pretrained!r} has a logit_bias, which --model {args.model} has with SigLIP's "
+                "loss (--siglip) only; give that loss, or save the weights without it"
+            ) from None
         raise InputError(
             f"--pretrained: {args.pretrained!r} has the weights of another model than --model {args.model}; "
             "give others or leave it out"
@@ -285,6 +290,12 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
     saved = {plain_name(name): tuple(value.shape) for name, value in weights.items()}
     for name in (*own, *saved):
         if own.get(name) != saved.get(name):
+            if name == "logit_bias" and (name in own) != (name in saved):
+                was, right = ("was", "give it") if name in saved else ("was not", "leave it out")
+                raise InputError(
+                    f"--resume: {path!r} {was} trained with SigLIP's loss (--siglip), which adds a logit_bias to the "
+                    f"model; {right}"
+                )
             raise InputError(
                 f"--resume: {path!r} is of another model than --model {args.model}: {name} is "
                 f"{saved.get(name, 'not there')}, and should be {own.get(name, 'not there')}"

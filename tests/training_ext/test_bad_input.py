@@ -66,6 +66,10 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
             ["--distill-model", "'RN50'", "--loss clip", "drrho-clip"],
         ),
         (f"{SHAPES} --loss drrho-clip", ["--distill-model", "--loss drrho-clip needs", "--distill-pretrained"]),
+        (
+            f"{SHAPES} --siglip --distill-model RN50 --distill-pretrained openai",
+            ["--distill-model", "'RN50'", "SigLIP's loss (--siglip), which does not distill"],
+        ),
         (f"{NEUCLIP} --reference-gap", ["--reference-gap", "'prototypes'"]),
         (f"{NEUCLIP} --horovod", ["--horovod", "torchrun"]),
         (f"{NEUCLIP} --batch-size 1", ["--batch-size", "1", "at least 2 pairs"]),
@@ -252,8 +256,9 @@ def checkpoints(tmp_path_factory, datasets):
     """Path of a checkpoint by the loss that it was trained with."""
     folder = tmp_path_factory.mktemp("trained")
     paths = {}
-    for name in ("neuclip", "fastclip-v3", "clip"):
-        assert not run_main(ext_main, f"{datasets['csv']} {LOSSES[name]} --workers 0 --epochs 1 --name {name}", folder)
+    for name in ("neuclip", "fastclip-v3", "clip", "siglip", "isogclr"):
+        loss = LOSSES.get(name, f"--loss {name}")
+        assert not run_main(ext_main, f"{datasets['csv']} {loss} --workers 0 --epochs 1 --name {name}", folder)
         paths[name] = f"{folder}/{name}/checkpoints/epoch_1.pt"
     return paths
 
@@ -275,11 +280,25 @@ def test_an_experiment_that_exists(refused, run, checkpoints):
         ("clip", LOSSES["neuclip"], ["not trained with --loss neuclip"]),
         ("neuclip", "--loss clip", ["--loss neuclip", "not with --loss clip"]),
         ("neuclip", "", ["--loss neuclip", "not with OpenCLIP's own loss"]),
+        # The models of these train other tensors.
+        ("isogclr", LOSSES["neuclip"], ["--loss isogclr", "--loss neuclip"]),
+        ("siglip", LOSSES["neuclip"], ["not trained with --loss neuclip"]),
+        ("neuclip", "--siglip", ["--loss neuclip", "not with OpenCLIP's own loss"]),
     ],
 )
 def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arguments, parts):
     line = refused(f"{datasets['csv']} --workers 0 {arguments} --resume {checkpoints[saved]}")
     assert all(part in line for part in ["--resume", checkpoints[saved], "--pretrained PATH", *parts]), line
+
+
+def test_the_bias_that_siglip_adds(refused, datasets, checkpoints):
+    common = f"{datasets['csv']} --workers 0"
+    line = refused(f"{common} --loss clip --resume {checkpoints['siglip']}")
+    assert "was trained with SigLIP's loss (--siglip), which adds a logit_bias to the model; give it" in line
+    line = refused(f"{common} --loss siglip --resume {checkpoints['clip']}")
+    assert "was not trained with SigLIP's loss (--siglip)" in line and line.endswith("leave it out")
+    line = refused(f"{common} {LOSSES['neuclip']} --pretrained {checkpoints['siglip']}")
+    assert f"--pretrained: '{checkpoints['siglip']}' has a logit_bias, which --model ViT-test has with SigLIP's" in line
 
 
 def test_a_checkpoint_of_other_settings(refused, datasets, checkpoints):
