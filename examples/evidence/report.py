@@ -177,7 +177,11 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, means thick, single seeds thin, and the differences that have intervals."""
+    """Plot for each cell the curves, means thick, single seeds thin, and the differences with their intervals.
+
+    A cell in which some methods have three seeds shows these only: an interval from two is 13 standard errors wide to
+    either side and hides the others.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,7 +194,8 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
     figure, axes = plt.subplots(len(cells), 3, figsize=(14, 4.2 * len(cells)), constrained_layout=True, squeeze=False)
     for (cell, methods), (left, *rights) in zip(cells.items(), axes, strict=True):
         about = grid.cells[cell]
-        for method, seeds in methods.items():
+        often = {method: seeds for method, seeds in methods.items() if len(seeds) > 2}
+        for method, seeds in (often or methods).items():
             curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
             if curves:
                 values = [mean(epoch) for epoch in zip(*curves, strict=True)]
@@ -200,7 +205,7 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
             for method, base in compared(grid, cell, methods):
                 center, half, n = paired(methods[method], methods.get(base, {}), value) or (0.0, None, 0)
-                if half is not None:
+                if half is not None and (n > 2 or not often):
                     label, color = f"{method}\nless {base} ({n})", style[method]["color"]
                     right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
