@@ -53,7 +53,7 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
 def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
     if args.amor_denominator == "target" and steps_per_epoch < AMORLIP_STEPS:
         yield (
-            "--amor-denominator: target, the paper's form, collapsed with 312 steps per epoch and trained with 3,125; "
+            "--amor-denominator: target, the paper's form, collapsed with 250 steps per epoch and trained with 3,125; "
             f"this training has {steps_per_epoch}. Try --amor-denominator combined --amor-positive-weight 1e-3"
         )
 
