@@ -62,7 +62,10 @@ class Contrastive(lightning.LightningModule):
         self.log("recall_at_1", found, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self):
-        return torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=self.lr)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        decayed, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+        # Weight decay would pull log(1 / tau) towards 0; like OpenCLIP's, it spares biases and gains, too.
+        return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=self.lr)
 
     def on_train_epoch_start(self):
         self.held[0].set_epoch(self.current_epoch)
