@@ -6,7 +6,7 @@ With one process nothing here communicates.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -91,6 +91,15 @@ def log_sum_over_processes(own: Tensor) -> Tensor:
     return all_gather(own[None]).logsumexp(dim=0)
 
 
+def copy_from_first(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Overwrite those of `tensors` that are on `device` by process 0's, against drift between processes whose hardware
+    rounds differently."""
+    if world_size() > 1:
+        for tensor in tensors:
+            if tensor.device == device:
+                dist.broadcast(tensor, 0)
+
+
 ROWS_ON = option(
     "device", "where rows per sample are kept: beside the model, or in host memory", choices=("device", "host")
 )
@@ -136,7 +145,13 @@ class ShardedRows(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedRows":
-        return self if self._on_host else super()._apply(fn, recurse)
+        """Move the rows as `Module.to` does, but keep their type."""
+
+        def move(rows: Tensor) -> Tensor:
+            moved = fn(rows)
+            return moved if moved.dtype == rows.dtype else rows.to(moved.device)
+
+        return self if self._on_host else super()._apply(move, recurse)
 
     def _rows_of(self, owner: int) -> int:
         return len(range(owner, self.num_rows, world_size()))

@@ -8,10 +8,10 @@ Per anchor i, with L_i = log(eps + g_i) over the batch, an objective is weight(t
 | `unified` | tau | exp(L - alpha) + alpha - 1 | NeuCLIP, Eq. 12 | NeuCLIP, Eq. 12 |
 | `l2-log` | 1 | (alpha - L)^2 / 2 | | NeuCLIP, Section 5.2 ("separate"); AmorLIP, Eq. 10 |
 
-The encoders' objective adds rho to the value. At fixed alpha both encoder objectives have the gradient of
-tau * exp(-alpha_i) * (eps + g_i). `unified` adds the gradient through alpha, tau (1 - exp(L_i - alpha_i)) grad alpha_i.
-If alpha is exact and does not depend on the batch, this has the expectation 0: it is a control variate, which removes
-noise as far as grad alpha_i resembles the batch's grad L_i.
+The encoders' objective adds rho to the value. At fixed alpha both encoder objectives have, in the embeddings, the
+gradient of tau * exp(-alpha_i) * (eps + g_i). `unified` adds the gradient through alpha,
+tau (1 - exp(L_i - alpha_i)) grad alpha_i. If alpha is exact and does not depend on the batch, this has the expectation
+0: it is a control variate, which removes noise as far as grad alpha_i resembles the batch's grad L_i.
 
 `unified` is an upper bound of tau * log(eps + g_i) that is tight at alpha_i = log(eps + g_i). It is linear in g_i, so a
 batch's g_i estimates it without bias if alpha does not depend on the batch. A network that minimizes it predicts
@@ -27,7 +27,8 @@ from torch import Tensor
 
 # With exact normalizers L_i - alpha_i is at most log(n / B): 12.4 for 10^9 samples and a batch of 4,096. A larger
 # weight means that alpha is wrong. The bound keeps one such anchor from dominating the optimizers' accumulators for
-# good and from overflowing float16. A table never reaches it: u_i contains gamma times the batch's own estimate.
+# good and from overflowing float16. A table reaches it only with a gamma below exp(-12.5), as SCENT's where u is tiny:
+# u_i contains gamma times the batch's own estimate.
 MAX_LOG_WEIGHT = 12.5
 
 

@@ -25,6 +25,7 @@ class Part:
         options: all options of the class and its bases, collected from their bodies.
         optimizer_options: settings of `logit_scale`'s optimizer group; the training command uses them, not the part.
         needs_index: whether the part keeps state per sample; its constructor then takes `num_samples` and `device`.
+        follows_epochs: whether training depends on the epoch and needs `set_epoch`; an instance may change it.
 
     Raises:
         InputError: an option has the wrong type or is out of range; the message names it.
@@ -35,6 +36,7 @@ class Part:
     options: ClassVar[tuple[Option, ...]] = ()
     optimizer_options: ClassVar[tuple[Option, ...]] = ()
     needs_index = False
+    follows_epochs = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -173,7 +173,7 @@ PRESETS = {
             loss=AmorLIPLoss,
             defaults={
                 **AMORLIP_CC12M,
-                "rho_annealed_from": Derived("the last two thirds", lambda epochs: epochs // 3),
+                "rho_annealed_from": Derived("the last two thirds", lambda epochs: max(1, epochs // 3)),
                 "amor_beta_epochs": Derived("half of the epochs", lambda epochs: max(1, epochs // 2)),
             },
             lr_tau_ratio=1 / 4,
@@ -187,7 +187,9 @@ PRESETS = {
             # A positive of weight 1, divided by the target network: this trained on icons and collapsed on scenes.
             defaults={
                 **AMORLIP_CC12M, "amor_denominator": "target", "amor_positive_weight": 1.0,
-                "rho_annealed_from": Derived("the last third", lambda epochs: epochs - epochs // 3),
+                "rho_annealed_from": Derived(
+                    "the last third", lambda epochs: epochs - max(epochs // 3, min(1, epochs - 1))
+                ),
             },
             lr_tau_ratio=1 / 4,
         ),

@@ -3,8 +3,6 @@
 g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from open_clip_ext.options import not_negative, option
@@ -15,7 +13,7 @@ class Surrogate(Part):
     """Base of the surrogates."""
 
     def value(self, gap: Tensor) -> Tensor:
-        """l(x), in the shape of `gap`; the caller may overwrite both tensors."""
+        """l(x), in the shape of `gap`, which it may overwrite; so may the caller with the result."""
         raise NotImplementedError
 
     def slope(self, gap: Tensor) -> Tensor | float:
@@ -33,6 +31,11 @@ class Identity(Surrogate):
 
     def slope(self, gap: Tensor) -> float:
         return 1.0
+
+
+def is_linear(surrogate: Surrogate) -> bool:
+    """Whether l(x) = x, so that 1 / tau can be multiplied into one factor of a matrix product."""
+    return type(surrogate) is Identity
 
 
 class PowerHinge(Surrogate):
@@ -55,17 +58,13 @@ class PowerHinge(Surrogate):
         2.0, "power of the hinge", valid=lambda value: 1 <= value <= 100, expected="from 1 to 100"
     )
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.power = self.margin_power
-
     def value(self, gap: Tensor) -> Tensor:
-        return (gap + self.margin).clamp_(min=0).pow_(self.power)
+        return gap.add_(self.margin).clamp_(min=0).pow_(self.margin_power)
 
     def slope(self, gap: Tensor) -> Tensor:
-        if self.power == 1:
+        if self.margin_power == 1:
             return (gap > -self.margin).to(gap)
-        return (gap + self.margin).clamp_(min=0).pow_(self.power - 1).mul_(self.power)
+        return (gap + self.margin).clamp_(min=0).pow_(self.margin_power - 1).mul_(self.margin_power)
 
 
 SURROGATES = {surrogate.name: surrogate for surrogate in (Identity, PowerHinge)}

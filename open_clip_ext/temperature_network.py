@@ -18,13 +18,13 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.distributed import copy_from_first, rank
 from open_clip_ext.errors import InputError
+from open_clip_ext.kernels.adam import adam_step
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.options import option, positive
 from open_clip_ext.temperatures import RHO, TAU_MAX, TAU_MIN, Temperature
@@ -46,6 +46,7 @@ class NetworkTemperature(Temperature):
     optimizer_options = ()
     allows_reference = False
     allows_views = False
+    follows_epochs = True  # its learning rate
     rho: float = RHO.with_default(7.0)
     tau_min: float = TAU_MIN.with_default(0.005)
     tau_max: float = TAU_MAX.with_default(0.05)
@@ -61,7 +62,7 @@ class NetworkTemperature(Temperature):
         0.5, "dropout of the temperature network's hidden layer",
         valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
     )
-    BETAS, ADAM_EPS, LR_DECAY = (0.9, 0.999), 1e-8, 0.9
+    LR_DECAY = 0.9
     weights: Tensor
     moments: Tensor
 
@@ -135,9 +136,8 @@ class NetworkTemperature(Temperature):
             others = torch.stack([batch.all_text, batch.all_image])[:, : prototypes.shape[1]]
             first = prototypes[:, : others.shape[1]]
             first.copy_(torch.where(are_finite(others).all(), others, first))
-        if self._send and world_size() > 1:
-            dist.broadcast(self.weights, 0)
-            dist.broadcast(self.moments, 0)
+        if self._send:
+            copy_from_first((self.weights, self.moments), self.weights.device)
         self._send = False
 
     def lookup(self, batch: Batch) -> Tensor:
@@ -158,14 +158,10 @@ class NetworkTemperature(Temperature):
             taus = self.predict(batch.all_image, batch.all_text, weights)
             (gradient,) = torch.autograd.grad(taus, weights, gradients / batch.size)
         self.steps += 1
-        first, second = (
-            beta * moment + (1 - beta) * gradient**power
-            for power, (beta, moment) in enumerate(zip(self.BETAS, self.moments, strict=True), start=1)
-        )
-        mean, square = (m / (1 - beta**self.steps) for beta, m in zip(self.BETAS, (first, second), strict=True))
-        moved = self.weights if self.hold else self.weights - self.current_lr * mean / (square.sqrt() + self.ADAM_EPS)
+        step, new = adam_step(gradient, self.moments.unbind(), self.steps)
+        moved = self.weights if self.hold else self.weights - self.current_lr * step
         self.weights = torch.where(batch.finite, moved, self.weights)
-        self.moments = torch.where(batch.finite, torch.stack([first, second]), self.moments)
+        self.moments = torch.where(batch.finite, torch.stack(new), self.moments)
 
     # State
 

@@ -4,9 +4,10 @@ OpenCLIP's parameter is `logit_scale` = log(1 / tau); its models pass the expone
 maps it to the temperatures of the step's anchors and computes the objective's value and its derivative in tau. Per
 anchor the objective is
 
-    scale(tau_i) * (value_i + rho),    scale(tau) = tau in all methods but FastCLIP-v0,
+    scale(tau_i) * (value_i + rho),    scale(tau) = tau,
 
-where value_i (`objectives`) estimates log(eps + g_i). Both directions are summed, so rho contributes 2 * tau * rho.
+where value_i (`objectives`) estimates log(eps + g_i). In FastCLIP-v0 scale(tau) = 1, and FastCLIP-v2's released code
+leaves tau_i out of the encoders' gradient. Both directions are summed, so rho contributes 2 * tau * rho.
 Temperatures have the shape (2, B), images as anchors first, even if all are the same tau.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
+from open_clip_ext.kernels.adam import BETAS, adam_step
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
 from open_clip_ext.parts import Part
 
@@ -232,7 +234,7 @@ class IndividualTemperature(Temperature):
         tau_min, tau_max: tau_0 (iSogCLR, Section 6.2; FastCLIP-v2: 0.01) and the upper bound.
         tau_lr: eta; 0.03 in iSogCLR's scripts (the paper does not say), 0.0133 in FastCLIP-v2's.
         tau_lr_schedule: eta in epoch e of E, as in the authors' code: constant; cosine (a quarter of a period),
-            1e-4 + (eta - 1e-4) cos(pi e / 2 E); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
+            1e-4 + (eta - 1e-4) cos(pi e / (2 E)); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
         tau_lr_epochs: E of the cosine.
         tau_optimizer: momentum or adam.
         tau_beta: beta_1, the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs, 0.5
@@ -268,22 +270,17 @@ class IndividualTemperature(Temperature):
     fastclip_code: bool = FASTCLIP_CODE
     rows_on: str = ROWS_ON
     CLIP = 5.0
-    BETAS = (0.9, 0.999)
-    ADAM_EPS = 1e-8
     LAST_LR, LR_DECAY = 1e-4, 0.8
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
         super().__init__(**options)
         self.num_samples = num_samples
         self.bounds = (self.tau_min, self.tau_max)
-        self.lr = self.tau_lr
-        self.lr_schedule = self.tau_lr_schedule
         if self.tau_lr_schedule == "cosine" and self.tau_lr_epochs is None:
             raise InputError("the cosine of tau_lr needs its length, or the number of epochs", "tau_lr_epochs")
         self.lr_epochs = self.tau_lr_epochs or 0  # of the cosine alone
-        self.optimizer = self.tau_optimizer
-        self.beta = self.tau_beta
         self.scales_encoders = not self.fastclip_code
+        self.follows_epochs = self.tau_optimizer == "adam" or self.tau_lr_schedule != "constant"
         self.epoch = 0
         self.columns = ("tau", "first_moment", *(("second_moment",) if self.tau_optimizer == "adam" else ()))
         fill = [self.tau_start, self.tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # each for images and texts
@@ -311,14 +308,18 @@ class IndividualTemperature(Temperature):
     def current_lr(self) -> float:
         """eta of this epoch."""
         factor = 1.0
-        if self.lr_schedule == "cosine":
+        if self.tau_lr_schedule == "cosine":
             factor = math.cos(math.pi / 2 * min(1.0, self.epoch / self.lr_epochs))
-        elif self.lr_schedule == "exponential":
+        elif self.tau_lr_schedule == "exponential":
             factor = self.LR_DECAY**self.epoch
-        return self.LAST_LR + (self.lr - self.LAST_LR) * factor
+        return self.LAST_LR + (self.tau_lr - self.LAST_LR) * factor
 
     def scale(self, taus: Tensor) -> Tensor:
         return taus if self.scales_encoders else torch.ones_like(taus)
+
+    def value(self, taus: Tensor, values: Tensor) -> Tensor:
+        """The objective has the factor tau_i also where the encoders' gradient lacks it."""
+        return (taus * (values + self.rho)).mean(dim=1).sum()
 
     def lookup(self, batch: Batch) -> Tensor:
         assert batch.index is not None
@@ -336,17 +337,12 @@ class IndividualTemperature(Temperature):
         old = rows.to(gradients.dtype)
         taus, *moments = old.split(2, dim=1)
         gradient = EqualRows(batch.index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
-        if self.optimizer == "momentum":
-            new = [(1 - self.beta) * moments[0] + self.beta * gradient]
+        if self.tau_optimizer == "momentum":
+            new = [(1 - self.tau_beta) * moments[0] + self.tau_beta * gradient]
             step = new[0]
         else:
-            betas = self.BETAS if self.epoch > 0 else (0.0, 0.0)
-            new = [
-                beta * moment + (1 - beta) * gradient**power
-                for power, (beta, moment) in enumerate(zip(betas, moments, strict=True), start=1)
-            ]
-            first, second = (m / (1 - beta ** (self.epoch + 1)) for beta, m in zip(betas, new, strict=True))
-            step = first / (second.sqrt() + self.ADAM_EPS)
+            betas = BETAS if self.epoch > 0 else (0.0, 0.0)
+            step, new = adam_step(gradient, moments, self.epoch + 1, betas)
         moved = taus if self.hold else (taus - self.current_lr * step).clamp(*self.bounds)
         self.rows.assign(batch.index, torch.where(batch.finite, torch.cat([moved, *new], dim=1), old))
 
@@ -366,7 +362,7 @@ class IndividualTemperature(Temperature):
             raise ValueError(f"temperature: {self.name!r} where the state is of another")
         for name in self.columns:
             if name not in state:
-                raise ValueError(f"tau_optimizer: {self.optimizer!r} where the state has no {name}")
+                raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has no {name}")
         self.rows.load(torch.cat([state[name] for name in self.columns], dim=1))
 
 

@@ -6,7 +6,8 @@ Log-normalizers (NeuCLIP, Eq. 1 and 9):
     alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
 
 for a sample of anchors, as in NeuCLIP, Appendix B.6. `embedding_gradients` is the gradient (Eq. 2). Similarities are
-float32; sums are float64 and relative to each anchor's largest exponent, so that no temperature overflows.
+float32, each block is summed in float32, and the blocks in float64, relative to each anchor's largest exponent, so that
+no temperature overflows.
 
 Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. Values of both directions are stacked along the
 first axis, (2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of
@@ -265,7 +266,7 @@ def embedding_gradients(
         surrogate, intra_modal, device, chunk_mib: as in `exact_log_normalizers`.
 
     Raises:
-        ValueError: shapes, rows or temperatures do not fit; the message names the argument.
+        ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
     """
     sides = (Rows(image, device), Rows(text, device))
     place = sides[0].device
@@ -287,7 +288,7 @@ def embedding_gradients(
 
     gradients = torch.zeros(2, len(picked), sides[0].dimension, dtype=torch.float64, device=place)
     by_positive = torch.zeros(len(picked), dtype=torch.float64, device=place)
-    first, width = 0, max(1, int(chunk_mib * 2**18) // len(picked))
+    first, width = 0, _columns(chunk_mib, len(picked))
     with full_precision():
         for columns in zip(*(side.chunks(width) for side in sides), strict=True):
             here = slice(first, first + len(columns[0]))
@@ -309,11 +310,20 @@ def embedding_gradients(
 
 def _chunk_shape(chunk_mib: float, anchors: int) -> tuple[int, int]:
     """Anchors and columns of a block of similarities."""
+    height = max(1, min(anchors, math.isqrt(_elements(chunk_mib))))
+    return height, _columns(chunk_mib, height)
+
+
+def _columns(chunk_mib: float, height: int) -> int:
+    """Columns of a block of similarities of `height` anchors."""
+    return max(1, _elements(chunk_mib) // height)
+
+
+def _elements(chunk_mib: float) -> int:
     elements = int(chunk_mib * 2**18)
     if elements < 1:
         raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
-    height = max(1, min(anchors, math.isqrt(elements)))
-    return height, max(1, elements // height)
+    return elements
 
 
 def _own_places(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

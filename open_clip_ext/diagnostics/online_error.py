@@ -18,7 +18,7 @@ from open_clip_ext.surrogates import Surrogate
 
 
 @dataclass
-class Anchors:
+class StoredAnchors:
     """k stored anchors; images as anchors first.
 
     Args:
@@ -81,7 +81,7 @@ class OnlineError:
         self.least = least
         self.skip = skip
         self._warm = skip == 0  # whether the present anchors will be compared
-        self._watched: Anchors | None = None
+        self._watched: StoredAnchors | None = None
         self._shown: dict[str, Tensor] = {}
 
     def restart(self) -> None:
@@ -118,9 +118,9 @@ class OnlineError:
     def _columns(self, batch: Batch) -> int:
         return batch.size * (2 if self.intra_modal else 1)
 
-    def _begin(self, batch: Batch, alpha: Tensor) -> Anchors:
+    def _begin(self, batch: Batch, alpha: Tensor) -> StoredAnchors:
         k = min(self.anchors, batch.size)
-        anchors = Anchors(
+        anchors = StoredAnchors(
             embeddings=torch.stack([batch.all_image[:k], batch.all_text[:k]]),
             positives=batch.all_positives[:k],
             taus=batch.all_tau[:, :k].clone(),
@@ -139,7 +139,7 @@ class OnlineError:
         anchors.effective = (2 * anchors.log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
         return anchors
 
-    def _exponents(self, anchors: Anchors, batch: Batch) -> Tensor:
+    def _exponents(self, anchors: StoredAnchors, batch: Batch) -> Tensor:
         """l(s_ij - s_ii) / tau of the anchors against the batch, (2, k, B), or (2, k, 2 B) with intra-modal pairs."""
         others, own = (batch.all_text, batch.all_image), (batch.all_image, batch.all_text)
         similarities = [
@@ -148,7 +148,7 @@ class OnlineError:
         ]
         return self.surrogate.value(torch.stack(similarities) - anchors.positives[:, None]) / anchors.taus[:, :, None]
 
-    def _compare(self, anchors: Anchors) -> dict[str, Tensor]:
+    def _compare(self, anchors: StoredAnchors) -> dict[str, Tensor]:
         exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
         if self.one_per_pair:
             exact = log_mean_of_directions(exact)
@@ -167,7 +167,8 @@ class OnlineError:
         estimate. `negatives_kl` is the mean of log N - H(p_i), the divergence of an anchor's weights p_ij, proportional
         to w_ij = exp(l_ij / tau), from equal weights of all N negatives; a learned tau rests where it is rho
         (`LearnableTemperature`). Until `least` steps they are those of the previous anchors. `effective_negatives` of
-        the present anchors in their batch is (sum w)^2 / sum w^2, from 1 to B - 1.
+        the present anchors in their batch is (sum w)^2 / sum w^2, from 1 to B - 1,
+        or to 2 (B - 1) with negatives of both modalities.
         """
         if self._watched is None:
             return {}
@@ -185,7 +186,7 @@ class OnlineError:
         """Load the result of `state`."""
         self._warm = bool(state.get("warm", True))
         watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
-        self._watched = Anchors(**watched) if "mean" in watched else None  # states from before it start over
+        self._watched = StoredAnchors(**watched) if "mean" in watched else None  # states from before it start over
         self._shown = {name.removeprefix("shown."): v for name, v in state.items() if name.startswith("shown.")}
 
 

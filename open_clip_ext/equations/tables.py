@@ -16,7 +16,7 @@ def sogclr_u(u: Tensor, g: Tensor, gamma: float | Tensor, eps: float) -> Tensor:
 
     Args:
         u: before the step, (2, B).
-        gamma: in (0, 1]; a number, or (B,) where some rows are visited for the first time.
+        gamma: in (0, 1]; a number, (B,) or (2, B) where some rows are visited for the first time.
     """
     return (1 - gamma) * u + gamma * (eps + g.detach())
 

@@ -14,6 +14,8 @@ class AttachGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True; the gradients here are constants
+            raise RuntimeError("this loss has no second derivatives; call backward without create_graph")
         gradients = tuple(grad_output * gradient for gradient in ctx.saved_tensors)
         return (None, None, *gradients, *(None for _ in gradients))
 

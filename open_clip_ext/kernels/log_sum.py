@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.kernels.streaming import exp_, highest, tiles
-from open_clip_ext.kernels.surrogates import is_linear, value_
-from open_clip_ext.surrogates import Surrogate
+from open_clip_ext.surrogates import Surrogate, is_linear
 
 # An exponent far below the lowest real one, -4 / 0.01. It is finite, since -inf times its probability 0 would be NaN.
 LEFT_OUT = -1e4
@@ -49,7 +48,7 @@ def exponents_of(
         return similarities, -positives / tau, 1.0
     similarities.sub_(positives[:, None])
     slope = surrogate.slope(similarities)
-    exponents = value_(surrogate, similarities).div_(tau[..., None])
+    exponents = surrogate.value(similarities).div_(tau[..., None])
     return exponents, torch.zeros_like(positives), slope
 
 

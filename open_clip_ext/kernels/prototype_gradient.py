@@ -21,9 +21,8 @@ from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import log_sum_over_processes, world_size
 from open_clip_ext.kernels.log_sum import LEFT_OUT, Keys, exponents_of
 from open_clip_ext.kernels.streaming import exp_, highest, parts
-from open_clip_ext.kernels.surrogates import is_linear
 from open_clip_ext.objectives import Objective
-from open_clip_ext.surrogates import Surrogate
+from open_clip_ext.surrogates import Surrogate, is_linear
 
 CPU_PROTOTYPES = 256  # per direction, so that G_j stays in the cache until gradient_j is computed from it
 

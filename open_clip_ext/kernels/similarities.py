@@ -16,7 +16,6 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import EqualRows
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
-from open_clip_ext.kernels.surrogates import value_
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -115,7 +114,7 @@ class SimilarityBlocks:
     ) -> Tensor:
         """log-sum-exp over the negatives, which lie along `dim`; the anchors lie along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
-        exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
+        exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
         self._leave_out(exponents, part, -math.inf)
         return log_sum_exp_(exponents, dim)
 
@@ -128,7 +127,7 @@ class SimilarityBlocks:
 
         Args:
             features: where the gradients in this process's `image` and `text` are added, (b, d) each.
-            alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT.
+            alpha: log-normalizers of this process's anchors, (2, b), at least L - MAX_LOG_WEIGHT + min(0, log tau).
             all_alpha: those of all anchors, (2, B).
 
         Returns:
@@ -179,7 +178,7 @@ class SimilarityBlocks:
         """
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
-        exponents = value_(self.surrogate, gaps).div_(tau.unsqueeze(dim))
+        exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
         weights = exp_(torch.sub(exponents, alpha.unsqueeze(dim), out=like(out, similarities)))
         self._leave_out(weights, part, 0.0)
         grad_tau = exponents.mul_(weights).sum(dim)

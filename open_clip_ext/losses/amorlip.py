@@ -9,7 +9,8 @@ the mean over B pairs includes the anchor's own:
                divided by the constant s, plus rho / s                                                        Appendix C
 
 where lambda in stage II is the target network, a constant. Stage I sees the global batch, stage II only this process's
-pairs, so that steps without stage I gather nothing. In plain PyTorch: `equations.amorlip_z`, `equations.amorlip`.
+pairs; with `amor_denominator target` steps without stage I gather nothing. In plain PyTorch: `equations.amorlip_z`,
+`equations.amorlip`.
 
 Shapes: b pairs on each of W processes, B = W b; d = embedding dimension; values per anchor are (2, b), images first.
 
@@ -68,7 +69,8 @@ NOT_NEGATIVE: dict[str, Any] = dict(valid=not_negative, expected="a number >= 0"
 class AmorLIPLoss(Loss):
     """AmorLIP's two stages as one loss.
 
-    The first batch allocates three networks of 2 * (2 f_d d^2 + ...) parameters, gradients and Adam's moments.
+    The first batch allocates the online and the target network, the second epoch the previous one, each of
+    2 * (2 f_d d^2 + ...) parameters; the online one also has gradients and Adam's two moments.
 
     Args: as in `Loss`; for the options see the class's body.
 
@@ -115,6 +117,7 @@ class AmorLIPLoss(Loss):
     )
     amor_positive_weight: float = option(1e-3, "weight of the positive in Z", **NOT_NEGATIVE)
     least_pairs = 2
+    follows_epochs = True
     CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):

@@ -17,8 +17,8 @@ Readings fixed here, where the paper is silent:
 - beta_t = beta / 2 * (1 - cos(pi t / T)) with t = 1 in the first epoch and T the length of the training.
 - KL is Eq. 9 as printed. Its lambda is not normalized, so its optimum with 0.1 times Eq. 10 lies 0.82 above log Z; the
   optima of `l2-log` and `js` are at log Z.
-- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`objectives.MAX_LOG_WEIGHT`). The paper has no such
-  bound, but a very wrong network output would overflow float32. Below the bound nothing changes.
+- KL and JS are computed at min(t, exp(12.5)), t = Z_comb / lambda (`objectives.MAX_LOG_WEIGHT`); the slope beyond the
+  bound is that at the bound. The paper has no such bound, but a very wrong network output would overflow float32.
 
 One deviation: in Algorithm 1 (line 4) the first epoch mixes Z with the output of the initial network, by beta_1 = 0.002
 for 30 epochs. That network is random and says nothing of Z, so that here Z_comb = Z in the first epoch.
@@ -30,11 +30,10 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.distributed import copy_from_first, rank
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.networks import PartitionNetwork, below
 from open_clip_ext.objectives import MAX_LOG_WEIGHT
@@ -47,13 +46,15 @@ def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
     """f(t) = t log t of Eq. 8 at t = exp(r), and its derivative in r."""
-    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
+    ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
+    t = ratio.exp()
     return t * ratio, t * (ratio + 1)
 
 
 def js(ratio: Tensor) -> tuple[Tensor, Tensor]:
     """f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2 of Eq. 8 at t = exp(r), and its derivative in r."""
-    t = ratio.clamp(max=MAX_LOG_WEIGHT).exp()
+    ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
+    t = ratio.exp()
     slope = t * (math.log(2) - softplus(-ratio)) / 2
     return slope + (math.log(2) - softplus(ratio)) / 2, slope
 
@@ -187,10 +188,7 @@ class Amortization:
             self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
             self._new_optimizer(self.online)
             self.target = self._copy(self.online.named(), log_z)
-        if world_size() > 1:  # against drift between processes whose hardware rounds differently
-            for tensor in self._tensors().values():
-                if tensor.device == log_z.device:
-                    dist.broadcast(tensor, 0)
+        copy_from_first(self._tensors().values(), log_z.device)
 
     def _copy(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
         dimension = parameters["0.up.weight"].shape[1]

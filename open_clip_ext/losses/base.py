@@ -75,6 +75,7 @@ class Loss(Part, nn.Module):
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
+        self.epoch: int | None = None
         self.dimension = 0  # of the embeddings, once known
         # Empty; its device and dtype are the state's.
         self.register_buffer("_like", torch.empty(0), persistent=False)
@@ -84,7 +85,8 @@ class Loss(Part, nn.Module):
         self._norm_errors: dict[str, Tensor] = {}  # largest | |x| - 1 | of all calls, by name, on the device
 
     def set_epoch(self, epoch: int) -> None:
-        """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count."""
+        """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
+        self.epoch = epoch
         self._calls = 0
 
     def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
@@ -156,12 +158,14 @@ class Loss(Part, nn.Module):
         dist_logit_scale: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Estimate of the objective, 0-d float32, with its gradient.
+        """Estimate of the objective, 0-d, with its gradient; float32, or float64 if the image features are.
+
+        The gradient is of first order: a second derivative raises RuntimeError.
 
         Args:
             image_features, text_features: (b, d) unit vectors of any float type, b equal on every process. The loss is
-                computed in float32 whatever autocast says (float64 stays float64). On CUDA, matrix products follow
-                `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
+                computed in float32 whatever autocast says, or in float64 if the image features are. On CUDA, matrix
+                products follow `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
             logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
             logit_bias: has no effect; in a softmax it cancels.
             index: rows of the samples in the data set, (b,) int64 in [0, n); required if the loss has state per sample.
@@ -172,18 +176,22 @@ class Loss(Part, nn.Module):
                 `takes_keys`. Give keys on every process or on none.
 
         Raises:
-            ValueError: shapes, types or `index` do not fit; the message names the argument.
+            ValueError: shapes, types or `index` do not fit; the message names the argument. Or a training step of a
+                loss that `follows_epochs` comes before `set_epoch`.
         """
+        dtype = torch.promote_types(image_features.dtype, torch.float32)
         if isinstance(logit_scale, (float, int)):
-            logit_scale = torch.full((), logit_scale, dtype=torch.float32, device=image_features.device)
+            logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
         self._note_norms(image_features=image_features, text_features=text_features)
         more = {} if key is None else {"key": self._check_key(key, len(image_features))}
         reference = self._check_reference(image_features, dist_image_features, dist_text_features)
+        trains = self.training and torch.is_grad_enabled()
+        if trains and self.epoch is None and self.follows_epochs:
+            raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         if self.validate or self.steps == 0:
             self._check_norms()
-        dtype = torch.promote_types(image_features.dtype, torch.float32)
         image, text = image_features.to(dtype), text_features.to(dtype)
         if reference is not None:
             # Their inner product is s_ij minus the reference's similarity.
@@ -193,7 +201,6 @@ class Loss(Part, nn.Module):
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
-            trains = self.training and torch.is_grad_enabled()
             update_state = trains and self._calls % self.accum_freq == 0
             self._calls += trains
             self.steps += update_state

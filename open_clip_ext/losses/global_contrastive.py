@@ -126,6 +126,10 @@ class GlobalContrastiveLoss(Loss):
         self._of_step: tuple[Tensor | None, Any] = (None, None)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
 
+    @property
+    def follows_epochs(self) -> bool:  # type: ignore[override]
+        return self.normalizer.follows_epochs or self.temperature.follows_epochs
+
     @contextmanager
     def with_surrogate(self, surrogate: Surrogate) -> Iterator[None]:
         parts = [part for part in (self, self.normalizer, self.online_error) if hasattr(part, "surrogate")]
@@ -215,7 +219,8 @@ class GlobalContrastiveLoss(Loss):
         """Mix the batch's own L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
-        return alpha.maximum(log_batch - MAX_LOG_WEIGHT)
+        # Not torch.maximum, whose gradient would lack alpha's where the bound holds: the control variate of `unified`.
+        return alpha + (log_batch - MAX_LOG_WEIGHT - alpha.detach()).clamp(min=0)
 
     def _global_index(self, index: Tensor | None, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """Rows of the global batch, (B,), or None; and whether one is out of range, 0-d bool on the device."""
@@ -250,7 +255,7 @@ class GlobalContrastiveLoss(Loss):
         Returns:
             Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b).
         """
-        image, text, grad_tau, learned = self.through_alpha(batch, inputs, alpha)
+        image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
         # The kernel's gradient has the factor tau_i; the objective has the factor scale(tau_i).
         ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
@@ -267,7 +272,7 @@ class GlobalContrastiveLoss(Loss):
             gradients.append((tau, tau_gradient * ddp_scale))
         return gradients, tau_terms
 
-    def through_alpha(
+    def gradient_through_alpha(
         self, batch: Batch, inputs: Batch, alpha: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, list[tuple[nn.Parameter, Tensor]]]:
         """The gradient through alpha of mean_i scale(tau_i) * value_i, summed over both directions.

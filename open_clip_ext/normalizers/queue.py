@@ -65,6 +65,7 @@ class Queue(Normalizer):
     def limit_to(self, num_samples: int) -> None:
         self.num_in_data = num_samples
         self.capacity = min(self.queue_size, num_samples)
+        self.follows_epochs = 2 * self.capacity >= num_samples  # it then starts every epoch empty
 
     def description(self) -> str:
         if self.capacity == self.queue_size:
@@ -99,13 +100,13 @@ class Queue(Normalizer):
     def update(self, batch: Batch) -> list[slice]:
         """Push the batch into the ring; return its places there."""
         self.check_batch(batch.size)
-        if self.num_in_data is not None and 2 * self.capacity >= self.num_in_data and self.epoch != self._epoch_of_ring:
+        if self.follows_epochs and self.epoch != self._epoch_of_ring:
             self.ring.active = self.ring.head = 0
         self._epoch_of_ring = self.epoch
         return self.ring.push(batch)
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
-        seen = gaps(updated or [], self.ring.active)
+        seen = free_places(updated or [], self.ring.active)
         others = sum(some.stop - some.start for some in seen)
         if others == 0:
             return batch.log_batch
@@ -137,7 +138,7 @@ class Queue(Normalizer):
         self._epoch_of_ring = int(state["epoch"])
 
 
-def gaps(places: list[slice], size: int) -> list[slice]:
+def free_places(places: list[slice], size: int) -> list[slice]:
     """The slices of `size` places that `places`, which must not overlap, leave free."""
     places = sorted(places, key=lambda some: some.start)
     ends, starts = [0, *(some.stop for some in places)], [*(some.start for some in places), size]

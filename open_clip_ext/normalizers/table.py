@@ -76,11 +76,10 @@ class MovingAverageTable(Normalizer):
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
         self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
         self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
-        self.epoch: int | None = None
+        self.follows_epochs = self.gamma_schedule == "cosine"
         self.gamma = 1.0 if self.gamma_schedule == "cosine" else self.final_gamma
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
         if self.gamma_schedule == "cosine":
             self.gamma = self._cosine(epoch)
 
@@ -103,8 +102,6 @@ class MovingAverageTable(Normalizer):
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
         """Update the batch's rows; return their new log u, (B, 2)."""
-        if self.epoch is None and self.gamma_schedule == "cosine":
-            raise ValueError("gamma follows the epoch: call the loss's set_epoch(epoch) before each epoch")
         assert batch.index is not None
         old = self.log_u.lookup(batch.index)
         equal_rows = EqualRows(batch.index)

@@ -34,11 +34,10 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.distributed import copy_from_first, rank
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import NETWORK_OBJECTIVES
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
@@ -227,12 +226,8 @@ class NetworkNormalizer(Normalizer):
         self.optimizer = optimizer(parameters, **settings)
 
     def _broadcast(self) -> None:
-        if world_size() == 1:
-            return
         for parameter in self._named().values():
-            for tensor in (parameter, *self.optimizer.state[parameter].values()):
-                if tensor.device == parameter.device:
-                    dist.broadcast(tensor, 0)
+            copy_from_first((parameter, *self.optimizer.state[parameter].values()), parameter.device)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         after = self.objective.value(log_batch, alpha).mean(dim=1).sum()

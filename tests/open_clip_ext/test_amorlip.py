@@ -9,6 +9,7 @@ from numerics import unit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss, equations
 from open_clip_ext.batch import Batch
+from open_clip_ext.losses.amortization import DIVERGENCES
 from open_clip_ext.networks import PartitionMLP
 
 EPOCHS = 4
@@ -178,8 +179,19 @@ def test_extreme_batches_stay_finite_at_the_highest_scale(dtype, case, target):
     loss.raise_if_not_finite()
 
 
+@pytest.mark.parametrize("name", ["kl", "js"])
+def test_divergences_beyond_their_bound_are_those_at_it(name):
+    at, beyond = (DIVERGENCES[name](torch.tensor(r, dtype=torch.float64)) for r in (12.5, 40.0))
+    assert at == beyond
+    r = torch.tensor([-3.0, 0.0, 12.0], dtype=torch.float64, requires_grad=True)
+    values, slopes = DIVERGENCES[name](r)
+    torch.testing.assert_close(torch.autograd.grad(values.sum(), r)[0], slopes.detach(), rtol=1e-12, atol=1e-12)
+
+
 def test_accumulation_equals_one_call():
     once, thrice = (create_loss("amorlip", **PAPER, epochs=2, accum_freq=n, amor_online_every=2) for n in (1, 3))
+    once.set_epoch(0)
+    thrice.set_epoch(0)
     for k in range(4):
         e1, e2 = pairs(k)
         s = torch.tensor(5.0).double().requires_grad_()

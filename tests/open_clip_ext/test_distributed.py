@@ -97,6 +97,7 @@ def train(name, rank, world, accum_freq=1, start=None):
         start: what an earlier call returned, to resume from for MORE_STEPS.
     """
     loss = create_loss(LOSSES[name][0], accum_freq=accum_freq, **LOSSES[name][1])
+    loss.set_epoch(0)
     model = Model().double()
     steps = range(STEPS)
     if start is not None:
@@ -163,6 +164,7 @@ def first_gradients(name, rank, world, dtype, jitter=None):
     preset, settings = LOSSES[name]
     smooth = SMOOTH if preset == "neuclip" and not settings.get("npn_joint") else {}
     loss = create_loss(preset, **{**settings, **smooth})
+    loss.set_epoch(0)
     model = Model().to(dtype)
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
@@ -276,6 +278,7 @@ def check_what_is_sent(rank, world):
     for name, expected in calls.items():
         paper = {"amor_denominator": "target"} if name == "amorlip" else {}
         loss = create_loss(name, num_samples=ROWS, epochs=1, **paper)
+        loss.set_epoch(0)
         counter = sent(loss, index=torch.arange(8) + 8 * rank)
         assert counter.calls == expected, (name, dict(counter.calls))
         assert counter.sent < 0.75 * theirs.sent, name

@@ -239,3 +239,5 @@ def test_a_chunk_of_nothing_is_refused():
     image, text = embeddings(4)
     with pytest.raises(ValueError, match="chunk_mib"):
         exact_log_normalizers(image, text, torch.arange(4), 0.1, chunk_mib=0)
+    with pytest.raises(ValueError, match="chunk_mib"):
+        embedding_gradients(image, text, torch.arange(4), torch.zeros(2, 4), 0.1, chunk_mib=0)

@@ -356,6 +356,30 @@ def test_one_wrong_normalizer_cannot_take_over_the_step():
     close(d_text, expected[1], tau)
 
 
+def test_a_bounded_weight_keeps_the_gradient_through_alpha():
+    """NeuCLIP, Eq. 12 with exp(L - alpha) bounded by exp(12.5): prototypes that point away from every anchor."""
+    single, double, logit_scale = inputs(6, 8, 0.01)
+    loss = create_loss("neuclip", npn_prototypes=6, loss_eps=1e-14)
+    gradients(loss, single, logit_scale)
+    far = -torch.stack([single[0] + single[1], single[0] + single[1]])
+    loss.load_full_state({**loss.full_state(), "state.weight": far.detach()})
+    loss.eval()
+    _, *actual, _ = gradients(loss, single, logit_scale)
+    tau = 1 / logit_scale.detach().double()
+    log_batch = (1e-14 + batch_g(gaps(*double), tau)).log()
+    alpha = equations.neuclip_alpha(*far.detach().double(), *double, tau, 1e-14)
+    excess = (log_batch - alpha).detach()
+    assert (excess > 13).any() and (excess < 12).any()
+    weight = excess.clamp(max=12.5).exp()
+    # Its gradient is that of tau * (exp(L - alpha) + alpha), with the bounded weight in place of exp(L - alpha).
+    carrier = tau * (weight * log_batch + (1 - weight) * alpha)
+    expected = torch.autograd.grad(carrier.mean(dim=1).sum(), double)
+    for found, wanted, unit_vectors in zip(actual, expected, double, strict=True):
+        # Equations 10 and 11 normalize the embeddings, which removes the gradient's radial part.
+        along = ((found - wanted) * unit_vectors.detach()).sum(dim=1, keepdim=True) * unit_vectors.detach()
+        close(found - along.to(found), wanted, 0.01)
+
+
 def test_unified_needs_a_normalizer_of_embeddings():
     with pytest.raises(InputError, match="encoder_objective"):
         make("fastclip-v3", 4, encoder_objective="unified")

@@ -56,6 +56,58 @@ def test_an_evaluation_in_inference_mode_may_come_first(name):
         step(loss, seed)
 
 
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("fastclip-v3", {}), ("fastclip-v2", {"gamma_schedule": "constant"}), ("amorlip", {}), ("tempnet", {}),
+        ("isogclr", {"tau_lr_schedule": "cosine"}), ("queue", {"num_samples": 8, "queue_size": 4096}),
+    ],
+)  # fmt: skip
+def test_a_loss_that_follows_the_epoch_does_not_train_without_it(name, options):
+    loss = create_loss(name, **{"num_samples": 8, "epochs": 3, **options})
+    before = loss.full_state()
+    with pytest.raises(ValueError, match="call its set_epoch"):
+        step(loss)
+    assert loss.full_state().keys() == before.keys()
+    with torch.no_grad():
+        step(loss)  # an evaluation needs no epoch
+    loss.set_epoch(0)
+    step(loss)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [("sogclr", {}), ("isogclr", {}), ("neuclip", {}), ("cyclip", {}), ("queue", {"num_samples": 1000})],
+)
+def test_other_losses_need_no_epoch(name, options):
+    step(create_loss(name, **{"num_samples": 8, **LOSSES.get(name, {}), **options}))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_second_derivatives_are_refused(name):
+    image, text, scale = features()
+    value = make(name)(image, text, scale, index=torch.arange(4))
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        torch.autograd.grad(value, [image, text], create_graph=True)
+
+
+@pytest.mark.parametrize("name", ["fastclip-v3", "isogclr"])
+def test_rows_stay_float32_whatever_comes_first(name):
+    for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
+        loss = make(name)
+        for dtype in dtypes:
+            image, text, scale = features(dtype=dtype)
+            assert loss(image, text, scale, index=torch.arange(4)).dtype == dtype
+        tables = [module.rows for module in loss.modules() if isinstance(module, ShardedRows)]
+        assert tables and all(rows.dtype == torch.float32 for rows in tables)
+
+
+def test_a_number_as_logit_scale_keeps_the_features_precision():
+    image, text, _ = features(dtype=torch.float64)
+    loss = create_loss("neuclip", normalizer="batch", encoder_objective="compositional")
+    assert loss(image, text, 1 / 0.07) == loss(image, text, torch.tensor(1 / 0.07, dtype=torch.float64))
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_refused_state_changes_nothing(name):
     """Of another loss, and of a loss before its first batch."""

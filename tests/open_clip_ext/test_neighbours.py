@@ -138,6 +138,7 @@ def test_tempnet(dtype):
 def test_the_network_lowers_its_objective():
     """On one batch again and again, as far from it as it starts; held, it stays as it is."""
     loss = create_loss("tempnet", num_samples=ROWS, **NETWORK)
+    loss.set_epoch(0)
     features, _, index = step_inputs(0, torch.float64)
     values = [loss(*features, torch.tensor(10.0).double(), index=index).item() for _ in range(40)]
     assert values[-1] < values[0] - 0.05
@@ -152,6 +153,8 @@ def test_dropout_is_of_the_step_alone_and_of_training():
     features, _, index = step_inputs(0, torch.float64)
     first, second = (create_loss("tempnet", num_samples=ROWS, **{**NETWORK, "tau_net_dropout": 0.5}) for _ in range(2))
     scale = torch.tensor(10.0).double()
+    first.set_epoch(0)
+    second.set_epoch(0)
     values = [loss(*features, scale, index=index) for loss in (first, second)]
     torch.rand(7)  # the global generator has no part in it
     values += [loss(*features, scale, index=index) for loss in (first, second)]
@@ -163,7 +166,9 @@ def test_dropout_is_of_the_step_alone_and_of_training():
 def test_tempnet_resumes_and_keeps_out_what_is_not_finite():
     features, _, index = step_inputs(0, torch.float64)
     scale = torch.tensor(10.0).double()
-    first, second = (create_loss("tempnet", num_samples=ROWS, **NETWORK) for _ in range(2))
+    first, second, third = (create_loss("tempnet", num_samples=ROWS, **NETWORK) for _ in range(3))
+    for loss in (first, second, third):
+        loss.set_epoch(0)
     first(*features, scale, index=index)
     before = first.full_state()
     first(features[0] * float("nan"), features[1], scale, index=index)
@@ -171,7 +176,6 @@ def test_tempnet_resumes_and_keeps_out_what_is_not_finite():
         assert torch.equal(before[key], first.full_state()[key])
     second.load_full_state(before)
     others, _, index = step_inputs(1, torch.float64)
-    third = create_loss("tempnet", num_samples=ROWS, **NETWORK)
     third.load_full_state(before)
     assert torch.equal(second(*others, scale, index=index), third(*others, scale, index=index))
     with pytest.raises(ValueError, match="tau_net_prototypes: 8 where the state has another number"):

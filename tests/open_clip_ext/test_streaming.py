@@ -55,6 +55,7 @@ def steps(name):
     """Values and gradients of some steps, and the state after them."""
     preset, settings = LOSSES[name]
     loss = create_loss(preset, **settings)
+    loss.set_epoch(0)
     found = []
     for seed in range(4):
         image, text, index = features(seed)
@@ -254,6 +255,7 @@ def test_memory_does_not_grow_with_the_square_of_the_batch(name, settings, monke
 
     batch, dimension = 4096, 4
     loss = create_loss(name, **settings)
+    loss.set_epoch(0)
     image, text, _ = features(0, batch, dimension)
     image, text = (side.detach().float().requires_grad_() for side in (image, text))
     index = torch.arange(batch) % ROWS

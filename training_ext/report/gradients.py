@@ -145,7 +145,7 @@ def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
             alpha = loss.mixed(normalizer(inputs, updated), batch.log_batch)
         if not loss.objective.through_alpha:
             return alpha, 0.0
-        grad_image, grad_text, *_ = loss.through_alpha(batch, inputs, alpha)
+        grad_image, grad_text, *_ = loss.gradient_through_alpha(batch, inputs, alpha)
         return alpha.detach(), batch.size * torch.stack([grad_image, grad_text])
 
     return estimate
