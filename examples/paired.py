@@ -15,6 +15,22 @@ def interval(differences: Sequence[float]) -> tuple[float, float | None]:
     return mean(differences), half
 
 
+def p_values(every: Sequence[Sequence[float]]) -> list[float]:
+    """Two-sided p-values of the means of several comparisons by Student's t, with Holm's correction for their number.
+
+    Args:
+        every: the differences of each comparison, at least two and not all equal.
+    """
+    from scipy import stats
+
+    plain = [float(stats.ttest_1samp(differences, 0).pvalue) for differences in every]
+    corrected, least = [0.0] * len(plain), 0.0
+    for rank, number in enumerate(sorted(range(len(plain)), key=plain.__getitem__)):
+        least = max(least, min(1.0, (len(plain) - rank) * plain[number]))
+        corrected[number] = least
+    return corrected
+
+
 def shown(differences: Sequence[float]) -> str:
     """The mean with its 95 % interval, `+5.4 ± 2.9`."""
     middle, half = interval(differences)

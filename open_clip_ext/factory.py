@@ -92,6 +92,11 @@ def all_options() -> list[Option]:
     return options_of(all_parts())
 
 
+def setting_names() -> list[str]:
+    """Names of the parts and of every option."""
+    return [*PARTS, *(option.name for option in all_options())]
+
+
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
     """The classes that make up the loss `name` and have options; none for OpenCLIP's own losses.
 
@@ -124,7 +129,7 @@ def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = No
     """
     preset = find_preset(name)
     given = {key: value for key, value in given.items() if value is not None}
-    known = [*PARTS, *(option.name for option in all_options())]
+    known = setting_names()
     for key in given:
         if key not in known:
             near = did_you_mean(key, known) or f"; known are {', '.join(known)}"

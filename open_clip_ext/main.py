@@ -67,7 +67,8 @@ def train(flags: Iterable[object]) -> Trained:
         flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
 
     Raises:
-        InputError: bad input; the message is one line that says what to change, and no file has been written.
+        InputError: bad input; the message is one line that says what to change. No file has been written, unless the
+            data turned out to be unusable during the run.
         NonFiniteError: the training met a NaN or an infinity.
         Stopped: SIGTERM stopped it, and its state is saved.
     """
@@ -102,7 +103,7 @@ def _run(argv: list[str]) -> Trained:
     if not checkpoint.keeps_files(args):
         return Trained(by_epoch, None, [])
     folder = Path(args.logs, args.name)
-    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if "_step_" not in path.name]
+    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
     checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
     return Trained(by_epoch, folder, checkpoints)
 

@@ -1,6 +1,7 @@
 """examples/evidence: which run comes next, what a run leaves behind, and the intervals."""
 
 import json
+import math
 import signal
 import sys
 from argparse import Namespace
@@ -215,7 +216,12 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
     call(report, monkeypatch, "--out table")
     text = capsys.readouterr().out
     assert "| +3.0 ± 6.6, 3 seeds | 6.0 | -3.0 ± 6.6, 3 seeds |" in text
-    assert "| `queue` - `clip` | +3.0 ± 6.6, 3 seeds | -3.0 ± 6.6, 3 seeds |" in text
+    # t = 3 / sqrt(7 / 3) with 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2) = 0.1885, twice by Holm's correction.
+    assert "| `queue` - `clip` | +3.0 ± 6.6, 3 seeds | 0.3770 | -3.0 ± 6.6, 3 seeds | 0.3770 |" in text
+    # With 3 degrees of freedom: p = 1 - 2 / pi (a + sin a cos a) with tan a = t / sqrt(3); t^2 is 15 and 1200.
+    angles = [math.atan(math.sqrt(square / 3)) for square in (15, 1200)]
+    less, more = (1 - 2 / math.pi * (angle + math.sin(angle) * math.cos(angle)) for angle in angles)
+    assert report.p_values([[1, 2, 3, 4], [9.5, 10.5, 10.5, 9.5]]) == pytest.approx([less, 2 * more])
     assert "`--lr 7e-3` | **10.0** | 10.0 |" in text
     assert Path("table.md").read_text() in text and Path("table.png").stat().st_size > 10_000
     # 17 % after two epochs of 3,200 samples, straight from 0: 10 % after 2 * 3,200 * 10 / 17.

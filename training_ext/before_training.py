@@ -18,6 +18,7 @@ from training_ext.osr.recovery import FIRST_EPOCH, StatisticsRecovery
 from training_ext.params import starts_from_weights
 from training_ext.run_log import Epoch
 from training_ext.seeding import AT_EPOCH, kept_random_state, seed_all
+from training_ext.skips import report_epoch
 
 if TYPE_CHECKING:
     from training_ext.session import Session
@@ -118,6 +119,7 @@ class BeforeTraining:
                 self.model, data, self.loss, epoch, self.optimizer, self.scaler, lambda step: None, self.dist_model,
                 self._unlogged(), tb_writer=writer,
             )
+        report_epoch(session.data.skips, self._unlogged(), epoch, loader, None, f"Recovery epoch {number}")
 
     def _shown(self, number: int, batches: list[int]) -> Epoch:
         """The log's view of epoch `number` of a recovery; `batches`: number of batches of each of its epochs."""

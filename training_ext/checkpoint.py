@@ -73,10 +73,16 @@ def fit_names(checkpoint: Any, wrapped: bool) -> None:
     """Add or remove the prefix "module." of DistributedDataParallel in the names of the model's state.
 
     OpenCLIP itself removes it to resume on one process, but does not add it to resume one process's file on several.
+    A file may also have the weights alone.
     """
-    if isinstance(checkpoint, dict) and isinstance(weights := checkpoint.get("state_dict"), dict):
+    if not isinstance(checkpoint, dict):
+        return
+    weights = checkpoint.get("state_dict", {} if "epoch" in checkpoint else checkpoint)
+    if isinstance(weights, dict):
         before = "module." if wrapped else ""
-        checkpoint["state_dict"] = {before + name.removeprefix("module."): value for name, value in weights.items()}
+        fitted = {before + str(name).removeprefix("module."): value for name, value in weights.items()}
+        weights.clear()
+        weights.update(fitted)
 
 
 def keeps_files(args: Namespace) -> bool:

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from argparse import Namespace
 from typing import Any
 
@@ -98,11 +99,15 @@ class Monitor:
             return
         folders = [self.folder] if begun else []  # a training that starts anew in this folder has its own best
         if args.resume and begun:  # with another --name, the files are beside the checkpoint
-            folders.append(os.path.dirname(os.path.dirname(args.resume)))
+            folders.append(os.path.dirname(os.path.dirname(os.path.abspath(args.resume))))
         for folder in folders:
             self.start = self.start or _read_start(os.path.join(folder, START))
             if self._best is None:
                 self._best = _read_best(os.path.join(folder, BEST), self.metric)
+                if self._best is not None and folder != self.folder:
+                    old, new = (os.path.join(place, BEST) for place in (folder, self.folder))
+                    with open(old, "rb") as source, whole_file(new) as target:
+                        shutil.copyfileobj(source, target)
 
     def _path(self, name: str) -> str | None:
         return None if self.folder is None else os.path.join(self.folder, name)

@@ -120,7 +120,10 @@ class Interruptions:
         if position is None:
             return None
         batches, workers, keep = position["batches"], self.loss.loader.streams, self.args.accum_freq
-        if not changed and position["of"] == self._batches:
+        if position["of"] != self._batches and self.args.rank == 0:
+            steps = position["of"] // keep, self._batches // keep
+            logging.warning("The length of an epoch changes: %d steps in the checkpoint, now %d", *steps)
+        if not changed and batches < self._batches:
             samples = position["samples"][self.args.rank].tolist() if workers else []
             self.loss.load_diagnostics_state(position["shown"])
         else:

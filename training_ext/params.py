@@ -40,9 +40,9 @@ class Parser(argparse.ArgumentParser):
                 action.choices = [*(action.choices or ()), "shapes"]
         self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
         others = [word for word in args if word not in ("-h", "--help")]
-        name = self._parse_known(others)[0].recipe
-        recipe = None if name is None else recipes.find(name)
-        from_recipe = [] if recipe is None else self._of_recipe(recipe)
+        first = self._parse_known(others)[0]
+        recipe = None if first.recipe is None else recipes.find(first.recipe)
+        from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
         if len(others) < len(args):
             given = [*from_recipe, *others]
             if self._parse_known(given)[0].loss is not None:
@@ -73,8 +73,15 @@ class Parser(argparse.ArgumentParser):
         except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
             self.error(f"--aug-cfg: must be NAME=VALUE, such as scale=(0.9,1.0); {error}")
 
-    def _of_recipe(self, recipe: recipes.Recipe) -> list[str]:
-        """The recipe's arguments, to be put before those of the command line, which override them."""
+    def _of_recipe(self, recipe: recipes.Recipe, loss: str | None) -> list[str]:
+        """The recipe's arguments, to be put before those of the command line, which override them.
+
+        Args:
+            loss: that of the command line; another one than the recipe's has settings of its own.
+        """
+        own = recipe.flags.get("loss")
+        if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
+            recipe = recipe.without(factory.setting_names())
         arguments = recipes.arguments(recipe, self._actions)
         try:
             self.parse_known_args(arguments)
@@ -304,8 +311,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
     if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
         raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
-    names = [*factory.PARTS, *(option.name for option in factory.all_options())]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
     if args.loss is None:
         for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
             raise InputError(f"{flag_of(name)}: needs --loss; without it the loss is OpenCLIP's own")
@@ -361,7 +367,7 @@ def resolve_recovery(args: argparse.Namespace) -> None:
         if args.osr_save is not None:
             raise InputError(f"--osr-save: {args.osr_save!r} with --osr-load, which recovers nothing; leave it out")
         saved = recovered.read(args.osr_load)["epochs"]
-        if "osr_epochs" in args.given_flags and args.osr_epochs != saved:
+        if "osr_epochs" in args.given_flags - args.recipe_flags and args.osr_epochs != saved:
             raise InputError(
                 f"--osr-epochs: {args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out"
             )
@@ -392,7 +398,7 @@ def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
     """
     given, own = args.osr_surrogate, args.surrogate
     recovers = args.osr_epochs > 0 and args.osr_load is None
-    if given is None:
+    if given is None or (args.osr_load is not None and "osr_surrogate" in args.recipe_flags):
         args.osr_surrogate = recovered.SURROGATE if recovers and own is not None else None
     elif not recovers:
         raise InputError(f"--osr-surrogate: {given!r} with --osr-load, which recovers nothing; leave it out")

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shutil
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from open_clip_train.distributed import world_info_from_env
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import PARTIAL
+from open_clip_ext.files import PARTIAL, whole_file
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
@@ -41,6 +42,7 @@ from training_ext.osr import recovered
 from training_ext.osr.recovery import unfinished_path
 from training_ext.params import SCHEMAS
 from training_ext.patching import replaced
+from training_ext.recipes.resolved import NOT_FLAGS
 from training_ext.rehearsal import check_model, check_optimizer, check_resumed
 from training_ext.shard_scan import scan_all
 from training_ext.shards import check_missing, local_path, shard_urls
@@ -48,12 +50,18 @@ from training_ext.task_flags import check_loop
 
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
 
-SAME_EVERYWHERE: tuple[str, ...] = (
-    "loss", "model", "precision", "dataset_type", "train_num_samples", "batch_size", "accum_freq",
-    "epochs", "lr", "seed", "resume", "osr_epochs", "osr_transfer", "osr_load", "osr_save", "max_bad_samples",
-    "save_every_steps", "split_rows_above", "same_key", "same_caption", "several_captions", "captions_field",
-    "legacy_loop",
-)
+# A machine may have its own paths, as long as all processes have one or none.
+PATHS = frozenset(
+    {"train_data", "val_data", "imagenet_val", "imagenet_v2", "zeroshot_data", "pretrained", "distill_pretrained",
+     "pretrained_image_path", "pretrained_text_path", "shard_sizes"}
+)  # fmt: skip
+# What may differ between processes: settings of a process or machine, of process 0 alone, or made of other flags.
+MAY_DIFFER = frozenset(
+    {"cache_dir", "copy_codebase", "debug", "device", "dist_backend", "dist_url", "distributed", "local_rank",
+     "log_local", "logs", "no_set_device_rank", "rank", "recipe", "remote_sync", "remote_sync_frequency",
+     "remote_sync_protocol", "report_to", "trackio_project_name", "wandb_notes", "wandb_project_name", "world_size",
+     *NOT_FLAGS}
+)  # fmt: skip
 
 
 def check(args: Namespace) -> DataRows | None:
@@ -68,6 +76,7 @@ def check(args: Namespace) -> DataRows | None:
     local_rank, rank, world_size = world_info_from_env()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
+    evaluate_once(args)
     needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
         # Another machine may have other data; `check_alike` compares them.
@@ -89,7 +98,7 @@ def check(args: Namespace) -> DataRows | None:
         check_size_known(args)
         found = find_rows(args)
         check_shards(args, found, world_size)
-        check_steps(args, found, world_size)
+        check_steps(args, found.kind, samples_per_epoch(args, found), world_size)
         if args.uses_ext_loss:
             check_memory(args, found.num_rows, world_size)
         rows = found if needs_rows else None
@@ -102,6 +111,7 @@ def check(args: Namespace) -> DataRows | None:
         checkpoint.check_entry(entry, path, args, rows)  # the data, too
         if entry is not None:
             row_folders.check(path, entry.get("rows"), entry["state"], "--resume")
+    bring_up_to_date(args)
     return rows
 
 
@@ -139,14 +149,15 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
     Raises:
         InputError: a process has another loss, another setting that must be the same, or other data.
     """
-    names = [*SAME_EVERYWHERE, *factory.PARTS, *(option.name for option in factory.all_options())]
-    own = {name: getattr(args, name) for name in names}
+    own = {name: value for name, value in sorted(vars(args).items()) if name not in MAY_DIFFER}
     own["data"] = None if rows is None else (rows.num_rows, rows.digest)
     every: list[Any] = [None] * args.world_size
     dist.all_gather_object(every, own)
     for other, theirs in enumerate(every):
         for name, value in every[0].items():
             if theirs[name] == value or (name == "data" and theirs[name] is None):
+                continue
+            if name in PATHS and None not in (theirs[name], value):
                 continue
             if name == "data":
                 raise InputError(
@@ -157,6 +168,15 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
             raise InputError(
                 f"{flag}: process {other} has {theirs[name]!r} and process 0 {value!r}; start every process alike"
             )
+
+
+def evaluate_once(args: Namespace) -> None:
+    """Without training, evaluate everything, whatever the epoch of the checkpoint; a frequency of 0 still means never.
+
+    OpenCLIP would evaluate only what is due by frequency after the checkpoint's epoch, perhaps nothing.
+    """
+    if args.loss is not None and not trains(args):
+        args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
 
 
 def prepare_shapes(args: Namespace) -> None:
@@ -250,6 +270,11 @@ def check_distillation(args: Namespace) -> None:
 def check_what_is_made(args: Namespace, resumed: str | None) -> None:
     """Try to build model and optimizer, and check that the checkpoint fits them."""
     model = check_model(args)
+    size = getattr(getattr(model, "visual", None), "image_size", None)
+    if args.trace and not isinstance(size, int | None):
+        raise InputError(
+            f"--trace: OpenCLIP cannot trace {args.model!r}, whose image size is a pair of numbers; leave it out"
+        )
     optimizer = check_optimizer(args) if trains(args) else None
     if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
         check_resumed(resumed, model, optimizer, args)
@@ -332,9 +357,15 @@ def check_upsampling(args: Namespace) -> None:
         raise InputError(f"{given} without --dataset-resampled, which it needs")
     instead = "give one number per source of --train-data, such as 1::2"
     try:
-        weights = expand_urls(args.train_data, factors)[1] or []
+        urls, weights = expand_urls(args.train_data, factors)
     except (AssertionError, ValueError) as error:
         raise InputError(f"{given}: {error}; {instead}") from None
+    if urls != expand_urls(args.train_data)[0]:
+        raise InputError(
+            f"--train-data: {args.train_data!r} has a variable, which OpenCLIP does not fill in with "
+            "--train-data-upsampling-factors; write the paths out"
+        )
+    weights = weights or []
     if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
         raise InputError(f"{given} are weights to draw by, which must be at least 0 and not all 0; {instead}")
 
@@ -372,22 +403,27 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
         )
 
 
-def check_steps(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Refuse epochs without a step, for which OpenCLIP would save the untrained model."""
-    num_samples = rows.num_rows
-    if rows.kind == "webdataset":
-        num_samples = args.train_num_samples
-        if num_samples is None and rows.shards is not None:
-            num_samples = rows.shards.num_listed(args.train_data)
-    steps = steps_per_epoch(args, rows.kind, num_samples, world_size)
+def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
+    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
+    if rows.kind != "webdataset":
+        return rows.num_rows
+    if args.train_num_samples is not None:
+        return args.train_num_samples
+    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
+
+
+def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
+    steps = steps_per_epoch(args, kind, num_samples, world_size)
     if steps < 1:
         raise InputError(
             f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
             f"the {num_samples} samples of an epoch; lower it"
         )
-    steps *= args.epochs
-    if "warmup" in args.given_flags and args.warmup > steps and not args.skip_scheduler:
-        raise InputError(f"--warmup: {args.warmup} steps are more than the {steps} of the training; lower it")
+    total = steps * args.epochs
+    if "warmup" in args.given_flags and args.warmup > total and not args.skip_scheduler:
+        raise InputError(f"--warmup: {args.warmup} steps are more than the {total} of the training; lower it")
+    return steps
 
 
 def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
@@ -461,15 +497,33 @@ def resumed_path(args: Namespace) -> str | None:
     folder = os.path.join(args.logs, args.name, "checkpoints")
     if not args.save_most_recent:
         return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
+    path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    ahead = numbered_ahead(folder)
+    return next((path for path in (ahead, path, path.removesuffix(".pt")) if path and os.path.exists(path)), None)
+
+
+def numbered_ahead(folder: str) -> str | None:
+    """The numbered checkpoint that has more training than that of --save-most-recent; None if there is none."""
     name = host().main_module.LATEST_CHECKPOINT_NAME
     numbered = midepoch.newest_numbered(folder)
-    if numbered is not None and midepoch.furthest(folder, (name, numbered)) != os.path.join(folder, name):
-        raise InputError(
-            f"--save-most-recent: {os.path.join(folder, numbered)!r} has more training than {name}, which --resume "
-            "latest takes with this flag; leave it out"
-        )
-    path = os.path.join(folder, name)
-    return next((path for path in (path, path.removesuffix(".pt")) if os.path.exists(path)), None)
+    if numbered is None or midepoch.furthest(folder, (name, numbered)) == os.path.join(folder, name):
+        return None
+    return os.path.join(folder, numbered)
+
+
+def bring_up_to_date(args: Namespace) -> None:
+    """Let the file of --save-most-recent, which OpenCLIP resumes from, be the checkpoint with the most training.
+
+    A kill between the two files of an epoch leaves it behind, and so does a run without the flag.
+    """
+    if args.resume != "latest" or not args.save_most_recent or args.remote_sync is not None:
+        return
+    folder = os.path.join(args.logs, args.name, "checkpoints")
+    ahead = numbered_ahead(folder)
+    if ahead is not None:
+        with whole_file(os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)) as file:
+            with open(ahead, "rb") as source:
+                shutil.copyfileobj(source, file)
 
 
 def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:

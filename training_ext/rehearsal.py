@@ -291,10 +291,10 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
     for name in (*own, *saved):
         if own.get(name) != saved.get(name):
             if name == "logit_bias" and (name in own) != (name in saved):
-                was, right = ("was", "give it") if name in saved else ("was not", "leave it out")
+                flag = "--siglip" if args.loss is None else "--loss siglip"
+                was, right = ("was", f"give {flag}") if name in saved else ("was not", f"leave {flag} out")
                 raise InputError(
-                    f"--resume: {path!r} {was} trained with SigLIP's loss (--siglip), which adds a logit_bias to the "
-                    f"model; {right}"
+                    f"--resume: {path!r} {was} trained with SigLIP's loss, which adds a logit_bias to a model; {right}"
                 )
             raise InputError(
                 f"--resume: {path!r} is of another model than --model {args.model}: {name} is "

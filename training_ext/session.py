@@ -205,7 +205,7 @@ class Session:
         self.log.has_start()
         self.tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
-        if self._flags is not None and is_master(args) and not self._is_done:
+        if self._flags is not None and is_master(args) and not self._is_done and checkpoint.keeps_files(args):
             samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
             recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:

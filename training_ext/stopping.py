@@ -89,6 +89,7 @@ class Outlive:
 
     def __init__(self) -> None:
         self._running = multiprocessing.Value("b", 1, lock=False)
+        self._loaders: list[DataLoader] = []
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, self._handle)
@@ -97,6 +98,7 @@ class Outlive:
         """Let the workers of a loader of torch's or webdataset's, or in a `RowLoader`, outlive SIGTERM."""
         if isinstance(loader, DataLoader):
             loader.worker_init_fn = self
+            self._loaders.append(loader)
         for inner in (getattr(loader, "loader", None), *getattr(loader, "pipeline", ())):
             if inner is not None:
                 self.workers_of(inner)
@@ -107,5 +109,10 @@ class Outlive:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def close(self) -> None:
-        """Let SIGTERM end the workers from now on."""
+        """End the workers, and let SIGTERM end those that remain."""
         self._running.value = 0
+        for loader in self._loaders:
+            # Left to the garbage collector, they are waited for in an order in which each takes 5 seconds.
+            workers, loader._iterator = loader._iterator, None
+            if workers is not None:
+                workers._shutdown_workers()  # type: ignore[attr-defined]

@@ -14,13 +14,13 @@ from statistics import mean
 from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuning_value
 
 sys.path.append(str(HERE.parent))
-from paired import interval
+from paired import interval, p_values
 
 LEVELS = (1, 2, 4)  # percent of R@1
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
-    ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"), ("queue, unified", "minibatch"),
+    ("minibatch", "clip"), ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"), ("queue, unified", "minibatch"),
 )  # fmt: skip
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against clip, by seed",
@@ -71,8 +71,13 @@ def paired(
     runs: dict[int, dict], base: dict[int, dict], value: Callable[[dict], float] = last_recall
 ) -> tuple[float, float | None, int] | None:
     """Mean difference of `value` over the common seeds, half of its 95 % interval (None for one seed), their number."""
-    differences = [value(runs[seed]) - value(base[seed]) for seed in sorted(runs.keys() & base.keys())]
+    differences = by_seed(runs, base, value)
     return (*interval(differences), len(differences)) if differences else None
+
+
+def by_seed(runs: dict[int, dict], base: dict[int, dict], value: Callable[[dict], float]) -> list[float]:
+    """The differences of `value` over the common seeds."""
+    return [value(runs[seed]) - value(base[seed]) for seed in sorted(runs.keys() & base.keys())]
 
 
 def crossing(result: dict, level: float) -> float | None:
@@ -133,13 +138,27 @@ def compared(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> list
 
 
 def goals(methods: dict[str, dict[int, dict]]) -> str:
-    """The differences between the main methods in the cell main, as far as both have run."""
-    lines = ["\n## main: differences by seed\n", "| methods | R@1 | zero-shot concepts |\n|---|---|---|"]
-    for better, worse in PAIRS:
-        runs = methods.get(better, {}), methods.get(worse, {})
-        differences = [difference(paired(*runs, value)) for value in (last_recall, concepts)]
-        if differences[0]:
-            lines.append(f"| `{better}` - `{worse}` | {' | '.join(differences)} |")
+    """The differences between the main methods in the cell main, as far as both have run.
+
+    p is Student's, with Holm's correction over all differences of the table from three seeds or more.
+    """
+    found = {
+        (pair, value): by_seed(*(methods.get(method, {}) for method in pair), value)
+        for pair in PAIRS
+        for value in (last_recall, concepts)
+    }
+    several = [key for key, differences in found.items() if len(differences) > 2]
+    p = dict(zip(several, p_values([found[key] for key in several]), strict=True))
+    lines = ["\n## main: differences by seed\n", f"| methods | R@1 | p | zero-shot concepts | p |\n|{'---|' * 5}"]
+    for pair in PAIRS:
+        if not found[pair, last_recall]:
+            continue
+        columns = []
+        for value in (last_recall, concepts):
+            differences = found[pair, value]
+            columns.append(difference((*interval(differences), len(differences))))
+            columns.append(f"{p[pair, value]:.4f}" if (pair, value) in p else "")
+        lines.append(f"| `{pair[0]}` - `{pair[1]}` | {' | '.join(columns)} |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 

@@ -420,6 +420,16 @@ def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
     assert not list((tmp_path / "logs/ended/checkpoints").iterdir())
 
 
+def test_a_recovery_ends_by_the_same_limit(ends, shards, tmp_path):
+    data = shards()
+    for shard in (1, 2):
+        zero_header(tmp_path / f"shards/{shard}.tar", 6)
+    common = f"{COMMON} {LOSSES['neuclip']} --osr-epochs 1 {data}"
+    line, log = ends(f"{common} --max-bad-samples 0.4")
+    assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line
+    assert "Recovery epoch 0 data: used" in log and "Epoch 0 1/" not in log
+
+
 @pytest.mark.slow
 def test_two_processes_end_together(pair, shards, tmp_path):
     data = shards(lambda row, name, content: (name, b"no" if row % 4 == 3 and ".png" in name else content))

@@ -191,6 +191,15 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     assert "0 in each of 7 process(es) need 7 shards and there are 6" in line
 
 
+def test_upsampling_factors_and_a_variable_in_the_path(refused, datasets, monkeypatch):
+    """OpenCLIP fills in ${NAME} from WDS_NAME only without factors."""
+    folder = datasets["shards"].split()[1].partition("/train-")[0]
+    monkeypatch.setenv("WDS_SHARDS", folder)
+    common = f"{datasets['shards'].replace(folder, '${SHARDS}')} --loss neuclip --workers 1 --dataset-resampled"
+    line = refused(f"{common} --train-data-upsampling-factors 1")
+    assert "--train-data: '${SHARDS}/train-" in line and line.endswith("write the paths out")
+
+
 def test_upsampling_factors(refused, datasets):
     common = f"{datasets['shards']} --loss neuclip --workers 1 --train-data-upsampling-factors"
     assert "'2' without --dataset-resampled" in refused(f"{common} 2")
@@ -294,9 +303,9 @@ def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arg
 def test_the_bias_that_siglip_adds(refused, datasets, checkpoints):
     common = f"{datasets['csv']} --workers 0"
     line = refused(f"{common} --loss clip --resume {checkpoints['siglip']}")
-    assert "was trained with SigLIP's loss (--siglip), which adds a logit_bias to the model; give it" in line
+    assert "was trained with SigLIP's loss, which adds a logit_bias to a model; give --loss siglip" in line
     line = refused(f"{common} --loss siglip --resume {checkpoints['clip']}")
-    assert "was not trained with SigLIP's loss (--siglip)" in line and line.endswith("leave it out")
+    assert "was not trained with SigLIP's loss" in line and line.endswith("leave --loss siglip out")
     line = refused(f"{common} {LOSSES['neuclip']} --pretrained {checkpoints['siglip']}")
     assert f"--pretrained: '{checkpoints['siglip']}' has a logit_bias, which --model ViT-test has with SigLIP's" in line
 

@@ -9,7 +9,7 @@ import torch
 import yaml
 from conftest import LOSSES, ext_main, run_main
 
-from training_ext.checkpoint import KEY, atomic_save, read_entry, take_entry
+from training_ext.checkpoint import KEY, atomic_save, fit_names, read_entry, take_entry
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
 
@@ -109,6 +109,16 @@ def test_weights_alone_start_a_training(run, datasets, tmp_path):
     assert len(run("b", f"{common} --resume {tmp_path}/weights.pt").logged()) == 6
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_names_fit_any_number_of_processes(wrapped):
+    names = ["module.visual.proj", "module.logit_scale"] if wrapped else ["visual.proj", "logit_scale"]
+    for other in (["visual.proj", "logit_scale"], ["module.visual.proj", "module.logit_scale"]):
+        weights = dict.fromkeys(other, torch.zeros(1))
+        for content in (weights, {"state_dict": dict(weights)}, {"epoch": 1, "state_dict": dict(weights)}):
+            fit_names(content, wrapped)
+            assert list(content.get("state_dict", content)) == names
+
+
 def test_a_fixed_temperature_is_that_of_the_command_line(run, datasets, tmp_path, refused):
     common = f"{datasets['csv']} --loss sogclr --workers 0"
     first = run("first", f"{common} --tau-init 0.05 --epochs 1")
@@ -164,6 +174,15 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(datasets, tmp_path, capsys
     (tmp_path / "x/params.txt").symlink_to(FULL)
     assert run_main(ext_main, f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1 --name x", tmp_path) == 2
     assert "open_clip_ext: error: the disk or the quota is full" in capsys.readouterr().err
+
+
+def test_an_evaluation_without_training_evaluates_whatever_the_frequency(run, datasets, refused):
+    folder = run("a", f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1").path / "checkpoints"
+    saved, path = folder / "epoch_1.pt", shlex.split(datasets["csv"])[1]
+    common = f"--loss neuclip --val-data {path} --workers 0 --resume {saved}"
+    assert "image_to_text_R@1" in run("b", f"{common} --val-frequency 2").log
+    assert "image_to_text_R@1" not in run("c", f"{common} --val-frequency 0").log
+    assert "--trace: OpenCLIP cannot trace 'ViT-test'" in refused(f"{common} --trace --name d")
 
 
 @pytest.mark.parametrize(

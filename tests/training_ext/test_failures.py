@@ -59,6 +59,8 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     [
         ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6"),
         ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8"),
+        ("--loss queue --wd 0.1", "--loss queue --wd 5", "--wd: process 1 has 5.0 and process 0 0.1"),
+        ("--loss queue", "--loss queue --save-frequency 2", "--save-frequency: process 1 has 2 and process 0 1"),
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
     ],
 )

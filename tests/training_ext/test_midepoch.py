@@ -237,6 +237,19 @@ def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
     assert "was written with --dataset-resampled False, now True" in log and "resuming after step 4 of 12" in log
 
 
+def test_another_length_of_the_epoch_goes_on_at_the_same_step(run, stopped, datasets):
+    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 1 --workers 1"
+    stopped("x", f"{common} --train-num-samples 24", StopAt(2))  # of 3
+    log = run("x", f"{common} --train-num-samples 48 --resume latest").log
+    assert "The length of an epoch changes: 3 steps in the checkpoint, now 6" in log
+    assert "resuming after step 2 of 6" in log and "The order of the data" not in log
+    whole = run("y", f"{common} --train-num-samples 48")
+    resumed = Experiment(whole.path.parent, "x")
+    assert [line["samples"] for line in read_metrics(resumed.path, "train")] == [8, 16, 24, 32, 40, 48]
+    stopped("z", f"{common} --train-num-samples 48", StopAt(4))  # beyond the new length
+    assert "resuming after step 2 of 3" in run("z", f"{common} --train-num-samples 24 --resume latest").log
+
+
 PAIRS = [
     ("fastclip-v3", "shards", "--workers 1", 4, 1),
     ("neuclip", "shapes", "--workers 0", 2, 0),
@@ -291,12 +304,26 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
     (worker,) = set(multiprocessing.active_children()) - others
     os.kill(worker.pid, signal.SIGTERM)
     assert list(batches) == [1, 2, 3]
-    outlive.close()
+    outlive.close()  # of no loader: this one's worker remains
     with suppress(RuntimeError):  # torch's handler of SIGCHLD misses the worker
         worker.terminate()
         worker.join(60)
     worker.join(60)
     assert worker.exitcode == -signal.SIGTERM
+
+
+def test_workers_end_with_the_run():
+    """In an order that the garbage collector does not choose; it takes five seconds for each."""
+    outlive = Outlive()
+    others = set(multiprocessing.active_children())
+    loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
+    outlive.workers_of(loader)
+    assert next(iter(loader)) == 0
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    outlive.close()
+    assert not any(worker.is_alive() for worker in workers)
+    outlive.close()
 
 
 def test_sigterm_does_what_it_did_once_a_run_is_over():

@@ -92,6 +92,29 @@ def test_what_is_given_goes_before_the_recipe_and_the_recipe_before_the_loss(wri
     assert (args.wd, args.lr, parse("--loss tuneclip").wd) == (0.3, 1e-5, 0.02)
 
 
+def test_another_loss_has_its_own_settings(tmp_path, write):
+    args = parse("--loss neuclip --npn-prototypes 20 --rho 5 --lr 2e-3 --wd 0.3 --train-data x.tar --name run")
+    recipes.save(str(tmp_path), args, recipes.resolved_flags(args), samples=None)
+    saved = f"--recipe {tmp_path}/recipe.yaml"
+    assert parse(saved).normalizer == "prototypes" and parse(f"{saved} --loss neuclip").npn_prototypes == 20
+    other = parse(f"{saved} --loss fastclip --gamma 0.4")
+    assert (other.loss, other.normalizer, other.encoder_objective) == ("fastclip-v3", "table", "compositional")
+    assert (other.gamma, other.rho, other.npn_prototypes, other.lr, other.wd) == (0.4, 8.5, None, 2e-3, 0.3)
+    assert parse(f"{saved} --loss clip").normalizer is None
+    # An alias is the same loss.
+    assert parse(f"--recipe {write('flags: {loss: fastclip-v3, rho: 3}')} --loss fastclip").rho == 3
+
+
+def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr("training_ext.osr.recovered.read", lambda path: {"epochs": 5.0})
+    args = parse("--loss tuneclip --pretrained w.pt --train-data x.tar --osr-save s.state --name run")
+    recipes.save(str(tmp_path), args, recipes.resolved_flags(args), samples=None)
+    again = parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --lr 1e-6")
+    assert (again.lr, again.osr_epochs, again.osr_surrogate) == (1e-6, 5.0, None)
+    with pytest.raises(InputError, match="--osr-surrogate: 'identity' with --osr-load"):
+        parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --osr-surrogate identity")
+
+
 def test_a_global_batch_that_does_not_divide(write, eight):
     path = write(f"global_batch_size: 100\nflags: {{{MINE}}}")
     with pytest.raises(InputError, match=r"global batch of 100, .* 8 process\(es\) x --accum-freq 1; .*--batch-size"):
@@ -202,7 +225,7 @@ def test_only_the_first_process_prints_a_plan(monkeypatch, capsys, eight):
     assert capsys.readouterr().out == ""
 
 
-def test_a_dry_run_without_recipe(capsys, refused, datasets):
+def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     flags = "--loss queue --lr 1e-3 --train-data x.tar --dry-run"
     assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
     text = capsys.readouterr().out
@@ -212,8 +235,22 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets):
     # The samples are counted, as the training would.
     assert ext_main([*TINY.split(), *datasets["shards"].split(), "--loss", "fastclip-v3", "--dry-run"]) == 0
     assert "48 per epoch" in capsys.readouterr().out
-    assert "more than 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
+    assert "more than the 4 samples" in refused(f"{flags} --accum-freq 9 --train-num-samples 4 --workers 0")
+    # So are those of the data at hand, whatever the recipe or a flag that OpenCLIP does not look at says.
+    parts = datasets["shards"].replace("{000000..000005}", "{000000..000002}")
+    first = datasets["shards"].split()[1].replace("{000000..000005}", "000000")
+    path = write("samples: 48\nflags: {epochs: 1}")
+    for data, samples, steps in (
+        (f"{parts} --recipe {path}", 24, 3),
+        (f"{datasets['csv']} --train-num-samples 1000", 48, 6),
+        (datasets["shards"].replace("000005}.tar", f"000005}}.tar::{first}"), 56, 7),
+    ):
+        assert ext_main([*TINY.split(), *data.split(), "--loss", "queue", "--workers", "1", "--dry-run"]) == 0
+        text = capsys.readouterr().out
+        assert f"{samples} per epoch" in text and f"{steps} per epoch" in text
     # What the training would refuse is refused.
+    warmup = "--train-num-samples 64 --warmup 100 --epochs 1"
+    assert "--warmup: 100 steps are more than the 8" in refused(f"{flags} {warmup}")
     assert "--keep-best" in refused(f"{flags} --train-num-samples 64 --keep-best x")
     assert "--model: 'ViT-B-99' is unknown" in refused(f"{flags} --train-num-samples 64 --model ViT-B-99")
     # OpenCLIP's own training has a plan, too.

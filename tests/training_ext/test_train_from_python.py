@@ -37,10 +37,18 @@ def test_it_is_the_command(run, tmp_path):
     assert (trained.folder / "out.log").read_text().count("Epoch 1 1/3") == 1  # not the next one's, too
 
 
+def test_the_file_of_the_most_recent_epoch_is_not_one_of_an_epoch(tmp_path):
+    flags = f"{FLAGS} --save-most-recent --logs {tmp_path} --name own"
+    trained = train([*TINY.split(), *flags.split()])
+    assert [path.name for path in trained.checkpoints] == ["epoch_1.pt", "epoch_2.pt"]
+    assert (tmp_path / "own/checkpoints/epoch_latest.pt").exists()
+
+
 def test_a_run_that_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # OpenCLIP makes a folder of that name for its log
     flags = "--dataset-type shapes --train-num-samples 16 --loss clip --epochs 1 --workers 0 --logs none"
     assert train([*TINY.split(), *flags.split()]) == Trained([], None, [])
+    assert not list(tmp_path.rglob("recipe.yaml"))
 
 
 def test_bad_input_is_an_exception(tmp_path):

@@ -55,10 +55,9 @@ def lines(args: Namespace, processes: int) -> list[str]:
     if not has_data:
         args.train_data = "DATA.tar"
     preflight.check_flags(args, processes)
-    samples = number_of_samples(args, recipe, has_data)
-    steps = preflight.steps_per_epoch(args, kind_of(args, args.train_data or ""), samples, processes)
-    if steps < 1:
-        raise InputError(f"--batch-size: {args.batch_size} x {processes} process(es) is more than {samples} samples")
+    kind = kind_of(args, args.train_data or "")
+    samples = number_of_samples(args, recipe, kind if has_data else None)
+    steps = preflight.check_steps(args, kind, samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
     if args.uses_ext_loss and (warnings := advise(args, samples, steps)):
@@ -76,16 +75,26 @@ def lines(args: Namespace, processes: int) -> list[str]:
     return [*text, *memory(parts), "", *files(args, saved if "model" in parts else None)]
 
 
-def number_of_samples(args: Namespace, recipe: Recipe | None, has_data: bool) -> int:
-    """Number of pairs in the train data: --train-num-samples, or else the recipe's, or else counted."""
-    if args.train_num_samples is not None:
+def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) -> int:
+    """Number of pairs in an epoch: counted, unless --train-num-samples decides; the recipe's if there are no data here.
+
+    Args:
+        kind: of the train data; None without.
+    """
+    declared = args.train_num_samples or (None if recipe is None else recipe.samples)
+    if args.train_num_samples is not None and kind != "csv":  # in a csv OpenCLIP trains on all lines
         return args.train_num_samples
-    if recipe is not None and recipe.samples is not None:
-        return recipe.samples
-    if not has_data:
-        raise InputError("--train-num-samples: is missing; give it, or --train-data, whose samples are counted")
-    preflight.check_size_known(args)
-    return find_rows(args).num_rows
+    if kind is None:
+        if declared is None:
+            raise InputError("--train-num-samples: is missing; give it, or --train-data, whose samples are counted")
+        return declared
+    try:
+        preflight.check_size_known(args)
+        return preflight.samples_per_epoch(args, find_rows(args))
+    except InputError:
+        if declared is None:
+            raise
+        return declared
 
 
 def about(recipe: Recipe) -> list[str]:

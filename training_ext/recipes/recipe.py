@@ -17,8 +17,8 @@ import argparse
 import difflib
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ class Recipe:
     notes: tuple[str, ...] = field(default_factory=tuple)
     samples: int | None = None
     global_batch_size: int | None = None
+
+    def without(self, flags: Collection[str]) -> "Recipe":
+        """This recipe without some of its flags."""
+        return replace(self, flags={name: value for name, value in self.flags.items() if name not in flags})
 
     def batch_size(self, processes: int, accum_freq: int) -> int | None:
         """Value for `--batch-size`: pairs per process and batch; None if the recipe has no global batch.

@@ -38,7 +38,7 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
         del values["osr_epochs"]
     elif args.osr_epochs == 0:
         del values["osr_transfer"]
-    settings = {*factory.PARTS, *(option.name for option in factory.all_options())}
+    settings = set(factory.setting_names())
     kept = dict(args.given_settings) if args.loss is not None else {}
     for name in sorted(settings & values.keys() - kept.keys()):
         try:
