@@ -57,19 +57,20 @@ def neuclip_w(
 # AmorLIP: networks learn the partition functions, and the encoders divide by them
 
 
-def amorlip_kernel(e1: Tensor, e2: Tensor, s: Tensor, positive: float = 1.0) -> Tensor:
-    """exp(s <e_1i, e_2j>), (B, B).
+def amorlip_kernel(e1: Tensor, e2: Tensor, scale: Tensor, positive: float = 1.0) -> Tensor:
+    """exp(scale <e_1i, e_2j>), (B, B).
 
     Args:
+        scale: 1 / tau, 0-d, OpenCLIP's logit_scale.exp(), which the paper calls tau.
         positive: weight of the anchor's own pair: 1 in the paper, 1e-3 in the authors' released code.
     """
     weights = torch.ones(len(e1), len(e1), dtype=e1.dtype, device=e1.device).fill_diagonal_(positive)
-    return weights * (s * e1 @ e2.T).exp()
+    return weights * (scale * e1 @ e2.T).exp()
 
 
-def amorlip_z(e1: Tensor, e2: Tensor, s: Tensor, positive: float = 1.0) -> Tensor:
+def amorlip_z(e1: Tensor, e2: Tensor, scale: Tensor, positive: float = 1.0) -> Tensor:
     """AmorLIP, Eq. 2: the partition function of every anchor over the batch, (2, B)."""
-    kernel = amorlip_kernel(e1, e2, s, positive)
+    kernel = amorlip_kernel(e1, e2, scale, positive)
     return torch.stack([kernel.mean(dim=1), kernel.mean(dim=0)])
 
 
@@ -102,7 +103,7 @@ def amorlip_objective(
 ) -> Tensor:
     """AmorLIP's objective of the online networks, 0-d: Eq. 10, or with `f` Eq. 8 plus 0.1 times Eq. 10 (Appendix C).
 
-    Z_comb replaces Z (Section 3.3). Averaged over the batch, Eq. 8's exp(s <.,.>) / Z_comb is Z / Z_comb.
+    Z_comb replaces Z (Section 3.3). Averaged over the batch, Eq. 8's exp(scale <.,.>) / Z_comb is Z / Z_comb.
     Fast: `DIVERGENCES`.
     """
     eq10 = (lam.log() - z_comb.log()).square().mean(dim=1).sum() / 2
@@ -142,23 +143,24 @@ def amorlip_lambda(
             slow.data = alpha * slow.data + (1 - alpha) * fast.data  # Eq. 11
 
 
-def amorlip_mle(e1: Tensor, e2: Tensor, s: Tensor, z: Tensor) -> Tensor:
+def amorlip_mle(e1: Tensor, e2: Tensor, scale: Tensor, z: Tensor) -> Tensor:
     """AmorLIP, Eq. 5's first line, 0-d: the objective if Z is over the whole data set."""
-    return -2 * s * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()
+    return -2 * scale * (e1 * e2).sum(dim=1).mean() + z.log().mean(dim=1).sum()
 
 
-def amorlip(e1: Tensor, e2: Tensor, s: Tensor, lam: Tensor, rho: float, positive: float = 1.0) -> Tensor:
-    """AmorLIP, 0-d, with the gradient in e1, e2 and s of Eq. 6 divided by the constant s, plus rho / s (Appendix C).
+def amorlip(e1: Tensor, e2: Tensor, scale: Tensor, lam: Tensor, rho: float, positive: float = 1.0) -> Tensor:
+    """AmorLIP, 0-d, with the gradient in e1, e2 and scale of Eq. 6 divided by the constant scale, plus rho / scale
+    (Appendix C).
 
     The value has Eq. 5 in place of Eq. 6. Fast: `AmorLIPLoss`.
 
     Args:
         lam: lambda of the target networks, (2, B), a constant.
     """
-    kernel, lam = amorlip_kernel(e1, e2, s, positive), lam.detach()
-    eq6 = -2 * s * (e1 * e2).sum(dim=1).mean() + (kernel / lam[0][:, None]).mean() + (kernel / lam[1]).mean()
-    value = (amorlip_mle(e1, e2, s, lam) + rho) / s
-    return value.detach() + gradient_of(eq6 / s.detach() + rho / s)
+    kernel, lam = amorlip_kernel(e1, e2, scale, positive), lam.detach()
+    eq6 = -2 * scale * (e1 * e2).sum(dim=1).mean() + (kernel / lam[0][:, None]).mean() + (kernel / lam[1]).mean()
+    value = (amorlip_mle(e1, e2, scale, lam) + rho) / scale
+    return value.detach() + gradient_of(eq6 / scale.detach() + rho / scale)
 
 
 # A queue of the latest embeddings; not from a paper

@@ -72,22 +72,22 @@ class MovingAverageTable(Normalizer):
         if self.gamma_schedule == "cosine" and self.gamma_decay_epochs is None:
             raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
         self.num_samples = num_samples
-        self.final_gamma = self.gamma  # from here on `gamma` is the current epoch's
         self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
         self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
         self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
         self.follows_epochs = self.gamma_schedule == "cosine"
-        self.gamma = 1.0 if self.gamma_schedule == "cosine" else self.final_gamma
+        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        if self.gamma_schedule == "cosine":
-            self.gamma = self._cosine(epoch)
+        self.epoch = epoch
 
-    def _cosine(self, epoch: int) -> float:
-        if epoch >= self.gamma_decay_epochs:
-            return self.final_gamma
-        cosine = 0.5 * (1 + math.cos(math.pi * epoch / self.gamma_decay_epochs))
-        return cosine * (1 - self.final_gamma) + self.final_gamma
+    @property
+    def current_gamma(self) -> float:
+        """gamma of this epoch."""
+        if self.gamma_schedule != "cosine" or self.epoch >= self.gamma_decay_epochs:
+            return self.gamma
+        cosine = 0.5 * (1 + math.cos(math.pi * self.epoch / self.gamma_decay_epochs))
+        return cosine * (1 - self.gamma) + self.gamma
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -123,7 +123,8 @@ class MovingAverageTable(Normalizer):
             old: log u before the step, (B, 2).
         """
         if self.gamma_schedule != "proximal":
-            return math.log1p(-self.gamma) if self.gamma < 1 else -math.inf, math.log(self.gamma)
+            gamma = self.current_gamma
+            return math.log1p(-gamma) if gamma < 1 else -math.inf, math.log(gamma)
         log_ratio = old + self.gamma_exponent
         self._latest_gamma = log_ratio.sigmoid().where(old > -math.inf, 1.0).mean()
         return logsigmoid(-log_ratio), logsigmoid(log_ratio)
@@ -135,7 +136,7 @@ class MovingAverageTable(Normalizer):
         return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
-        gamma = torch.tensor(self.gamma) if self._latest_gamma is None else self._latest_gamma
+        gamma = torch.tensor(self.current_gamma) if self._latest_gamma is None else self._latest_gamma
         return {"gamma": gamma, "unvisited": self._unvisited / self.num_samples}
 
     def full_state(self) -> dict[str, Tensor]:

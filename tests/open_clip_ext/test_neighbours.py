@@ -228,7 +228,7 @@ def test_drrho_clips_rule_for_gamma():
         gammas = []
         for epoch in (0, epochs):
             loss.set_epoch(epoch)
-            gammas.append(loss.normalizer.gamma)
+            gammas.append(loss.normalizer.current_gamma)
         assert gammas == [1.0, pytest.approx(expected)]
 
 

@@ -28,7 +28,7 @@ def test_gamma_schedule(schedule, epoch, expected):
     length = {"gamma_decay_epochs": 10} if schedule == "cosine" else {}
     loss = create_loss("fastclip-v3", num_samples=4, gamma=0.2, gamma_schedule=schedule, **length)
     loss.set_epoch(epoch)
-    assert loss.normalizer.gamma == pytest.approx(expected)
+    assert loss.normalizer.current_gamma == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", ["sogclr", "isogclr"])

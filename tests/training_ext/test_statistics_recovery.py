@@ -50,7 +50,7 @@ class Epoch:
         self.scaler = deepcopy(scaler.state_dict()) if scaler else None
         self.loss_state = loss.loss.full_state() if hasattr(loss, "loss") else {}
         self.normalizer = getattr(getattr(loss, "loss", None), "normalizer", None)
-        self.gamma = getattr(self.normalizer, "gamma", None)
+        self.gamma = getattr(self.normalizer, "current_gamma", None)
 
 
 @pytest.fixture
