@@ -80,10 +80,6 @@ class GloFND(Loss):
         self.rows = ShardedRows(num_samples, 8, fill=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], device=device)
         self.epoch = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.epoch = epoch
-
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:

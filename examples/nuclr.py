@@ -71,10 +71,6 @@ class NUCLR(Loss):
         self.epoch = 0
         self._epoch_of_xi = 0
 
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.epoch = epoch
-
     @property
     def current_eta(self) -> float:
         """eta of this epoch, for texts."""
