@@ -40,6 +40,7 @@ def test_save_most_recent_resumes_from_the_checkpoint_with_the_most_training(run
         shutil.copy(saved / "epoch_1.pt", saved / "epoch_latest.pt")
     resumed = run("x", f"{common} --epochs 3 --save-most-recent --resume latest")
     assert [epoch for epoch, _ in resumed.logged()] == [epoch for epoch in range(3) for _ in range(6)]
+    assert "epoch_latest.pt' (epoch 2)" in resumed.log and resumed.log.count("=> resuming checkpoint") == 1
     names = {"epoch_1.pt", "epoch_2.pt", "epoch_3.pt", "epoch_latest.pt"}
     assert {path.name for path in saved.iterdir()} == names
     assert torch.load(saved / "epoch_latest.pt", weights_only=True)["epoch"] == 3
