@@ -69,7 +69,7 @@ def start(flags: str) -> dict:
     def look() -> None:
         rows = find_rows(args)
         preflight.check_shards(args, rows, 1)
-        preflight.check_steps(args, rows, 1)
+        preflight.check_steps(args, rows.kind, preflight.samples_per_epoch(args, rows), 1)
         found.append(rows)
 
     with contextlib.redirect_stderr(io.StringIO()) as shown:
