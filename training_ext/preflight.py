@@ -155,9 +155,9 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
     dist.all_gather_object(every, own)
     for other, theirs in enumerate(every):
         for name, value in every[0].items():
-            if theirs[name] == value or (name == "data" and theirs[name] is None):
+            if theirs.get(name) == value or (name == "data" and theirs[name] is None):
                 continue
-            if name in PATHS and None not in (theirs[name], value):
+            if name in PATHS and None not in (theirs.get(name), value):
                 continue
             if name == "data":
                 raise InputError(
@@ -166,7 +166,7 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
                 )
             flag = flag_of(name)
             raise InputError(
-                f"{flag}: process {other} has {theirs[name]!r} and process 0 {value!r}; start every process alike"
+                f"{flag}: process {other} has {theirs.get(name)!r} and process 0 {value!r}; start every process alike"
             )
 
 
@@ -499,7 +499,8 @@ def resumed_path(args: Namespace) -> str | None:
         return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
     path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
     ahead = numbered_ahead(folder)
-    return next((path for path in (ahead, path, path.removesuffix(".pt")) if path and os.path.exists(path)), None)
+    candidates = (ahead, path, path.removesuffix(".pt"))
+    return next((found for found in candidates if found and os.path.exists(found)), None)
 
 
 def numbered_ahead(folder: str) -> str | None:

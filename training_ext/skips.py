@@ -200,12 +200,12 @@ def describe(counts: list[int]) -> str:
 
 
 def report_epoch(
-    skips: Skips, args: Namespace, epoch: int, loader: Any, tb_writer: Any, name: str | None = None
+    skips: Skips, args: Namespace, epoch: int, loader: Any, tb_writer: Any, label: str | None = None
 ) -> None:
     """Log what an epoch skipped, and write it to TensorBoard, W&B and data.jsonl; every process calls this.
 
     Args:
-        name: of the epoch in the log, if it is not one of the training.
+        label: the epoch's name in the log, if it is not one of the training.
 
     Raises:
         InputError: the fraction exceeds --max-bad-samples.
@@ -216,17 +216,17 @@ def report_epoch(
         dist.all_gather_object(every, skips.counts())
     counts = [sum(column) for column in zip(*every, strict=True)]
     if is_master(args):
-        _write(counts, every, args, epoch, loader, tb_writer, name or f"Epoch {epoch}")
+        _write(counts, every, args, epoch, loader, tb_writer, label or f"Epoch {epoch}")
     skips.check_share(counts)
 
 
 def _write(
-    counts: list[int], every: list, args: Namespace, epoch: int, loader: Any, tb_writer: Any, name: str
+    counts: list[int], every: list, args: Namespace, epoch: int, loader: Any, tb_writer: Any, label: str
 ) -> None:
     by_process = [sum(own[kind] for kind in SKIPPED) for own in every]
     if text := describe(counts):
         logging.warning(
-            f"{name} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
+            f"{label} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
             f"samples skipped by process: {' '.join(map(str, by_process))}"
         )
     metrics = {name: counts[kind] for kind, name in NAMES.items()}
