@@ -103,6 +103,7 @@ def saved(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("readers", [1, 2, 4, 6])
 def test_any_number_of_processes_reads_what_three_wrote(saved, monkeypatch, name, readers):

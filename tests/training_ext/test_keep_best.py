@@ -195,6 +195,7 @@ def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, value
     run("next", f"{FLAGS} {TUNE} --pretrained {path} --epochs 1")
 
 
+@pytest.mark.slow
 def test_an_evaluation_more_changes_nothing(run, pretrained, datasets):
     """OpenCLIP's own loss, whose order of data comes from generators that an evaluation uses too."""
     flags = f"{FLAGS} --lr 1e-3 --epochs 2 --pretrained {pretrained}"

@@ -237,6 +237,7 @@ def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
     assert "was written with --dataset-resampled False, now True" in log and "resuming after step 4 of 12" in log
 
 
+@pytest.mark.slow
 def test_another_length_of_the_epoch_goes_on_at_the_same_step(run, stopped, datasets):
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 1 --workers 1"
     stopped("x", f"{common} --train-num-samples 24", StopAt(2))  # of 3

@@ -114,6 +114,7 @@ def test_resume_latest_goes_on_after_a_kill(datasets, run, tmp_path):
     same(again.checkpoint(3), whole.checkpoint(3))
 
 
+@pytest.mark.slow
 def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
     """Of a pass over the data, 48 pairs, however long an epoch is made; what was not recovered does so, too."""
     flags = "--loss neuclip --npn-prototypes 20 --workers 0 --epochs 1 --batch-size 4"

@@ -305,6 +305,7 @@ def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_two_processes_find_the_same(pair, evalset, checkpoints, results, tmp_path):
     out = tmp_path / "results.jsonl"
     keys = [f"evalset/{name}" for name in ("colour-worst-background", "colours", "retrieval", "association")]
