@@ -59,7 +59,7 @@ def make(folder: Path, name: str, shards: int, samples: int) -> str:
 
 def start(flags: str) -> dict:
     """One start, in a process of its own."""
-    from training_ext import params, preflight
+    from training_ext import data_checks, params
     from training_ext.data import find_rows
 
     common = "--loss fastclip-v3 --dataset-type webdataset --workers 1"
@@ -68,8 +68,8 @@ def start(flags: str) -> dict:
 
     def look() -> None:
         rows = find_rows(args)
-        preflight.check_shards(args, rows, 1)
-        preflight.check_steps(args, rows.kind, preflight.samples_per_epoch(args, rows), 1)
+        data_checks.check_shards(args, rows, 1)
+        data_checks.check_steps(args, rows.kind, data_checks.samples_per_epoch(args, rows), 1)
         found.append(rows)
 
     with contextlib.redirect_stderr(io.StringIO()) as shown:

@@ -13,10 +13,10 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.flag_ranges import likely_cause
 from training_ext.hosts import LEGACY, host
+from training_ext.latest import latest_checkpoint
 from training_ext.loading import load_weights, without_remote_code
 from training_ext.midepoch import save_checkpoint
 from training_ext.patching import look_up, replaced
-from training_ext.preflight import latest_checkpoint
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import RUN, Session
 from training_ext.task_seams import TASK_SEAMS

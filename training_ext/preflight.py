@@ -1,13 +1,8 @@
 """Check a command line on process 0, before anything is written."""
 
-import glob
 import os
-import shutil
-import subprocess
 from argparse import Namespace
-from collections.abc import Callable
-from functools import partial
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +11,40 @@ import torch
 import torch.distributed as dist
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
-from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import PARTIAL, whole_file
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, keep_best, midepoch, row_folders
 from training_ext.captions import check_captions
-from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, read_csv, trains
+from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
+from training_ext.data_checks import (
+    check_shards,
+    check_size_known,
+    check_steps,
+    check_upsampling,
+    check_val_data,
+    samples_per_epoch,
+)
 from training_ext.evaluation.during_training import check_own_classes
-from training_ext.first_look import look_at_shards
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import host
 from training_ext.keys import check_keys
+from training_ext.latest import bring_up_to_date, find_resumed, resumed_path
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
-from training_ext.machine import check_machine, check_remote_file
+from training_ext.machine import check_machine
 from training_ext.osr import recovered
 from training_ext.osr.recovery import unfinished_path
 from training_ext.params import SCHEMAS
-from training_ext.patching import replaced
 from training_ext.recipes.resolved import NOT_FLAGS
 from training_ext.rehearsal import check_model, check_optimizer, check_resumed
-from training_ext.shard_scan import scan_all
-from training_ext.shards import check_missing, local_path, shard_urls
 from training_ext.task_flags import check_loop
-
-BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
 
 # A machine may have its own paths, as long as all processes have one or none.
 PATHS = frozenset(
@@ -348,94 +344,6 @@ def check_combination(args: Namespace) -> None:
         check_keys(args, kind_of(args, args.train_data), loss.takes_keys)
 
 
-def check_upsampling(args: Namespace) -> None:
-    factors = args.train_data_upsampling_factors
-    if factors is None:
-        return
-    given = f"--train-data-upsampling-factors: {factors!r}"
-    if not args.dataset_resampled:
-        raise InputError(f"{given} without --dataset-resampled, which it needs")
-    instead = "give one number per source of --train-data, such as 1::2"
-    try:
-        urls, weights = expand_urls(args.train_data, factors)
-    except (AssertionError, ValueError) as error:
-        raise InputError(f"{given}: {error}; {instead}") from None
-    if urls != expand_urls(args.train_data)[0]:
-        raise InputError(
-            f"--train-data: {args.train_data!r} has a variable, which OpenCLIP does not fill in with "
-            "--train-data-upsampling-factors; write the paths out"
-        )
-    weights = weights or []
-    if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
-        raise InputError(f"{given} are weights to draw by, which must be at least 0 and not all 0; {instead}")
-
-
-def check_size_known(args: Namespace) -> None:
-    """Check that the number of samples is known, since OpenCLIP does not count; for our losses it is counted."""
-    if args.uses_ext_loss or args.train_num_samples is not None or kind_of(args, args.train_data) != "webdataset":
-        return
-    try:
-        size, _ = get_dataset_size(args.train_data)
-    except Exception as error:  # a sizes.json may have anything
-        raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
-    if not size:
-        raise InputError("--train-num-samples: needed for shards without a sizes.json; give their number of samples")
-
-
-def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Every loader worker needs a shard and a full batch in its shards, or OpenCLIP fails or waits forever."""
-    if rows.kind != "webdataset" or args.dataset_resampled:
-        return
-    urls = expand_urls(args.train_data)[0]
-    loaders = max(1, args.workers)
-    instead = "lower --workers, write smaller shards or use --dataset-resampled"
-    given = f"--workers: {args.workers} in each of {world_size} process(es)"
-    if len(urls) < loaders * world_size:
-        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(urls)}; {instead}")
-    if rows.shards is None:
-        return
-    sizes = sorted(rows.shards.size_of(url) for url in urls)
-    fewest = len(sizes) // world_size // loaders
-    if sum(sizes[:fewest]) < args.batch_size:
-        raise InputError(
-            f"{given} get {fewest} of the {len(sizes)} shards each, which may hold only {sum(sizes[:fewest])} samples "
-            f"but --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
-        )
-
-
-def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
-    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
-    if rows.kind != "webdataset":
-        return rows.num_rows
-    if args.train_num_samples is not None:
-        return args.train_num_samples
-    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
-
-
-def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
-    """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
-    steps = steps_per_epoch(args, kind, num_samples, world_size)
-    if steps < 1:
-        raise InputError(
-            f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
-            f"the {num_samples} samples of an epoch; lower it"
-        )
-    total = steps * args.epochs
-    if "warmup" in args.given_flags and args.warmup > total and not args.skip_scheduler:
-        raise InputError(f"--warmup: {args.warmup} steps are more than the {total} of the training; lower it")
-    return steps
-
-
-def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
-    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
-    if kind == "webdataset":
-        loaders = max(1, args.workers)
-        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
-    else:
-        batches = ceil(num_samples / world_size) // args.batch_size
-    return batches // args.accum_freq
-
-
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """Check that the loss's state fits in memory.
 
@@ -469,97 +377,3 @@ def bytes_per_row(loss: Loss) -> dict[str, int]:
     return {name: 4 * module.columns for name, module in loss.named_modules() if isinstance(module, ShardedRows)}
 
 
-def check_val_data(args: Namespace) -> None:
-    """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
-    kind = kind_of(args, args.val_data, "--val-data")
-    if kind == "csv":
-        if read_csv(args, args.val_data, flag="--val-data").empty:
-            raise InputError(f"--val-data: {args.val_data!r} has no lines; give one with pairs, or leave it out")
-    elif kind == "webdataset":
-        urls = shard_urls(args.val_data, "--val-data")
-        check_missing(urls, "--val-data")
-        look_at_shards(urls, flag="--val-data")
-        # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
-        local = {url: path for url in urls if (path := local_path(url)) is not None}
-        for url, contents in scan_all(local, progress=True).items():
-            if contents.damage is not None:
-                raise InputError(f"--val-data: shard {url!r} is damaged: {contents.damage}; repair or remove it")
-
-
-def resumed_path(args: Namespace) -> str | None:
-    """The checkpoint that OpenCLIP will resume from; None without one, or if only OpenCLIP can find it (remote)."""
-    if args.resume != "latest":
-        return args.resume
-    if args.name is None:
-        raise InputError("--resume: 'latest' is the latest checkpoint of an experiment; give its --name")
-    if args.remote_sync is not None:
-        return None
-    folder = os.path.join(args.logs, args.name, "checkpoints")
-    if not args.save_most_recent:
-        return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
-    path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
-    ahead = numbered_ahead(folder)
-    candidates = (ahead, path, path.removesuffix(".pt"))
-    return next((found for found in candidates if found and os.path.exists(found)), None)
-
-
-def numbered_ahead(folder: str) -> str | None:
-    """The numbered checkpoint that has more training than that of --save-most-recent; None if there is none."""
-    name = host().main_module.LATEST_CHECKPOINT_NAME
-    numbered = midepoch.newest_numbered(folder)
-    if numbered is None or midepoch.furthest(folder, (name, numbered)) == os.path.join(folder, name):
-        return None
-    return os.path.join(folder, numbered)
-
-
-def bring_up_to_date(args: Namespace) -> None:
-    """Let the file of --save-most-recent, which OpenCLIP resumes from, be the checkpoint with the most training.
-
-    A kill between the two files of an epoch leaves it behind, and so does a run without the flag.
-    """
-    if args.resume != "latest" or not args.save_most_recent or args.remote_sync is not None:
-        return
-    folder = os.path.join(args.logs, args.name, "checkpoints")
-    ahead = numbered_ahead(folder)
-    if ahead is not None:
-        with whole_file(os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)) as file:
-            with open(ahead, "rb") as source:
-                shutil.copyfileobj(source, file)
-
-
-def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:
-    """Replaces OpenCLIP's `get_latest_checkpoint`, for the folders and files that mislead it.
-
-    It puts a local `folder` as it is in front of a pattern of file names, and takes the last name: that of
-    --save-most-recent, however old, or a half-written file of a remote folder.
-    """
-    main = host().main_module
-    if remote:
-        listing = partial(_run_without_partial_files, subprocess.run)
-        with replaced({(main.__name__, "subprocess.run"): listing}):
-            return original(folder, remote=True)
-    found = original(os.path.join(glob.escape(folder), ""), remote=False)
-    if found is None or os.path.basename(found) not in (main.LATEST_CHECKPOINT_NAME, BEFORE_RENAME):
-        return found
-    numbered = midepoch.newest_numbered(folder)
-    names = [name for name in (numbered, main.LATEST_CHECKPOINT_NAME, BEFORE_RENAME) if name is not None]
-    return midepoch.furthest(folder, names) or found
-
-
-def _run_without_partial_files(run: Callable, *args: Any, **kwargs: Any) -> subprocess.CompletedProcess:
-    """`subprocess.run` of a listing, without the lines that end with a temporary name."""
-    result = run(*args, **kwargs)
-    lines = result.stdout.splitlines(keepends=True)
-    result.stdout = b"".join(line for line in lines if not line.rstrip().endswith(PARTIAL.encode()))
-    return result
-
-
-def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
-    """The local checkpoint with a training state at `path`, and our entry in it; None if it is not such a one."""
-    if path is None:
-        return None
-    if "://" in path:
-        check_remote_file("--resume", path)
-        return None
-    has_training_state, entry = checkpoint.read_entry(path)
-    return (path, entry) if has_training_state else None

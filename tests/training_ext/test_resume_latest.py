@@ -10,7 +10,7 @@ import torch
 from conftest import LOSSES, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
 
-from training_ext.preflight import BEFORE_RENAME, latest_checkpoint
+from training_ext.latest import BEFORE_RENAME, latest_checkpoint
 
 FLAGS = f"{LOSSES['fastclip-v3']} --workers 0"
 

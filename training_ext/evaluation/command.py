@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from open_clip_train.distributed import init_distributed_device, world_info_from_env
 
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext import preflight
 from training_ext.evaluation.aggregates import aggregates, average
 from training_ext.evaluation.folders import Source, open_own_classes
 from training_ext.evaluation.inference import Encoder
@@ -112,7 +112,7 @@ def run(argv: list[str]) -> None:
         InputError: one line. Nothing has been written, unless it is about the contents of the data.
     """
     args = parse(argv)
-    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    open_clip.add_model_config(MODEL_CONFIGS)
     job: Job | None = None
     results: list[Results] = []
     # As in the training, process 0 checks the command line while the others wait for it in the process group.

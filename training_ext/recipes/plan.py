@@ -15,10 +15,11 @@ import open_clip
 import torch
 from open_clip_train.distributed import world_info_from_env
 
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
-from training_ext import preflight
+from training_ext import data_checks, preflight
 from training_ext.advice import advise
 from training_ext.data import find_rows, kind_of, trains
 from training_ext.loss import build_loss
@@ -48,7 +49,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     """
     flags = resolved_flags(args)
     recipe = None if args.recipe is None else find(args.recipe)
-    open_clip.add_model_config(preflight.MODEL_CONFIGS)
+    open_clip.add_model_config(MODEL_CONFIGS)
     args = copy.copy(args)
     preflight.prepare_shapes(args)
     has_data = trains(args)
@@ -57,7 +58,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     preflight.check_flags(args, processes)
     kind = kind_of(args, args.train_data or "")
     samples = number_of_samples(args, recipe, kind if has_data else None)
-    steps = preflight.check_steps(args, kind, samples, processes)
+    steps = data_checks.check_steps(args, kind, samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
     if args.uses_ext_loss and (warnings := advise(args, samples, steps)):
@@ -89,8 +90,8 @@ def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) 
             raise InputError("--train-num-samples: is missing; give it, or --train-data, whose samples are counted")
         return declared
     try:
-        preflight.check_size_known(args)
-        return preflight.samples_per_epoch(args, find_rows(args))
+        data_checks.check_size_known(args)
+        return data_checks.samples_per_epoch(args, find_rows(args))
     except InputError:
         if declared is None:
             raise
