@@ -11,7 +11,7 @@ import os
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,8 +172,12 @@ class ClassFolders(Source):
 
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
-        names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
-        found = [(name, images_below(os.path.join(folder, name))) for name in names]
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+            found = [(name, images_below(os.path.join(folder, name))) for name in names]
+        except OSError as error:
+            raise self.wrong(f"{error.filename!r} cannot be read: {one_line(error)}") from None
         empty = [name for name, paths in found if not paths]
         if not found or empty:
             what = f"no image in {empty[0]!r}" if empty else "neither test/nshards.txt nor folders of images"
@@ -351,6 +355,13 @@ def read_file(source: Source, path: str) -> bytes:
         raise source.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
 
 
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
 def images_below(folder: str) -> list[str]:
-    found = [os.path.join(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names]
+    """The image files below a folder, in order; OSError for a folder that cannot be read."""
+    found = []
+    for place, _, names in os.walk(folder, followlinks=True, onerror=_raise):  # by default it leaves such a folder out
+        found += [os.path.join(place, name) for name in names]
     return sorted(path for path in found if path.lower().endswith(IMAGE_FILES))

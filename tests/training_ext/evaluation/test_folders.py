@@ -3,8 +3,10 @@
 import io
 import os
 import pickle
+import re
 import shutil
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -153,6 +155,23 @@ def test_a_file_that_is_gone(tmp_path):
     (tmp_path / "red/y.png").symlink_to(tmp_path / "nowhere.png")
     with pytest.raises(InputError, match="y.png' cannot be read"):
         open_own_classes("--zeroshot-data", str(tmp_path)).digest()
+
+
+@pytest.mark.parametrize("unreadable", [".", "red", "red/deeper"])
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch, unreadable):
+    scandir = os.scandir
+
+    def denied(path: str):
+        if Path(path) == tmp_path / unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    (tmp_path / "red/deeper").mkdir(parents=True)
+    (tmp_path / "red/x.png").write_bytes(png())
+    (tmp_path / "red/deeper/y.png").write_bytes(png())
+    monkeypatch.setattr(os, "scandir", denied)  # a mode does not stop root
+    with pytest.raises(InputError, match=rf"{re.escape(str(tmp_path / unreadable))}' cannot be read: .*denied"):
+        open_own_classes("--zeroshot-data", str(tmp_path))
 
 
 def test_associations_of_a_torn_table(tmp_path):
