@@ -8,18 +8,20 @@ fit many images, some of them wrong. It is evaluated on held-out scenes of the f
 after each epoch.
 
 With `--icons` it is pretrained on monochrome icons and fine-tuned on emoji, and evaluated on both: zero-shot
-classification of monochrome icons from sets that no run saw, and retrieval of held-out emoji. FOLDER/mono and
-FOLDER/emoji are made by `python -m open_clip_ext.data.make_shards icons --kinds mono` and `--kinds emoji`
+classification of monochrome icons from sets that no run saw and of the emoji of a vendor that no run saw, and retrieval
+of held-out emoji of the other vendors. FOLDER/mono and FOLDER/emoji are made by `python -m open_clip_ext.data.make_shards icons --kinds mono` and `--kinds emoji`
 (docs/icons.md).
 
 Logs, checkpoints, recovered statistics, `results.json` and a plot go to `finetune/`. Finished runs are not repeated.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
 import shlex
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ from command import Runs, end_with_trainings, evaluations, positive, results_of
 from paired import shown
 from tqdm import tqdm
 
+EVIDENCE = Path(__file__).parent / "evidence"
 BATCH = 64
 COLOURS = [*(f"C{i}" for i in range(10)), "black", "gold"]  # as many as variants; matplotlib has ten
 
@@ -44,6 +47,7 @@ class Data:
         metrics: name in the evaluation and title of each metric.
         title: of the plot.
         script: in place of the command itself.
+        held_out: folder of zero-shot data on which every checkpoint is scored, as `HELD_OUT`.
     """
 
     common: str
@@ -55,8 +59,11 @@ class Data:
     metrics: dict[str, str]
     title: str
     script: str | None = None
+    held_out: Path | None = None
 
 
+MODEL = "ViT-icons-tiny"  # of `icons`
+HELD_OUT = "zeroshot-emoji-top1"
 RECALLS = {"image_to_text_R@1": "R@1 image to text", "text_to_image_R@1": "R@1 text to image"}
 COMMON = f"--device cpu --precision fp32 --workers 1 --batch-size {BATCH} --log-every-n-steps 5"
 
@@ -81,7 +88,7 @@ def icons(folder: Path) -> Data:
     sizes = json.loads((folder / "emoji" / "sizes.json").read_text())
     size = sum(sizes[shard.name] for shard in shards)
     return Data(
-        common=f"{COMMON} --model ViT-icons-tiny --dataset-type webdataset --val-data {emoji}/test-000000.tar "
+        common=f"{COMMON} --model {MODEL} --dataset-type webdataset --val-data {emoji}/test-000000.tar "
         f"--zeroshot-data {mono}/zeroshot-concepts",
         pretraining=f"--loss clip --train-data {mono}/train-{{000000..000009}}.tar --train-num-samples 100000 "
         "--lr 1.4e-3 --wd 0.1 --warmup 250",
@@ -91,11 +98,13 @@ def icons(folder: Path) -> Data:
         size=size,
         metrics={
             "zeroshot-data-top1": "zero-shot accuracy, monochrome icons",
+            HELD_OUT: "held-out vendor, zero-shot accuracy of its emoji",
             "image_to_text_R@10": "R@10 image to text, emoji",
             "text_to_image_R@10": "R@10 text to image, emoji",
         },
         title=f"Fine-tuning on {size:,} emoji after monochrome icons",
-        script=str(Path(__file__).parent / "evidence" / "train.py"),
+        script=str(EVIDENCE / "train.py"),
+        held_out=folder / "emoji" / "zeroshot-emoji",
     )
 
 
@@ -176,7 +185,13 @@ def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]
                 quarter_lr=args.lr / 4,
             )
             flags = f"{common} --seed {seed} {flags}"
-            return evaluations(runs.train(name, flags, args.epochs, data.size, recovers[variant], data.script))
+            folder = runs.train(name, flags, args.epochs, data.size, recovers[variant], data.script) / "checkpoints"
+            metrics = evaluations(folder.parent)
+            if data.held_out is not None:
+                for one in metrics:
+                    epoch = one["epoch"]
+                    one[HELD_OUT] = accuracy(folder / f"epoch_{epoch}.pt" if epoch else pretrained, data.held_out)
+            return metrics
 
         results = {}
         for loads in (False, True):
@@ -185,6 +200,14 @@ def fine_tune(pretrained: Path, data: Data, args) -> dict[str, list[list[dict]]]
             for (variant, _), metrics in results_of({pair: pool.submit(tune, *pair) for pair in pairs}).items():
                 results.setdefault(variant, []).append(metrics)
         return results
+
+
+@functools.cache
+def accuracy(checkpoint: Path, folder: Path) -> float:
+    sys.path.append(str(EVIDENCE))
+    import zero_shot  # imports torch, which waiting does not need
+
+    return zero_shot.accuracy(MODEL, checkpoint, folder)
 
 
 def report(results: dict[str, list[list[dict]]], metrics: dict[str, str]) -> None:
@@ -215,7 +238,9 @@ def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(data.metrics), figsize=(14, 4.6), constrained_layout=True)
+    figure, axes = plt.subplots(
+        1, len(data.metrics), figsize=(4.6 * len(data.metrics), 4.6), constrained_layout=True
+    )
     for axis, (metric, title) in zip(axes, data.metrics.items(), strict=True):
         for number, (variant, seeds) in enumerate(results.items()):
             curves = [[100 * evaluated[metric] for evaluated in run] for run in seeds]

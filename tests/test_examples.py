@@ -92,6 +92,7 @@ def test_fine_tuning_on_icons(example, tmp_path):
         assert not make_shards(arguments.split())
     Path("icons/emoji/val-000000.tar").rename("icons/emoji/test-000000.tar")
     write_zero_shot(tmp_path / "icons/mono/zeroshot-concepts")
+    write_zero_shot(tmp_path / "icons/emoji/zeroshot-emoji")
     torch.save(open_clip.create_model("ViT-icons-tiny").state_dict(), "weights.pt")
     arguments = "--icons icons --epochs 1 --osr-epochs 1 --seeds 1 --jobs 1 --pretrained weights.pt".split()
     example("finetune", [*arguments, "--variants", "recovery + HGCL", "GCL, no recovery"])
@@ -99,6 +100,7 @@ def test_fine_tuning_on_icons(example, tmp_path):
     for (metrics,) in results.values():
         assert [one["epoch"] for one in metrics] == [0, 1]
         assert all(0 <= one["zeroshot-data-top1"] <= 1 and one["num_samples"] == 8 for one in metrics)
+        assert all(0 <= one["zeroshot-emoji-top1"] <= 1 for one in metrics)
     flags = Path("finetune/logs/gcl-no-recovery-0.flags").read_text()
     assert "--train-data icons/emoji/train-{000000..000001}.tar --train-num-samples 130 " in flags
 
