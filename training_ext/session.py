@@ -125,7 +125,11 @@ class Session:
         """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and each completed step is logged."""
         first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
         numbered = original(batches, first)
-        return numbered if self.args.loss is None else self.log.steps(numbered, first)
+        if self.args.loss is None:
+            return numbered
+        if self.loss is not None and not is_master(self.args):
+            numbered = self.loss.watched(numbered, self.args.log_every_n_steps)
+        return self.log.steps(numbered, first)
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)

@@ -48,7 +48,7 @@ class Loss(Part, nn.Module):
             first call updates the state; the temperature's gradient adds up to that of one call.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
             sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
-            looks at the measurements.
+            names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`:
         name: stored in the state, so that one loss cannot load another's.
@@ -82,7 +82,7 @@ class Loss(Part, nn.Module):
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
-        self._norm_errors: dict[str, Tensor] = {}  # largest | |x| - 1 | of all calls, by name, on the device
+        self._off_norm: dict[str, Tensor] = {}  # first step without unit vectors, else -1, by name, on the device
 
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
@@ -183,13 +183,18 @@ class Loss(Part, nn.Module):
         if isinstance(logit_scale, (float, int)):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
-        self._note_norms(image_features=image_features, text_features=text_features)
         more = {} if key is None else {"key": self._check_key(key, len(image_features))}
         reference = self._check_reference(image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch is None and self.follows_epochs:
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
+        update_state = trains and self._calls % self.accum_freq == 0
+        self._note_norms(self.steps + update_state, image_features=image_features, text_features=text_features)
+        if reference is not None:
+            self._note_norms(
+                self.steps + update_state, dist_image_features=reference[0], dist_text_features=reference[1]
+            )
         if self.validate or self.steps == 0:
             self._check_norms()
         image, text = image_features.to(dtype), text_features.to(dtype)
@@ -201,7 +206,6 @@ class Loss(Part, nn.Module):
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
-            update_state = trains and self._calls % self.accum_freq == 0
             self._calls += trains
             self.steps += update_state
             value = self.compute(image, text, scale, index, update_state, **more)
@@ -331,7 +335,6 @@ class Loss(Part, nn.Module):
                 f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
                 f"and {tuple(text.shape)}"
             )
-        self._note_norms(dist_image_features=image, dist_text_features=text)
         return image.detach(), text.detach()
 
     @staticmethod
@@ -342,18 +345,22 @@ class Loss(Part, nn.Module):
             raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
 
     @torch.no_grad()
-    def _note_norms(self, **features: Tensor) -> None:
+    def _note_norms(self, step: int, **features: Tensor) -> None:
+        """Record, on the device, the first step at which features were not unit vectors; NaN is `note`d elsewhere."""
         for name, vectors in features.items():
             dtype = torch.promote_types(vectors.dtype, torch.float32)
-            error = (torch.linalg.vector_norm(vectors, dim=1, dtype=dtype) - 1).abs().amax()
-            earlier = self._norm_errors.get(name, error)
-            self._norm_errors[name] = torch.maximum(error, earlier.to(error))
+            norms = torch.linalg.vector_norm(vectors, dim=1, dtype=dtype)
+            now = torch.where(((norms - 1).abs() > 0.02).any(), step, -1)
+            earlier = self._off_norm.get(name, now).to(now.device)
+            self._off_norm[name] = torch.where(earlier >= 0, earlier, now)
 
     def _check_norms(self) -> None:
-        for name, error in self._norm_errors.items():
-            if error.item() > 0.02:
-                self._norm_errors.clear()  # a caller who catches this may go on with other vectors
-                raise ValueError(f"{name} must be unit vectors; normalize them along dim 1")
+        for name, first in self._off_norm.items():
+            step = int(first)
+            if step >= 0:
+                self._off_norm.clear()  # a caller who catches this may go on with other vectors
+                place = f"step {step}: " if step else ""
+                raise ValueError(f"{place}{name} must be unit vectors; normalize them along dim 1")
 
     def index_reason(self) -> str:
         """What needs `index`, for an error message."""
@@ -399,7 +406,7 @@ class Loss(Part, nn.Module):
             raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
         self.steps = int(state["steps"])
         self._calls, self._first_problem = 0, None
-        self._norm_errors.clear()
+        self._off_norm.clear()
         if state["dimension"]:
             dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
             self.materialize(int(state["dimension"]), self._like.device, dtype)

@@ -19,15 +19,15 @@ RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
 
 @pytest.fixture
 def start(tmp_path):
-    """start(rank, port, arguments) -> a process of two; all are killed at the end."""
+    """start(rank, port, arguments, program) -> a process of two; all are killed at the end."""
     started = []
 
-    def start(rank, port, arguments):
+    def start(rank, port, arguments, program=("-m", "open_clip_ext.main")):
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2",
         }
-        command = [sys.executable, "-m", "open_clip_ext.main", *f"{RUN} {arguments} --logs {tmp_path}".split()]
+        command = [sys.executable, *program, *f"{RUN} {arguments} --logs {tmp_path}".split()]
         process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
         started.append(process)
         return process
@@ -76,6 +76,37 @@ def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path,
     for process in pair([f"{own} {common}" for own in arguments], tmp_path, local_ranks=(0, 0)):
         assert process.code == 2 and message in process.stderr, process
     assert not (tmp_path / "unlike").exists()
+
+
+STRETCHED = """
+from open_clip_ext.distributed import rank
+from open_clip_ext.losses import Loss
+from open_clip_ext.main import leave, main
+
+forward = Loss.forward
+
+def stretched(loss, text_features, **features):
+    factor = 1.1 if rank() == 1 and loss.steps == 1 else 1
+    return forward(loss, text_features=factor * text_features, **features)
+
+Loss.forward = stretched
+leave(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["fastclip-v3", "amorlip"])
+def test_one_batch_of_other_norms_on_another_process_ends_the_run(start, tmp_path, loss):
+    shapes = f"--dataset-type shapes --train-num-samples 6400 --epochs 1 --loss {loss} --log-every-n-steps 4 --name off"
+    port = free_ports()
+    first, second = (start(rank, port, shapes, ["-c", STRETCHED]) for rank in range(2))
+    _, error = second.communicate(timeout=600)
+    assert second.returncode == 1 and "step 2: text_features must be unit vectors" in error
+    _, error = first.communicate(timeout=600)
+    assert first.returncode == 1 and "lost another process" in error
+    log = (tmp_path / "off/out.log").read_text()
+    assert "Epoch 0 1/400" in log and "Epoch 0 9/400" not in log
+    assert not list(tmp_path.glob("off/checkpoints/*.pt"))
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
