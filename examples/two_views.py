@@ -22,8 +22,8 @@ TRAIN, BATCH, LABELS, DRAWS, TAU = 1200, 32, 3, 10, 0.2
 
 SETTINGS = {
     "sogclr": {},
-    # Images alone take larger temperatures than image-text pairs (iSogCLR, Figure 8), hence also a larger step.
-    "isogclr": {"tau_start": TAU, "tau_min": 0.05, "tau_lr": 2e-3, "rho": 1.0},
+    # Images alone take larger temperatures than image-text pairs (iSogCLR, Figure 8); 0.05 and 0.5 are its code's.
+    "isogclr": {"tau_start": TAU, "tau_min": 0.05, "tau_beta": 0.5, "rho": 1.0},
 }
 
 

@@ -59,6 +59,10 @@ class Grid:
             return about["candidates"]
         return [about["untuned"] if self.cells[cell].get("untuned") else about.get("chosen")]
 
+    def label(self, method: str) -> str:
+        """A method's name in tables and plots."""
+        return self.methods[method].get("label", method)
+
     def hours(self, run: Run) -> float:
         """The estimated hours of a run on one core."""
         cell = self.cells[run.cell]

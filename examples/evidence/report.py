@@ -16,7 +16,7 @@ from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuni
 sys.path.append(str(HERE.parent))
 from paired import interval, p_values
 
-LEVELS = (1, 2, 4)  # percent of R@1
+LEVELS = (2, 4, 8)  # percent of R@1
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
@@ -46,7 +46,7 @@ def main() -> None:
     cells = {cell: by_method(results, grid, cell) for cell in args.cells or known}
     cells = {cell: methods for cell, methods in cells.items() if methods}
     text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
-    text += goals(cells.get("main", {})) + tuning(grid, results)
+    text += goals(grid, cells.get("main", {})) + tuning(grid, results)
     Path(f"{args.out}.md").write_text(text)
     if cells:
         draw(grid, cells, Path(f"{args.out}.png"))
@@ -104,11 +104,11 @@ def table(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> str:
         base = baseline(grid, method)
         against = [difference(paired(seeds, methods.get(base, {}), value)) for value in (last_recall, concepts)]
         if base not in (None, "clip"):
-            against = [found and f"{found}, against {base}" for found in against]
+            against = [found and f"{found}, against {grid.label(base)}" for found in against]
         emoji = [run["zero_shot"].get("zeroshot-emoji") for run in runs]
         crossings = [[crossing(run, level) for run in runs] for level in LEVELS]
         columns = [
-            method,
+            grid.label(method),
             f"`{runs[0]['candidate']}`",
             grid.methods[method]["tau"],
             str(len(runs)) + "".join(f", {run['seed']} diverged" for run in runs if run["diverged"]),
@@ -137,7 +137,7 @@ def compared(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> list
     return pairs + [pair for pair in PAIRS if cell == "main" and pair[0] in methods and pair not in pairs]
 
 
-def goals(methods: dict[str, dict[int, dict]]) -> str:
+def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
     """The differences between the main methods in the cell main, as far as both have run.
 
     p is Student's, with Holm's correction over all differences of the table from three seeds or more.
@@ -158,7 +158,8 @@ def goals(methods: dict[str, dict[int, dict]]) -> str:
             differences = found[pair, value]
             columns.append(difference((*interval(differences), len(differences))))
             columns.append(f"{p[pair, value]:.4f}" if (pair, value) in p else "")
-        lines.append(f"| `{pair[0]}` - `{pair[1]}` | {' | '.join(columns)} |")
+        ours, theirs = map(grid.label, pair)
+        lines.append(f"| `{ours}` - `{theirs}` | {' | '.join(columns)} |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
@@ -191,7 +192,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
             value = f"{tuning_value(result):.1f}" + (", diverged" if result["diverged"] else "")
             shown = f"**{value}**" if tuning_value(result) == best else value
             last = f"{last_recall(result):.1f} | {average([result['tau']], '.4f')}"
-            lines.append(f"| {method} | `{result['candidate']}` | {shown} | {last} |")
+            lines.append(f"| {grid.label(method)} | `{result['candidate']}` | {shown} | {last} |")
     return "\n".join(lines) + "\n"
 
 
@@ -218,14 +219,14 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
             curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
             if curves:
                 values = [mean(epoch) for epoch in zip(*curves, strict=True)]
-                left.plot(range(len(values)), values, label=method, linewidth=2, **style[method])
+                left.plot(range(len(values)), values, label=grid.label(method), linewidth=2, **style[method])
                 for curve in curves:
                     left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
             for method, base in compared(grid, cell, methods):
                 center, half, n = paired(methods[method], methods.get(base, {}), value) or (0.0, None, 0)
                 if half is not None and (n > 2 or not often):
-                    label, color = f"{method}\nless {base} ({n})", style[method]["color"]
+                    label, color = f"{grid.label(method)}\nless {grid.label(base)} ({n})", style[method]["color"]
                     right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
             right.invert_yaxis()

@@ -101,6 +101,7 @@ def test_settings(name, published, source):
         ("neuclip", 1.25e-4 / 1e-3, "NeuCLIP, Table 3: on all five data sets"),
         ("amorlip", 1e-4 / 4e-4, AMORLIP),
         ("amorlip-released", 1e-4 / 4e-4, AMORLIP),
+        ("amorlip-paper", 1e-4 / 4e-4, AMORLIP_PAPER),
     ],
 )
 def test_learning_rate_of_the_temperature(name, ratio, source):
