@@ -85,7 +85,7 @@ def test_chosen_tests_of_the_training(other, request):
 
 def test_the_losses_are_those_of_the_installed_open_clip(other, losses, tmp_path):
     assert len(losses) == 12
-    # Models of other versions round otherwise, and the loop of tasks decays other weights.
+    # Models of other versions round otherwise, and the task loop decays other weights.
     assert train(tmp_path, other) == pytest.approx(losses, rel=1e-4)
 
 

@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--legacy-loop",
             action="store_true",
-            help="with OpenCLIP 4.x, train with its legacy_main instead of its loop of tasks",
+            help="with OpenCLIP 4.x, train with its legacy_main instead of its task loop",
         )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")

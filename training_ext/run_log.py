@@ -191,7 +191,7 @@ class RunLog:
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
             samples=(epoch.before + self._step) * global_batch, **numbers,
         )
-        # OpenCLIP 4.x's loop of tasks reports numbers more often than it logs a line.
+        # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
         if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
             line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]
             logging.info(" ".join(line))

@@ -1,4 +1,4 @@
-"""Refuse what OpenCLIP 4.x's loop of tasks cannot do with this package, before anything is written."""
+"""Refuse what OpenCLIP 4.x's task loop cannot do with this package, before anything is written."""
 
 import os
 from argparse import Namespace
@@ -30,7 +30,7 @@ def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None
         if by_tasks:
             right = "leave out --legacy-loop" if args.legacy_loop else "resume it with open_clip_torch 4"
         raise InputError(
-            f"--resume: {path!r} was written by {'the loop of tasks' if by_tasks else 'the legacy loop'}, whose "
+            f"--resume: {path!r} was written by {'the task loop' if by_tasks else 'the legacy loop'}, whose "
             f"optimizer has another order; {right}, or give it as --pretrained for its weights only"
         )
     first = content["optimizer"]["param_groups"][0]["params"][0]

@@ -1,4 +1,4 @@
-"""The rows of the table of replaced names that are only for OpenCLIP 4.x's loop of tasks."""
+"""The rows of the table of replaced names that are only for OpenCLIP 4.x's task loop."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""`TaskSession`: the state of one run of OpenCLIP 4.x's loop of tasks."""
+"""`TaskSession`: the state of one run of OpenCLIP 4.x's task loop."""
 
 import math
 import os

@@ -20,7 +20,7 @@ class Batch(dict):
 
 
 class TaskLosses(LogItems):
-    """The losses of a step as the loop of tasks takes them.
+    """The losses of a step as the task loop takes them.
 
     The loop sums the losses in `items()` and sets the total, "loss"; from then on it logs `items()`, on every process.
     """

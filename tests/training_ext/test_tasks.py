@@ -1,4 +1,4 @@
-"""The loop of tasks of OpenCLIP 4.x: what the legacy loop does it does, in DistributedDataParallel and FSDP2, too."""
+"""The task loop of OpenCLIP 4.x: what the legacy loop does it does, in DistributedDataParallel and FSDP2, too."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from test_training import same
 from training_ext.checkpoint import KEY, SHARDED
 from training_ext.hosts import TASKS, choose, host
 
-in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no loop of tasks")
+in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no task loop")
 # Each epoch is one step of all samples, so that their order and what a process gets of them do not matter.
 ONE_STEP = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 4 --warmup 1 --loss fastclip-v3"
 # Adam divides gradients by themselves, rounding by rounding; this one shows the gradients.
