@@ -34,8 +34,8 @@ class Batch:
 
     Attributes:
         all_log_batch: L = log(eps + g) over the batch, (2, B).
-        finite: 0-d bool on the device; False if a value is not finite or a row out of range, and then no state may be
-            updated from the batch.
+        finite: 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the
+            batch may enter the state. A network's optimizer still steps, with gradients of 0.
     """
 
     image: Tensor

@@ -82,12 +82,14 @@ def recover_statistics(
         raise InputError(f"epochs: {epochs:g} with batches that have no length; give a whole number")
     if step is None and loss is None:
         raise InputError("step: needed without a loss, to compute one")
+    if step is None and loss is not None and loss.accum_freq > 1:
+        raise InputError(f"step: needed for a loss with accum_freq {loss.accum_freq}, to call it that often on a batch")
     if loss is not None and not loss.training:
         raise InputError("loss: its state is not updated in evaluation mode; call loss.train()")
     own = getattr(loss, "surrogate", Identity()).name
     if surrogate not in (Identity.name, own):
         raise InputError(f"surrogate: {surrogate!r} is neither 'identity' nor the loss's own, {own!r}")
-    weights = StandingWeights(model)
+    weights = FrozenWeights(model)
     known = {*weights.names, *(loss.parameters() if loss is not None else ())}
     if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("model: the optimizer has parameters that are not in it; give a module that holds them all")
@@ -95,7 +97,7 @@ def recover_statistics(
     lengths: list[int | None] = [None] * int(epochs)
     if epochs != int(epochs):
         lengths = [*epoch_lengths(epochs, len(batches))]  # type: ignore[arg-type]  # it has a length, see above
-    with standing_still(optimizer, loss, None if surrogate == own else Identity()):
+    with zero_learning_rates(optimizer, loss, None if surrogate == own else Identity()):
         for epoch, length in enumerate(lengths):
             if loss is not None:
                 loss.set_epoch(epoch)
@@ -110,10 +112,10 @@ def recover_statistics(
                     weights.restore()
                     raise InputError("step: it sets a learning rate, which is 0 here; leave the schedule out of it")
                 if epoch == number == 0:
-                    check_still(weights, optimizer, loss, name)
+                    check_frozen(weights, optimizer, loss, name)
             if number < 0:
                 raise InputError(f"batches: none in epoch {epoch}; give what can be iterated again, as a DataLoader")
-            check_still(weights, optimizer, loss, name)
+            check_frozen(weights, optimizer, loss, name)
     optimizer.zero_grad()
     return len(lengths)
 
@@ -139,7 +141,7 @@ def epoch_lengths(epochs: float, steps: int) -> list[int]:
     return lengths
 
 
-class StandingWeights:
+class FrozenWeights:
     """A copy, in host memory, of the model's parameters and buffers, which the recovery must not change.
 
     Attributes:
@@ -186,10 +188,10 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def standing_still(
+def zero_learning_rates(
     optimizer: torch.optim.Optimizer, loss: Loss | None, surrogate: Surrogate | None = None
 ) -> Iterator[None]:
-    """Set every learning rate to 0; afterwards restore the groups' settings, except step counters.
+    """Set every learning rate to 0; afterwards restore the groups' settings, except an optimizer's `step`.
 
     Args:
         surrogate: the loss's within the block; None for its own.
@@ -211,8 +213,8 @@ def standing_still(
             loss.hold_temperatures(False)
 
 
-def check_still(
-    weights: StandingWeights,
+def check_frozen(
+    weights: FrozenWeights,
     optimizer: torch.optim.Optimizer,
     loss: Loss | None,
     name: str,

@@ -44,6 +44,7 @@ class NetworkTemperature(Temperature):
 
     name = "network"
     optimizer_options = ()
+    reads_logit_scale = False
     allows_reference = False
     allows_views = False
     follows_epochs = True  # its learning rate

@@ -66,7 +66,7 @@ class LearnedLogitScale(FixedLogitScale):
         Derived("a fraction of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
     )
     lr_tau_scheduler: str = option(
-        "model", "model: the model's schedule; fastclip: no warm-up, a third once tau <= 0.03",
+        "model", "model: the model's schedule; fastclip: no warm-up, a third while tau <= 0.03",
         choices=("model", "fastclip"),
     )
 
@@ -75,6 +75,7 @@ class Temperature(Part, nn.Module):
     """Base class of the temperature schemes.
 
     Attributes:
+        reads_logit_scale: whether 1 / logit_scale is the temperature.
         trains_logit_scale: whether the parameter gets a gradient; if not, the training command freezes it.
         allows_reference: as for `Normalizer`.
         allows_views: whether the two views of an image can share a temperature (`negatives="views"`).
@@ -82,6 +83,7 @@ class Temperature(Part, nn.Module):
     """
 
     optimizer_options = FixedLogitScale.options
+    reads_logit_scale = True
     trains_logit_scale = False
     allows_reference = True
     allows_views = True
@@ -244,6 +246,7 @@ class IndividualTemperature(Temperature):
     """
 
     name = "individual"
+    reads_logit_scale = False
     needs_index = True
     optimizer_options = ()
     rho: float = RHO.with_default(6.0)

@@ -30,10 +30,14 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         *_on_length(args, steps),
         *_on_warmup(args, steps),
         *_on_temperature(args, steps),
-        *_on_gamma(args),
+        *_on_gamma(args, num_samples, steps_per_epoch),
         *_on_rho(args, num_samples),
         *_on_sizes(args, num_samples, steps_per_epoch),
     ]
+
+
+def global_batch(args: Namespace) -> int:
+    return args.batch_size * args.accum_freq * world_info_from_env()[2]
 
 
 def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
@@ -86,14 +90,16 @@ def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
         )
 
 
-def _on_gamma(args: Namespace) -> Iterator[str]:
+def _on_gamma(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
     if args.normalizer != "table" or args.gamma is None:
         return
-    recommended = drrho_gamma(args.loss_epochs)
+    samples = args.loss_epochs * steps_per_epoch * global_batch(args)
+    visits = max(1, round(samples / num_samples))
+    recommended = drrho_gamma(visits)
     if args.gamma < recommended / 2:
         yield (
-            f"--gamma: {args.gamma:g} averages over about {1 / args.gamma:.0f} visits of a sample, but there is one "
-            f"per epoch, {args.loss_epochs} in total; DRRho-CLIP's rule gives {recommended:.2g}"
+            f"--gamma: {args.gamma:g} averages over about {1 / args.gamma:.0f} visits of a sample, but there are about "
+            f"{visits} in total; DRRho-CLIP's rule gives {recommended:.2g}"
         )
 
 
@@ -103,7 +109,7 @@ def _on_rho(args: Namespace, num_samples: int) -> Iterator[str]:
         return
     modalities = 1 if args.negatives == "cross" else 2
     of_data = log(modalities * max(1, num_samples - 1))
-    batch = args.batch_size * args.accum_freq * world_info_from_env()[2]
+    batch = global_batch(args)
     of_batch = log(modalities * max(1, batch - 1))
     if args.normalizer == "batch" and args.rho >= of_batch:
         yield (

@@ -95,12 +95,12 @@ class BeforeTraining:
             session.recovering = True
             try:
                 with kept_random_state(args.device):
-                    recovery.recover(self._run_still, self.data["train"].dataloader)
+                    recovery.recover(self._run_frozen, self.data["train"].dataloader)
             finally:
                 session.recovering = False
         recovery.hand_over()
 
-    def _run_still(
+    def _run_frozen(
         self, loader: Any, number: int, batches: list[int], saved: dict[str, Any] | None, save: Callable
     ) -> None:
         """Run OpenCLIP's epoch over `loader` without a schedule of learning rates; it appears in the log only."""

@@ -2,8 +2,8 @@
 
 The row is one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
 collation need no change; `RowLoader` removes it before OpenCLIP's loop sees the batch. A sample's number in the
-stream of a loader worker is another such column. The task loop gets the rows as the batch's `index`; data without
-shards, whose samples are dicts, have `index` from the start.
+stream of a loader worker is another such column. In OpenCLIP 4's task loop the row is the batch's `index`;
+samples of data without shards are dicts there and have `index` from the start.
 """
 
 import hashlib

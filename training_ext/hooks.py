@@ -127,8 +127,8 @@ SEAMS = (
     ),
     Seam(
         SHARDS, "wds.shuffle",
-        why="webdataset seeds its shuffle buffer by time and process number; behind it, before anything is decoded, a "
-        "resumed epoch passes over the samples that it has had",
+        why="webdataset seeds its shuffle buffer by time and process number; after the buffer and before decoding, a "
+        "resumed epoch drops the samples that it has used",
         contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
         "follow take one sample at a time",
         replacement=lambda original, session: session.data.seeded_shuffle(original),

@@ -13,13 +13,17 @@ from open_clip_ext.losses import Loss
 from training_ext.data import RowLoader
 
 
-def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Loss:
+def build_loss(
+    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int | None = None
+) -> Loss:
     """Build the loss of the command line.
 
     Args:
         args: as `params.parse_args` gives them.
-        num_rows: rows of the train data; they also determine the steps per epoch.
+        num_rows: rows of the train data.
         device: device of the loss.
+        samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
+            the rows; None: `num_rows`.
 
     Raises:
         InputError: the parts cannot be combined, or a setting is out of range.
@@ -32,7 +36,7 @@ def build_loss(args: Namespace, num_rows: int, device: torch.device | str) -> Lo
         num_samples=num_rows,
         epochs=args.loss_epochs,
         accum_freq=args.accum_freq,
-        steps_per_epoch=max(1, num_rows // (args.batch_size * world_size() * args.accum_freq)),
+        steps_per_epoch=max(1, (samples_per_epoch or num_rows) // (args.batch_size * world_size() * args.accum_freq)),
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )

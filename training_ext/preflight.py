@@ -43,6 +43,7 @@ from training_ext.osr import recovered
 from training_ext.osr.recovery import unfinished_path
 from training_ext.params import SCHEMAS
 from training_ext.recipes.resolved import NOT_FLAGS
+from training_ext.reference_inputs import check_reference_inputs
 from training_ext.rehearsal import check_model, check_optimizer, check_resumed
 from training_ext.task_flags import check_loop
 
@@ -261,6 +262,8 @@ def check_distillation(args: Namespace) -> None:
     if args.accum_freq > 1:
         raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
     check_pretrained("--distill-pretrained", args.distill_model, args.distill_pretrained)
+    if args.uses_ext_loss:
+        check_reference_inputs(args)
 
 
 def check_what_is_made(args: Namespace, resumed: str | None) -> None:

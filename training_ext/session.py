@@ -26,6 +26,7 @@ from training_ext import checkpoint, midepoch, recipes, row_folders
 from training_ext.advice import advise
 from training_ext.before_training import BeforeTraining, warn_without_start
 from training_ext.data import DataRows, trains
+from training_ext.data_checks import samples_per_epoch
 from training_ext.data_seams import DataSeams
 from training_ext.evaluation import during_training
 from training_ext.hugging_face import built
@@ -192,7 +193,7 @@ class Session:
         return self.args.distributed and not self.args.horovod
 
     def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
-        """Keep our entry of the checkpoint of a training after `epoch` epochs, to be loaded with the loss."""
+        """Check our entry of the checkpoint to resume, which has `epoch` completed epochs; `create_loss` loads it."""
         # Remote files are first read here; local ones were checked before anything was written.
         checkpoint.check_entry(entry, path, self.args, self.data.rows)
         self._restored = entry
@@ -240,14 +241,15 @@ class Session:
             if getattr(args, flag):
                 what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
                 logging.info(f"{what}: its gradients are exact without it.")
-        loss = build_loss(args, self.data.known_rows.num_rows, args.device)
+        rows = self.data.known_rows
+        loss = build_loss(args, rows.num_rows, args.device, samples_per_epoch(args, rows))
         if self._restored is not None:
             row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows)
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         if is_master(args):
             steps = self.data.loader.num_batches // args.accum_freq
-            for sentence in advise(args, self.data.known_rows.num_rows, steps):
+            for sentence in advise(args, rows.num_rows, steps):
                 logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.data.loader, args.device)
         self.log.begin(self.loss.name)

@@ -1,9 +1,9 @@
 """Error of the normalizers in use, estimated while training.
 
 A few anchors of a batch are stored with their estimates, log u_i or a network's alpha_i, and compared with the samples
-of the following steps. After k steps log g_i is averaged over about k times a batch's negatives: almost exact, except
-that the encoders have changed during those k steps. NeuCLIP, Appendix B.6 measures the error against the whole data
-set, as `normalizers_report` does.
+of the following steps. After k steps g_i is a mean over the negatives of about k batches, and its log almost exact,
+except that the encoders have changed during those k steps. NeuCLIP, Appendix B.6 measures the error against the whole
+data set, as `normalizers_report` does.
 """
 
 import math

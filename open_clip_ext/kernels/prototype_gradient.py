@@ -40,21 +40,19 @@ class PrototypeGradient:
         active: m, prototypes in use.
         own_active: k, those on this process.
         split: whether the others are on other processes.
+        log_counts: log of how many of the m count for each anchor, (B,).
         keys: of all anchors and of the prototypes that are here, if they have any; those with the anchor's own do not
             count.
-        log_counts: log of how many count for each anchor, (B,), if not all m do.
     """
 
     def __init__(
         self, batch: Batch, objective: type[Objective], surrogate: Surrogate, eps: float,
-        active: int, own_active: int, split: bool, keys: Keys | None = None, log_counts: Tensor | None = None,
+        active: int, own_active: int, split: bool, log_counts: Tensor, keys: Keys | None = None,
     ):
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.all_positives.new_full((), math.log(eps))
         self.keys = keys
-        self.log_counts = batch.all_positives.new_full((batch.size,), math.log(active))
-        if log_counts is not None:
-            self.log_counts = log_counts
+        self.log_counts = log_counts
         self.anchor_weight = objective.weight(batch.all_tau) * batch.finite / batch.size  # in the mean, (2, B)
         self.anchors = torch.stack([batch.all_image, batch.all_text])
         if is_linear(surrogate):

@@ -41,7 +41,7 @@ def are_finite(*tensors: Tensor) -> Tensor:
 
 
 def exp_(exponents: Tensor) -> Tensor:
-    """`exponents.exp_()` for exponents relative to their maximum; on a CPU those below -60 are raised to -60."""
+    """`exponents.exp_()` for exponents less a maximum or log-normalizer; on a CPU those below -60 are raised to -60."""
     if exponents.device.type == "cpu":
         exponents.clamp_(min=LEAST_EXPONENT)
     return exponents.exp_()

@@ -4,7 +4,7 @@ AmorLIP, Eq. 1-12 and Algorithm 1. The paper's tau is OpenCLIP's logit_scale, an
 the mean over B pairs includes the anchor's own:
 
     Z_1i = mean_j exp(s <image_i, text_j>),    Z_2i with image and text swapped                               Eq. 2
-    Stage I    networks lambda_1 and lambda_2 learn log Z                                   Eq. 8-12, see `amortization`
+    Stage I    lambda_1 and lambda_2 learn Z; the networks output log lambda                Eq. 8-12, see `amortization`
     Stage II   -2 s mean_i <image_i, text_i> + mean_ij exp(s <image_i, text_j>) (1 / lambda_1i + 1 / lambda_2j)   Eq. 6
                divided by the constant s, plus rho / s                                                        Appendix C
 
@@ -274,6 +274,14 @@ class AmorLIPLoss(Loss):
     def diagnostics(self) -> dict[str, Tensor]:
         before = self.networks.objective_before
         return self._last if before is None else {**self._last, "amor_objective": before}
+
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        before = self.networks.objective_before
+        return {} if before is None else {"amor_objective": before.cpu()}
+
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        before = state.get("amor_objective")
+        self.networks.objective_before = before if isinstance(before, Tensor) else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AmorLIPLoss":
         self.networks.convert(keeping_float32(fn))

@@ -4,7 +4,7 @@ AmorLIP, Algorithm 1, with an online network, a target network (its moving avera
 end of the previous epoch:
 
     log Z_comb = log(beta_t * lambda_previous + (1 - beta_t) * Z)                                   Eq. 12
-    the online network lambda fits log Z_comb by an f-divergence or the squared logarithm           Eq. 8, 10
+    the online network's output, log lambda, fits log Z_comb by an f-divergence or a square         Eq. 8, 10
     target network <- ema * target + (1 - ema) * online                                            Eq. 11
 
 In plain PyTorch: `equations.amorlip_z_comb`, `equations.amorlip_objective`, `equations.amorlip_lambda`.
@@ -26,6 +26,7 @@ for 30 epochs. That network is random and says nothing of Z, so that here Z_comb
 Shapes: B pairs of all processes, d = embedding dimension; log Z is (2, B), images first.
 """
 
+import copy
 import math
 from collections.abc import Callable
 
@@ -180,21 +181,20 @@ class Amortization:
     def _begin_epoch(self, dimension: int, log_z: Tensor) -> None:
         """Make new networks (Algorithm 1, line 4)."""
         if self.target is not None:
-            self.previous = self.target
-            self.target = self._copy(self.previous.named(), log_z)
+            self.previous, self.target = self.target, copy.deepcopy(self.target)
         due = self.reinit_every > 0 and self.epoch % self.reinit_every == 0
         if self.online is None or due:
             levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
             self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
             self._new_optimizer(self.online)
-            self.target = self._copy(self.online.named(), log_z)
+            self.target = copy.deepcopy(self.online)
         copy_from_first(self._tensors().values(), log_z.device)
 
-    def _copy(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
+    def _network(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
         dimension = parameters["0.up.weight"].shape[1]
-        copy = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
-        copy.load(parameters)
-        return copy
+        network = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
+        network.load(parameters)
+        return network
 
     def _new_optimizer(self, online: PartitionNetwork) -> None:
         self.optimizer = torch.optim.Adam(online.named().values(), lr=self.lr)
@@ -236,7 +236,7 @@ class Amortization:
         """Load the result of `_tensors`, with the device and dtype of `like`."""
         for name in NETWORKS:
             parameters = below(tensors, f"{name}:")
-            setattr(self, name, self._copy(parameters, like) if parameters else None)
+            setattr(self, name, self._network(parameters, like) if parameters else None)
         assert self.online is not None
         self._new_optimizer(self.online)
         moments = [below(tensors, f"adam:{key}:") for key in self.online.named()]

@@ -55,12 +55,14 @@ class Loss(Part, nn.Module):
         needs_index: as in `Part`; an instance may change it.
         takes_keys: whether samples may have keys, see `forward`; an instance may change it.
         takes_reference: whether `forward` takes a reference model's features; an instance may change it.
+        reads_logit_scale: whether 1 / `logit_scale` is the temperature; an instance may change it.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may change it.
         least_pairs: smallest number of pairs per process.
         CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
 
     least_pairs = 1
+    reads_logit_scale = True
     trains_logit_scale = True
     takes_keys = False
     takes_reference = False
@@ -82,7 +84,8 @@ class Loss(Part, nn.Module):
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
-        self._off_norm: dict[str, Tensor] = {}  # first step without unit vectors, else -1, by name, on the device
+        self._wrong: dict[str, Tensor] = {}  # by message: the first step with this input error, else -1, on the device
+        self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
 
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
@@ -156,6 +159,7 @@ class Loss(Part, nn.Module):
         dist_image_features: Tensor | None = None,
         dist_text_features: Tensor | None = None,
         dist_logit_scale: Tensor | None = None,
+        dist_logit_bias: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Estimate of the objective, 0-d, with its gradient; float32, or float64 if the image features are.
@@ -171,7 +175,7 @@ class Loss(Part, nn.Module):
             index: rows of the samples in the data set, (b,) int64 in [0, n); required if the loss has state per sample.
             dist_image_features, dist_text_features: a frozen reference model's features of the same pairs, (b, d')
                 unit vectors; required if `takes_reference`, else refused. The names are OpenCLIP's.
-            dist_logit_scale: has no effect.
+            dist_logit_scale, dist_logit_bias: have no effect.
             key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
                 `takes_keys`. Give keys on every process or on none.
 
@@ -195,8 +199,10 @@ class Loss(Part, nn.Module):
             self._note_norms(
                 self.steps + update_state, dist_image_features=reference[0], dist_text_features=reference[1]
             )
+        if index is not None and self.needs_index and trains:
+            self._check_group(index, update_state)
         if self.validate or self.steps == 0:
-            self._check_norms()
+            self._raise_if_wrong()
         image, text = image_features.to(dtype), text_features.to(dtype)
         if reference is not None:
             # Their inner product is s_ij minus the reference's similarity.
@@ -267,11 +273,12 @@ class Loss(Part, nn.Module):
 
         Raises:
             NonFiniteError: a call met NaN or infinity.
-            ValueError: a call had a row out of range, or features that are not unit vectors.
+            ValueError: a call had a row out of range, features that are not unit vectors, or other rows than the first
+                of its `accum_freq` calls.
         """
         step, which = (-1, -1) if self._first_problem is None else self._first_problem.tolist()
         if step < 0:
-            self._check_norms()
+            self._raise_if_wrong()
         elif self.CHECKED[which] == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
         else:
@@ -297,7 +304,7 @@ class Loss(Part, nn.Module):
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
         if logit_scale.numel() != 1:
             raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        if self.steps == 0 and self.trains_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
+        if self.steps == 0 and self.reads_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
             logging.warning(
                 f"logit_scale is {logit_scale.item():.3g}, a temperature of {1 / logit_scale.item():.2g}; if it is the "
                 "logarithm, as a parameter usually is, pass logit_scale.exp()"
@@ -346,21 +353,39 @@ class Loss(Part, nn.Module):
 
     @torch.no_grad()
     def _note_norms(self, step: int, **features: Tensor) -> None:
-        """Record, on the device, the first step at which features were not unit vectors; NaN is `note`d elsewhere."""
+        """Note features that are not unit vectors; NaN is `note`d elsewhere."""
         for name, vectors in features.items():
             dtype = torch.promote_types(vectors.dtype, torch.float32)
             norms = torch.linalg.vector_norm(vectors, dim=1, dtype=dtype)
-            now = torch.where(((norms - 1).abs() > 0.02).any(), step, -1)
-            earlier = self._off_norm.get(name, now).to(now.device)
-            self._off_norm[name] = torch.where(earlier >= 0, earlier, now)
+            message = f"{name} must be unit vectors; normalize them along dim 1"
+            self._note_wrong(message, step, ((norms - 1).abs() > 0.02).any())
 
-    def _check_norms(self) -> None:
-        for name, first in self._off_norm.items():
+    def _check_group(self, index: Tensor, is_first: bool) -> None:
+        """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait."""
+        if is_first:
+            self._rows_of_step = index
+            return
+        first = self._rows_of_step
+        message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
+        if first is None or first.shape != index.shape:
+            raise ValueError(message)
+        self._note_wrong(message, self.steps, (first.to(index.device) != index).any())
+        if index.device.type == "cpu":
+            self._raise_if_wrong()
+
+    def _note_wrong(self, message: str, step: int, is_wrong: Tensor) -> None:
+        """Record, on the device, the first step with an input error."""
+        now = torch.where(is_wrong, step, -1)
+        earlier = self._wrong.get(message, now).to(now.device)
+        self._wrong[message] = torch.where(earlier >= 0, earlier, now)
+
+    def _raise_if_wrong(self) -> None:
+        for message, first in self._wrong.items():
             step = int(first)
             if step >= 0:
-                self._off_norm.clear()  # a caller who catches this may go on with other vectors
-                place = f"step {step}: " if step else ""
-                raise ValueError(f"{place}{name} must be unit vectors; normalize them along dim 1")
+                self._wrong.clear()  # a caller who catches this may continue with other batches
+                self._calls = 0
+                raise ValueError(f"step {step}: {message}" if step else message)
 
     def index_reason(self) -> str:
         """What needs `index`, for an error message."""
@@ -406,7 +431,7 @@ class Loss(Part, nn.Module):
             raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
         self.steps = int(state["steps"])
         self._calls, self._first_problem = 0, None
-        self._off_norm.clear()
+        self._wrong.clear()
         if state["dimension"]:
             dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
             self.materialize(int(state["dimension"]), self._like.device, dtype)

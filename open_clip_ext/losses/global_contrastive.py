@@ -121,6 +121,7 @@ class GlobalContrastiveLoss(Loss):
         if self.needs_index:
             self.num_samples = (normalizer if normalizer.needs_index else temperature).num_samples
         self.trains_logit_scale = temperature.trains_logit_scale
+        self.reads_logit_scale = temperature.reads_logit_scale
         self.online_error = OnlineError(self.surrogate, self.eps, self.intra_modal, self.one_per_pair)
         # The temperature's rows and the result of the normalizer's update: a step's later calls reuse the first call's.
         self._of_step: tuple[Tensor | None, Any] = (None, None)

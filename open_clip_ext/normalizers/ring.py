@@ -47,7 +47,8 @@ class EmbeddingRing(nn.Module):
         for rows, latest in zip(self.rows, (batch.all_text[-count:], batch.all_image[-count:]), strict=True):
             earlier = torch.cat([rows[some] for some in before])
             if self.active < count:
-                earlier = torch.eye(*latest.shape, dtype=latest.dtype, device=latest.device)
+                earlier = torch.zeros_like(latest)
+                earlier[:, 0] = 1
             new = torch.where(batch.finite, latest, earlier)
             for some, part in zip(places, new.split([some.stop - some.start for some in places]), strict=True):
                 rows[some] = part
@@ -62,8 +63,9 @@ class EmbeddingRing(nn.Module):
         return places
 
     def unlike_keys(self, device: torch.device) -> Tensor:
-        """Keys of what has none, each like no other, for the places that are kept here."""
-        return -1 - torch.arange(self.own_capacity, device=device)
+        """Keys of what has none, each like no other, for the places that are kept here; a data set numbers its cells
+        without a key -1, -2, ..."""
+        return torch.arange(self.own_capacity, device=device) - 2**62
 
     def _push_keys(self, latest: Tensor, places: list[slice]) -> None:
         if self.keys is None:

@@ -260,3 +260,21 @@ def test_a_non_finite_batch_never_enters_the_state(good_steps):
 def test_wrong_settings_are_named(options, message):
     with pytest.raises(InputError, match=message):
         create_loss("amorlip", **{"epochs": 3, **options})
+
+
+def test_the_networks_objective_is_logged_after_a_resume():
+    """It is computed at every eighth step only."""
+    generator = torch.Generator().manual_seed(0)
+
+    def step(loss):
+        loss(unit(generator, 8, 6).float(), unit(generator, 8, 6).float(), torch.tensor(10.0))
+
+    first, second = (create_loss("amorlip", epochs=2) for _ in range(2))
+    first.set_epoch(0)
+    for _ in range(3):
+        step(first)
+    second.load_full_state(first.full_state())
+    second.set_epoch(0)
+    second.load_diagnostics_state(first.diagnostics_state())
+    step(second)
+    assert torch.equal(second.diagnostics()["amor_objective"], first.diagnostics()["amor_objective"])

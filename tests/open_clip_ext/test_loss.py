@@ -51,10 +51,29 @@ def test_without_gradients_training_mode_gives_the_value_of_evaluation(name):
     assert torch.equal(*values)
 
 
-@pytest.mark.parametrize("scale, warned", [(2.659, True), (14.3, False)])
-def test_a_logarithm_for_the_scale_is_pointed_out_once(scale, warned, caplog):
-    loss = create_loss("neuclip")
+@pytest.mark.parametrize(
+    "name, scale, warned",
+    [("neuclip", 2.659, True), ("neuclip", 14.3, False), ("sogclr", 2.659, True), ("isogclr", 2.659, False)],
+)
+def test_a_logarithm_for_the_scale_is_pointed_out_once(name, scale, warned, caplog):
+    """Not where the temperatures are the loss's own."""
+    loss = create_loss(name, num_samples=6)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
-        loss(unit(generator, 6, 4), unit(generator, 6, 4), torch.tensor(scale))
+        loss(unit(generator, 6, 4), unit(generator, 6, 4), torch.tensor(scale), index=torch.arange(6))
     assert ["pass logit_scale.exp()" in record.message for record in caplog.records] == [True] * warned
+
+
+def test_a_short_group_of_accumulation_is_found_not_mixed_with_the_next_batch():
+    """Three calls of four on one batch; the fourth would get its normalizers on another batch."""
+    loss = create_loss("sogclr", num_samples=12, accum_freq=4)
+    generator = torch.Generator().manual_seed(0)
+    first, second = [[unit(generator, 6, 4), unit(generator, 6, 4), torch.tensor(10.0)] for _ in range(2)]
+    for _ in range(3):
+        loss(*first, index=torch.arange(6))
+    with pytest.raises(ValueError, match=r"^step 1: index: the 4 calls of a step .* must have the same rows"):
+        loss(*second, index=torch.arange(6, 12))
+    for _ in range(4):  # the next one begins a step
+        loss(*second, index=torch.arange(6, 12))
+    assert loss.steps == 2
+    loss.raise_if_not_finite()

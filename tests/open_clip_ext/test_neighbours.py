@@ -212,7 +212,7 @@ def test_drrho_clip(tau, dtype):
         objective = equations.drrho_clip(g, exact, u)
         value = loss(
             *features, logit_scale, index=index, dist_image_features=r1, dist_text_features=r2,
-            dist_logit_scale=torch.tensor(3.0),
+            dist_logit_scale=torch.tensor(3.0), dist_logit_bias=torch.tensor(-9.0),  # of a SigLIP reference
         )
         for actual, expected in zip(
             torch.autograd.grad(value, features), torch.autograd.grad(objective, [e1, e2]), strict=True

@@ -79,6 +79,14 @@ def test_the_queues_state_survives():
         create_loss("queue", queue_size=9).load_full_state(first.full_state())
 
 
+def test_a_first_batch_that_is_not_finite_leaves_unit_vectors():
+    loss = create_loss("queue", queue_size=30)
+    generator = torch.Generator().manual_seed(0)
+    image, text = unit(generator, 10, 3), unit(generator, 10, 3)
+    loss(image * float("nan"), text, torch.tensor(10.0))
+    assert torch.equal(loss.normalizer.ring.rows[:, :10].norm(dim=2), torch.ones(2, 10))
+
+
 def test_a_capped_queue_goes_on_within_its_epoch():
     """It is emptied where an epoch begins, not where a state saved in mid-epoch is loaded."""
 

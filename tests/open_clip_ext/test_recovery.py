@@ -139,6 +139,7 @@ class Moving(torch.optim.AdamW):
         (lambda loop: dict(epochs=0.5, batches=iter(loop.data)), ["epochs: 0.5", "whole number"]),
         (lambda loop: dict(batches=iter(loop.data)), ["batches: none in epoch 1", "DataLoader"]),
         (lambda loop: dict(loss=None), ["step:", "without a loss"]),
+        (lambda loop: dict(loss=create_loss("sogclr", num_samples=9, accum_freq=4)), ["step:", "accum_freq 4"]),
         (lambda loop: dict(loss=loop.loss.eval()), ["loss:", "loss.train()"]),
         (lambda loop: dict(model=loop.model.towers), ["model:", "holds them all"]),
         (lambda loop: dict(optimizer=Moving(loop.model.parameters())), ["optimizer: Moving", "towers.0.0.weight"]),

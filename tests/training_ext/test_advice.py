@@ -6,6 +6,7 @@ import pytest
 
 from open_clip_ext.presets import drrho_gamma
 from training_ext.advice import advise
+from training_ext.loss import build_loss
 from training_ext.params import parse_args
 
 COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch-size 64 --lr 1e-3"
@@ -19,7 +20,7 @@ def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[s
     "loss", ["fastclip-v3 --gamma 0.3", "sogclr", "queue", "neuclip", "neuclip --npn-joint", "amorlip", "cyclip"]
 )
 def test_nothing_is_said_where_all_fits(loss):
-    assert told(f"--loss {loss} --warmup 1000 --epochs 30", 1_000_000, 1000) == []
+    assert told(f"--loss {loss} --batch-size 1000 --warmup 1000 --epochs 30", 1_000_000, 1000) == []
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_nothing_is_said_where_all_fits(loss):
             ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"],
         ),
         (
-            "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4", 10,
+            "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4 --batch-size 30", 10,
             ["--gamma: 0.2", "5 visits", "4 in", "gives 1"],
         ),
         ("--loss queue --rho 3 --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are used"]),
@@ -93,6 +94,22 @@ def test_pretrained_weights_and_fixed_temperatures_need_not_move():
 )  # fmt: skip
 def test_a_rho_that_some_weights_reach_is_left_alone(flags):
     assert told(f"--loss {flags} --warmup 5 --epochs 20", steps_per_epoch=10) == []
+
+
+def test_visits_are_passes_over_the_data_not_epochs():
+    """300 epochs of 30 or of all 300 samples: at 30 visits the rule gives 0.35, at 300 it gives 0.07."""
+    flags = "--loss fastclip-v3 --gamma 0.1 --rho 3 --warmup 5 --lr-tau 1 --epochs 300 --batch-size 30"
+    [line] = [line for line in told(flags, steps_per_epoch=1) if "--gamma" in line]
+    assert "about 30 in total" in line and "gives 0.35" in line
+    assert not any("--gamma" in line for line in told(flags, steps_per_epoch=10))
+
+
+def test_the_networks_length_is_that_of_the_training_not_of_the_rows():
+    """20 epochs of 4,000 of the 40,000 rows, in batches of 64: 1,240 steps, and a fifth of an epoch is 12."""
+    flags = f"{COMMON} --loss neuclip --temperature individual --epochs 20".replace("300", "4000")
+    loss = build_loss(parse_args(flags.split()), 40_000, "cpu", samples_per_epoch=4000)
+    assert loss.num_samples == 40_000
+    assert "restarted every 12 steps, adagrad at 0.13" in loss.description()  # sqrt(1,240 / 77,000)
 
 
 def test_the_rule_for_gamma():

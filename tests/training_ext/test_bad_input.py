@@ -26,6 +26,7 @@ from training_ext.machine import check_imagenet
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
+REFERENCE = f"{SHAPES} --model ViT-B-32 --loss drrho-clip --distill-model"
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
 HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
 
@@ -66,6 +67,16 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
             ["--distill-model", "'RN50'", "--loss clip", "drrho-clip"],
         ),
         (f"{SHAPES} --loss drrho-clip", ["--distill-model", "--loss drrho-clip needs", "--distill-pretrained"]),
+        (f"{REFERENCE} ViT-L-14-336 --distill-pretrained openai", ["'ViT-L-14-336'", "(336, 336)", "(224, 224)"]),
+        (f"{REFERENCE} ViT-B-16-SigLIP --distill-pretrained webli", ["'ViT-B-16-SigLIP'", "context_length 64", "77"]),
+        (
+            f"{REFERENCE} ViT-B-16-SigLIP2 --distill-pretrained webli --model ViT-B-16-SigLIP",
+            ["'ViT-B-16-SigLIP2'", "vocab_size 256000", "32000"],
+        ),
+        (
+            f"{REFERENCE} ViT-B-16-SigLIP --distill-pretrained webli --model ViT-B-16-SigLIP",
+            ["'ViT-B-16-SigLIP'", "the mean (0.5, 0.5, 0.5)", "add --image-mean 0.5 0.5 0.5"],
+        ),
         (
             f"{SHAPES} --siglip --distill-model RN50 --distill-pretrained openai",
             ["--distill-model", "'RN50'", "SigLIP's loss (--siglip), which does not distill"],

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
-from open_clip_ext.recovery import StandingWeights
+from open_clip_ext.recovery import FrozenWeights
 from training_ext.data import RowLoader
 from training_ext.hosts import host
 from training_ext.osr.recovery import FIRST_EPOCH, UNFINISHED
@@ -326,18 +326,18 @@ def test_an_optimizer_that_moves_at_learning_rate_0(datasets, pretrained, tmp_pa
 
 def test_standing_weights_sees_the_last_bit():
     model = torch.nn.BatchNorm1d(4)
-    weights = StandingWeights(model)
+    weights = FrozenWeights(model)
     digest = weights.digest()
     with torch.no_grad():
         model.bias[2] = -0.0  # equal to 0.0, but not the same bits
         model.running_mean += 1
-    assert StandingWeights(model).digest() != digest
+    assert FrozenWeights(model).digest() != digest
     assert weights.restore() is None
     assert equal(model.running_mean, torch.zeros(4)) and not model.bias.signbit().any()
-    assert StandingWeights(model).digest() == digest
+    assert FrozenWeights(model).digest() == digest
     model.weight.data[0] += 1e-6
     assert weights.restore() == "weight"
-    assert StandingWeights(model).digest() == digest
+    assert FrozenWeights(model).digest() == digest
 
 
 def test_zeros_keep_their_sign(run, datasets, pretrained, epochs, tmp_path):

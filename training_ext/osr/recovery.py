@@ -18,11 +18,12 @@ import torch
 from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.recovery import StandingWeights, check_still, epoch_lengths, standing_still
+from open_clip_ext.recovery import FrozenWeights, check_frozen, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
 from training_ext import row_folders
 from training_ext.checkpoint import keeps_files
 from training_ext.data import DataRows
+from training_ext.data_checks import samples_per_epoch
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.osr import recovered
 
@@ -87,7 +88,7 @@ class StatisticsRecovery:
         self.loss = loss
         self.optimizer = optimizer
         self.scaler = scaler
-        self.weights = StandingWeights(model)
+        self.weights = FrozenWeights(model)
 
     # Algorithm 1
 
@@ -104,7 +105,7 @@ class StatisticsRecovery:
         done = 0 if saved is None else saved["done"]
         loss = None if self.loss is None else self.loss.loss
         own = self.args.osr_surrogate in (None, self.args.surrogate)
-        with standing_still(self.optimizer, loss, None if own else Identity()):
+        with zero_learning_rates(self.optimizer, loss, None if own else Identity()):
             for epoch in range(done, len(lengths)):
                 if loss is not None:
                     loss.set_epoch(epoch)
@@ -123,7 +124,7 @@ class StatisticsRecovery:
 
     def _check(self) -> None:
         loss = None if self.loss is None else self.loss.loss
-        check_still(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
+        check_frozen(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
 
     # Passing the statistics to the training
 
@@ -136,7 +137,9 @@ class StatisticsRecovery:
                 group.pop("step", None)
         if self.loss is not None and transfer not in ("both", "table"):
             del self.loss.loss  # first, since memory may not hold two tables
-            self.loss.loss = build_loss(self.args, self.rows.num_rows, self.args.device)
+            self.loss.loss = build_loss(
+                self.args, self.rows.num_rows, self.args.device, samples_per_epoch(self.args, self.rows)
+            )
 
     # Files
 
