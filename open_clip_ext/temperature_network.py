@@ -75,6 +75,7 @@ class NetworkTemperature(Temperature):
         self.steps = 0
         self.epoch = 0
         self._send = True
+        self._kept: Tensor | None = None  # dropout's mask of the latest step
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -110,14 +111,12 @@ class NetworkTemperature(Temperature):
         parts = weights.split(sizes)
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def predict(self, image: Tensor, text: Tensor, weights: Tensor) -> Tensor:
-        """Temperatures, (2, b), of image and text embeddings, (b, d) each."""
+    def predict(self, image: Tensor, text: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Temperatures, (2, b), of image and text embeddings, (b, d) each; `kept` is dropout's mask, (2, b, d)."""
         p = self.named(weights)
         inner = (torch.stack([image, text]) @ p["inner"].mT + p["inner_bias"][:, None]).sigmoid()
-        if self.training and self.tau_net_dropout > 0:
-            draw = torch.Generator().manual_seed(self.steps)
-            kept = torch.empty(inner.shape, dtype=torch.bool).bernoulli_(1 - self.tau_net_dropout, generator=draw)
-            inner = inner * kept.to(inner.device) / (1 - self.tau_net_dropout)
+        if kept is not None:
+            inner = inner * kept / (1 - self.tau_net_dropout)
         products = inner @ normalize(p["prototypes"], dim=2).mT
         probs = (products / p["log_phi"].exp()[:, None, None]).softmax(dim=2)
         terms = (probs - 1 / self.tau_net_prototypes) * products.sigmoid() * p["out"][:, None]
@@ -142,8 +141,13 @@ class NetworkTemperature(Temperature):
         self._send = False
 
     def lookup(self, batch: Batch) -> Tensor:
-        """The predicted temperatures, (B, 2)."""
-        return self.predict(batch.all_image, batch.all_text, self.weights).T
+        """The predicted temperatures, (B, 2); in training with the step's dropout, which `update` uses again."""
+        self._kept = None
+        if self.training and self.tau_net_dropout > 0:
+            draw = torch.Generator().manual_seed(self.steps)
+            kept = torch.empty(2, *batch.all_image.shape, dtype=torch.bool)
+            self._kept = kept.bernoulli_(1 - self.tau_net_dropout, generator=draw).to(batch.all_image.device)
+        return self.predict(batch.all_image, batch.all_text, self.weights, self._kept).T
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
         assert rows is not None
@@ -156,7 +160,7 @@ class NetworkTemperature(Temperature):
         """A step of Adam on mean_i tau_i * (value_i + rho)."""
         with torch.enable_grad():
             weights = self.weights.detach().requires_grad_()
-            taus = self.predict(batch.all_image, batch.all_text, weights)
+            taus = self.predict(batch.all_image, batch.all_text, weights, self._kept)
             (gradient,) = torch.autograd.grad(taus, weights, gradients / batch.size)
         self.steps += 1
         step, new = adam_step(gradient, self.moments.unbind(), self.steps)
