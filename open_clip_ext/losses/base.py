@@ -361,17 +361,20 @@ class Loss(Part, nn.Module):
             self._note_wrong(message, step, ((norms - 1).abs() > 0.02).any())
 
     def _check_group(self, index: Tensor, is_first: bool) -> None:
-        """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait."""
+        """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait.
+
+        Without the check a short last group of calls would get the normalizers of another batch.
+        """
         if is_first:
             self._rows_of_step = index
             return
         first = self._rows_of_step
         message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
-        if first is None or first.shape != index.shape:
-            raise ValueError(message)
-        self._note_wrong(message, self.steps, (first.to(index.device) != index).any())
-        if index.device.type == "cpu":
-            self._raise_if_wrong()
+        if first is not None and first.shape == index.shape and index.device.type != "cpu":
+            self._note_wrong(message, self.steps, (first != index).any())
+        elif first is None or not torch.equal(first, index):
+            self._calls = 0  # a caller who catches this may continue with other batches
+            raise ValueError(f"step {self.steps}: {message}")
 
     def _note_wrong(self, message: str, step: int, is_wrong: Tensor) -> None:
         """Record, on the device, the first step with an input error."""
