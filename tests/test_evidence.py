@@ -215,6 +215,8 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
     monkeypatch.setattr(report, "PAIRS", (("queue", "clip"),))
     call(report, monkeypatch, "--out table")
     text = capsys.readouterr().out
+    # 5 runs of 1 step of 32 samples, an hour each; the results above have other names.
+    assert "| `main` | 16 | 2 | 2 | 0 of 5 | 5.0 |" in text
     assert "| +3.0 ± 6.6, 3 seeds | 6.0 | -3.0 ± 6.6, 3 seeds |" in text
     # t = 3 / sqrt(7 / 3) with 2 degrees of freedom: p = 1 - t / sqrt(2 + t^2) = 0.1885, twice by Holm's correction.
     assert "| `queue` - `clip` | +3.0 ± 6.6, 3 seeds | 0.3770 | -3.0 ± 6.6, 3 seeds | 0.3770 |" in text

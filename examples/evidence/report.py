@@ -45,12 +45,27 @@ def main() -> None:
         parser.error(f"--cells: {unknown[0]!r} is not one of {', '.join(known)}")
     cells = {cell: by_method(results, grid, cell) for cell in args.cells or known}
     cells = {cell: methods for cell, methods in cells.items() if methods}
-    text = "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
+    text = progress(grid, results) + "\n"
+    text += "\n".join(table(grid, cell, methods) for cell, methods in cells.items())
     text += goals(grid, cells.get("main", {})) + tuning(grid, results)
     Path(f"{args.out}.md").write_text(text)
     if cells:
         draw(grid, cells, Path(f"{args.out}.png"))
     print(text)
+
+
+def progress(grid: Grid, results: list[dict]) -> str:
+    """A table of the cells and how many of their declared runs are done."""
+    done = {result["run"] for result in results}
+    lines = ["| cell | rows | epochs | methods | runs done | hours, estimated |\n|---|---|---|---|---|---|"]
+    for cell, about in grid.cells.items():
+        runs = [run for run in grid.runs if run.cell == cell]
+        if runs:
+            finished = sum(run.name in done for run in runs)
+            methods, hours = len({run.method for run in runs}), sum(map(grid.hours, runs))
+            size = f"{about['rows']:,} | {about['epochs']} | {methods}"
+            lines.append(f"| `{cell}` | {size} | {finished} of {len(runs)} | {hours:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int, dict]]:
