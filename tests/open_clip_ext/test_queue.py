@@ -87,6 +87,15 @@ def test_a_first_batch_that_is_not_finite_leaves_unit_vectors():
     assert torch.equal(loss.normalizer.ring.rows[:, :10].norm(dim=2), torch.ones(2, 10))
 
 
+def test_embeddings_from_before_the_keys_are_like_no_cell_without_a_key():
+    """A data set numbers its cells without a key -1, -2, ..."""
+    loss = create_loss("queue", queue_size=30)
+    generator = torch.Generator().manual_seed(0)
+    for key in (None, -1 - torch.arange(10)):
+        loss(unit(generator, 10, 3), unit(generator, 10, 3), torch.tensor(10.0), key=key)
+    assert len(loss.normalizer.ring.keys.unique()) == 30
+
+
 def test_a_capped_queue_goes_on_within_its_epoch():
     """It is emptied where an epoch begins, not where a state saved in mid-epoch is loaded."""
 
