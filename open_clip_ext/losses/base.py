@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
+from open_clip_ext.losses.checks import InputErrors, check_equal_batches, check_features, check_int64
 from open_clip_ext.parts import Part
 from open_clip_ext.surrogates import Surrogate
 
@@ -84,7 +85,7 @@ class Loss(Part, nn.Module):
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
-        self._wrong: dict[str, Tensor] = {}  # by message: the first step with this input error, else -1, on the device
+        self._input_errors = InputErrors()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
 
     def set_epoch(self, epoch: int) -> None:
@@ -194,15 +195,14 @@ class Loss(Part, nn.Module):
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
-        self._note_norms(self.steps + update_state, image_features=image_features, text_features=text_features)
+        step = self.steps + update_state
+        self._input_errors.note_norms(step, image_features=image_features, text_features=text_features)
         if reference is not None:
-            self._note_norms(
-                self.steps + update_state, dist_image_features=reference[0], dist_text_features=reference[1]
-            )
+            self._input_errors.note_norms(step, dist_image_features=reference[0], dist_text_features=reference[1])
         if index is not None and self.needs_index and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
-            self._raise_if_wrong()
+            self._raise_input_errors()
         image, text = image_features.to(dtype), text_features.to(dtype)
         if reference is not None:
             # Their inner product is s_ij minus the reference's similarity.
@@ -278,24 +278,17 @@ class Loss(Part, nn.Module):
         """
         step, which = (-1, -1) if self._first_problem is None else self._first_problem.tolist()
         if step < 0:
-            self._raise_if_wrong()
+            self._raise_input_errors()
         elif self.CHECKED[which] == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
         else:
             raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
-        for name, features in (("image_features", image_features), ("text_features", text_features)):
-            if not features.is_floating_point():
-                raise ValueError(f"{name} must be floating point; got {features.dtype}")
-        if image_features.dim() != 2 or image_features.shape != text_features.shape:
-            raise ValueError(
-                "image_features and text_features must both be (b, d); got "
-                f"{tuple(image_features.shape)} and {tuple(text_features.shape)}"
-            )
+        check_features(image_features=image_features, text_features=text_features)
         may_wait = self.validate or self.steps == 0
         if may_wait:
-            self._check_equal_batches(image_features)
+            check_equal_batches(image_features)
         pairs = image_features.shape[0] * world_size()
         if pairs < 2:
             raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; give at least 2")
@@ -319,15 +312,8 @@ class Loss(Part, nn.Module):
     def _check_key(self, key: Tensor, batch: int) -> Tensor:
         if not self.takes_keys:
             raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
-        self._check_int64("key", key, batch)
+        check_int64("key", key, batch)
         return key
-
-    @staticmethod
-    def _check_int64(name: str, values: Any, batch: int) -> None:
-        if not isinstance(values, Tensor):
-            raise ValueError(f"{name} must be an int64 tensor of shape ({batch},); got {type(values).__name__}")
-        if values.dtype != torch.int64 or tuple(values.shape) != (batch,):
-            raise ValueError(f"{name} must be int64 of shape ({batch},); got {values.dtype} of {tuple(values.shape)}")
 
     def _check_reference(
         self, like: Tensor, image: Tensor | None, text: Tensor | None
@@ -344,22 +330,6 @@ class Loss(Part, nn.Module):
             )
         return image.detach(), text.detach()
 
-    @staticmethod
-    def _check_equal_batches(features: Tensor) -> None:
-        """Raise ValueError if batch sizes differ: gathering would abort the process (gloo) or hang (nccl)."""
-        sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
-        if len(set(sizes)) > 1:
-            raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
-
-    @torch.no_grad()
-    def _note_norms(self, step: int, **features: Tensor) -> None:
-        """Note features that are not unit vectors; NaN is `note`d elsewhere."""
-        for name, vectors in features.items():
-            dtype = torch.promote_types(vectors.dtype, torch.float32)
-            norms = torch.linalg.vector_norm(vectors, dim=1, dtype=dtype)
-            message = f"{name} must be unit vectors; normalize them along dim 1"
-            self._note_wrong(message, step, ((norms - 1).abs() > 0.02).any())
-
     def _check_group(self, index: Tensor, is_first: bool) -> None:
         """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait.
 
@@ -371,31 +341,22 @@ class Loss(Part, nn.Module):
         first = self._rows_of_step
         message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
         if first is not None and first.shape == index.shape and index.device.type != "cpu":
-            self._note_wrong(message, self.steps, (first != index).any())
+            self._input_errors.note(message, self.steps, (first != index).any())
         elif first is None or not torch.equal(first, index):
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {self.steps}: {message}")
 
-    def _note_wrong(self, message: str, step: int, is_wrong: Tensor) -> None:
-        """Record, on the device, the first step with an input error."""
-        now = torch.where(is_wrong, step, -1)
-        earlier = self._wrong.get(message, now).to(now.device)
-        self._wrong[message] = torch.where(earlier >= 0, earlier, now)
-
-    def _raise_if_wrong(self) -> None:
-        for message, first in self._wrong.items():
-            step = int(first)
-            if step >= 0:
-                self._wrong.clear()  # a caller who catches this may continue with other batches
-                self._calls = 0
-                raise ValueError(f"step {step}: {message}" if step else message)
+    def _raise_input_errors(self) -> None:
+        if message := self._input_errors.take():
+            self._calls = 0  # a caller who catches this may continue with other batches
+            raise ValueError(message)
 
     def index_reason(self) -> str:
         """What needs `index`, for an error message."""
         return type(self).__name__
 
     def _check_index(self, index: Tensor, batch: int, may_wait: bool) -> None:
-        self._check_int64("index", index, batch)
+        check_int64("index", index, batch)
         if self.needs_index and (may_wait or index.device.type == "cpu"):
             rows = self.num_samples
             low, high = index.min().item(), index.max().item()
@@ -434,7 +395,7 @@ class Loss(Part, nn.Module):
             raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
         self.steps = int(state["steps"])
         self._calls, self._first_problem = 0, None
-        self._wrong.clear()
+        self._input_errors.clear()
         if state["dimension"]:
             dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
             self.materialize(int(state["dimension"]), self._like.device, dtype)

@@ -1,0 +1,69 @@
+"""Checks of a loss's inputs, and input errors that are recorded on the device, so that no step waits for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import all_gather
+
+NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
+
+
+class InputErrors:
+    """The first step of each input error."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}  # by message: the step, 0-d int64; -1: none so far
+
+    def note(self, message: str, step: int, is_wrong: Tensor) -> None:
+        """Record `step` if `is_wrong`, 0-d bool, and no earlier step was."""
+        now = torch.where(is_wrong, step, -1)
+        earlier = self._first.get(message, now).to(now.device)
+        self._first[message] = torch.where(earlier >= 0, earlier, now)
+
+    @torch.no_grad()
+    def note_norms(self, step: int, **features: Tensor) -> None:
+        """Note features, (b, d) by name, that are not unit vectors. NaN is not noted here."""
+        for name, vectors in features.items():
+            dtype = torch.promote_types(vectors.dtype, torch.float32)
+            errors = (torch.linalg.vector_norm(vectors, dim=1, dtype=dtype) - 1).abs()
+            self.note(f"{name} must be unit vectors; normalize them along dim 1", step, (errors > NORM_ERROR).any())
+
+    def take(self) -> str | None:
+        """The message of a noted error, with its step, or None; then all are forgotten. Waits for the device."""
+        for message, first in self._first.items():
+            step = int(first)
+            if step >= 0:
+                self.clear()
+                return f"step {step}: {message}" if step else message
+        return None
+
+    def clear(self) -> None:
+        self._first.clear()
+
+
+def check_features(**features: Tensor) -> None:
+    """Raise ValueError unless both tensors are floating point and (b, d)."""
+    for name, vectors in features.items():
+        if not vectors.is_floating_point():
+            raise ValueError(f"{name} must be floating point; got {vectors.dtype}")
+    first, second = features.values()
+    if first.dim() != 2 or first.shape != second.shape:
+        names = " and ".join(features)
+        raise ValueError(f"{names} must both be (b, d); got {tuple(first.shape)} and {tuple(second.shape)}")
+
+
+def check_int64(name: str, values: Any, batch: int) -> None:
+    """Raise ValueError unless `values` is int64, (batch,)."""
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} must be an int64 tensor of shape ({batch},); got {type(values).__name__}")
+    if values.dtype != torch.int64 or tuple(values.shape) != (batch,):
+        raise ValueError(f"{name} must be int64 of shape ({batch},); got {values.dtype} of {tuple(values.shape)}")
+
+
+def check_equal_batches(features: Tensor) -> None:
+    """Raise ValueError if batch sizes differ: gathering would abort the process (gloo) or hang (nccl)."""
+    sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
+    if len(set(sizes)) > 1:
+        raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
