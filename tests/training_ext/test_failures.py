@@ -97,7 +97,7 @@ leave(main())
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["fastclip-v3", "amorlip"])
 def test_one_batch_of_other_norms_on_another_process_ends_the_run(start, tmp_path, loss):
-    shapes = f"--dataset-type shapes --train-num-samples 6400 --epochs 1 --loss {loss} --log-every-n-steps 4 --name off"
+    shapes = f"--dataset-type shapes --train-num-samples 640 --epochs 1 --loss {loss} --log-every-n-steps 4 --name off"
     port = free_ports()
     first, second = (start(rank, port, shapes, ["-c", STRETCHED]) for rank in range(2))
     _, error = second.communicate(timeout=600)
@@ -105,7 +105,7 @@ def test_one_batch_of_other_norms_on_another_process_ends_the_run(start, tmp_pat
     _, error = first.communicate(timeout=600)
     assert first.returncode == 1 and "lost another process" in error
     log = (tmp_path / "off/out.log").read_text()
-    assert "Epoch 0 1/400" in log and "Epoch 0 9/400" not in log
+    assert "Epoch 0 1/40" in log and "Epoch 0 9/40" not in log
     assert not list(tmp_path.glob("off/checkpoints/*.pt"))
 
 
