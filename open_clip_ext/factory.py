@@ -218,7 +218,7 @@ def create_loss(
     else:
         loss = build(preset.loss, **calls)
     if steps_per_epoch is not None:
-        loss.set_steps_per_epoch(steps_per_epoch, epochs)
+        loss.set_steps_per_pass(steps_per_epoch, epochs)
     if num_samples is not None:
         loss.limit_to(num_samples)
     return loss.to(device)

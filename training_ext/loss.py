@@ -31,15 +31,17 @@ def build_loss(
     # Only the loss's settings that were given; the others get their defaults again.
     parts = factory.parts_of(args.loss, vars(args))
     own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
-    return create_loss(
+    loss = create_loss(
         args.loss,
         num_samples=num_rows,
         epochs=args.loss_epochs,
         accum_freq=args.accum_freq,
-        steps_per_epoch=max(1, (samples_per_epoch or num_rows) // (args.batch_size * world_size() * args.accum_freq)),
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
+    steps_per_pass = max(1, num_rows // (args.batch_size * world_size() * args.accum_freq))
+    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * (samples_per_epoch or num_rows) / num_rows)
+    return loss
 
 
 class LogItems(dict):

@@ -93,12 +93,12 @@ class Loss(Part, nn.Module):
         self.epoch = epoch
         self._calls = 0
 
-    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         """Set defaults that depend on the length of the training; called before the first step.
 
         Args:
             steps: optimizer steps in one pass over the data.
-            epochs: number of passes, if known.
+            passes: in the training, if known; an epoch may be less or more than one.
         """
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:

@@ -148,8 +148,8 @@ class GlobalContrastiveLoss(Loss):
         self.normalizer.set_epoch(epoch)
         self.temperature.set_epoch(epoch)
 
-    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
-        self.normalizer.set_steps_per_epoch(steps, epochs)
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        self.normalizer.set_steps_per_pass(steps, passes)
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         return self.normalizer.memory(dimension, processes)

@@ -36,8 +36,8 @@ class Normalizer(Part, nn.Module):
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if one process's state for embeddings of `dimension` cannot fit on `device`."""
 
-    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
-        """As `Loss.set_steps_per_epoch`."""
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        """As `Loss.set_steps_per_pass`."""
 
     def limit_to(self, num_samples: int) -> None:
         """As `Loss.limit_to`."""

@@ -129,9 +129,9 @@ class NetworkNormalizer(Normalizer):
         if settings["npn_opt"] != "adagrad":
             refuse_unused(given, ["npn_initial_accumulator"], f"with npn_opt {settings['npn_opt']!r}")
 
-    def set_steps_per_epoch(self, steps: int, epochs: int | None = None) -> None:
-        if self._fits_length and epochs is not None:
-            self._optimizer_settings["lr"] = min(1.0, math.sqrt(steps * epochs / PAPER_STEPS))
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        if self._fits_length and passes is not None:
+            self._optimizer_settings["lr"] = min(1.0, math.sqrt(steps * passes / PAPER_STEPS))
             if self.dimension:  # a state was loaded
                 for group in self.optimizer.param_groups:
                     group["lr"] = self._optimizer_settings["lr"]

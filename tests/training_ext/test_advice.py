@@ -104,12 +104,12 @@ def test_visits_are_passes_over_the_data_not_epochs():
     assert not any("--gamma" in line for line in told(flags, steps_per_epoch=10))
 
 
-def test_the_networks_length_is_that_of_the_training_not_of_the_rows():
-    """20 epochs of 4,000 of the 40,000 rows, in batches of 64: 1,240 steps, and a fifth of an epoch is 12."""
+def test_the_networks_rate_follows_the_training_and_its_restarts_a_pass():
+    """20 epochs of 4,000 of the 40,000 rows, in batches of 64: 1,250 steps, two passes; a fifth of a pass is 125."""
     flags = f"{COMMON} --loss neuclip --temperature individual --epochs 20".replace("300", "4000")
     loss = build_loss(parse_args(flags.split()), 40_000, "cpu", samples_per_epoch=4000)
     assert loss.num_samples == 40_000
-    assert "restarted every 12 steps, adagrad at 0.13" in loss.description()  # sqrt(1,240 / 77,000)
+    assert "restarted every 125 steps, adagrad at 0.13" in loss.description()  # sqrt(1,250 / 77,000)
 
 
 def test_the_rule_for_gamma():
