@@ -59,6 +59,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     settings = {preset.name: {} for preset in open_clip_ext.list_losses() if not preset.is_open_clip}
     settings |= {"neuclip": {"npn_prototypes": args.m}, "queue": {"queue_size": args.m}}
     settings["neuclip, no updates"] = {"npn_prototypes": args.m, "npn_updates": 0}
+    settings["queue, compositional"] = {"queue_size": args.m, "encoder_objective": "compositional"}
     losses = {"clip": ClipLoss()}
     for name, given in settings.items():
         common = dict(num_samples=args.num_samples, epochs=8, device="meta")

@@ -177,8 +177,9 @@ def create_loss(
         accum_freq: calls per optimizer step, see `Loss`.
         device: the embeddings' device, where state per sample is kept.
         validate: make also the checks that wait for the device, see `Loss`.
-        steps_per_epoch: optimizer steps in one pass over the data. By default neuclip's network then restarts at least
-            once every fifth of a pass, and its learning rate follows from the length of the training.
+        steps_per_epoch: optimizer steps in one pass over the data. By default neuclip's network then restarts every
+            fifth of a pass (a whole pass below 10 steps), at the latest after 500 steps; with `epochs` its learning rate
+            follows from the length of the training.
         options: settings and parts, by the flags' names with underscores.
 
     Raises:

@@ -368,11 +368,16 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
         check_fits("normalizer", what, per_process, args.device, instead)
     known = ":" not in args.model  # other configurations would have to be downloaded
     dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
+    check_batch(loss, args, world_size)
+    for module in loss.modules():
+        if isinstance(module, Normalizer) and dimension is not None:
+            module.check_memory(dimension, args.device if on_device else "cpu", world_size)
+
+
+def check_batch(loss: Loss, args: Namespace, world_size: int) -> None:
     for module in loss.modules():
         if isinstance(module, Normalizer):
             module.check_batch(args.batch_size * world_size * args.accum_freq)
-        if isinstance(module, Normalizer) and dimension is not None:
-            module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 
 
 def bytes_per_row(loss: Loss) -> dict[str, int]:

@@ -232,6 +232,9 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
     assert "'x.tar'" in refused(flags)
     assert "is missing; give it, or --train-data" in refused("--loss queue --lr 1e-3 --dry-run")
+    few = f"{datasets['shapes']} --loss queue --dry-run"
+    assert "--queue-size: 16 holds nothing" in refused(f"{few} --queue-size 16 --batch-size 16")
+    assert "--queue-size: 48 samples in global batches of 32" in refused(f"{few} --batch-size 32")
     # The samples are counted, as the training would.
     assert ext_main([*TINY.split(), *datasets["shards"].split(), "--loss", "fastclip-v3", "--dry-run"]) == 0
     assert "48 per epoch" in capsys.readouterr().out

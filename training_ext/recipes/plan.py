@@ -66,6 +66,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
         loss.limit_to(samples)
+        preflight.check_batch(loss, args, processes)
     parts = model_bytes(args)
     rows = {} if loss is None else preflight.bytes_per_row(loss)
     parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
