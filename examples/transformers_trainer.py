@@ -118,6 +118,7 @@ def main(argv: list[str] | None = None) -> ContrastiveTrainer:
         given.out, num_train_epochs=given.epochs, per_device_train_batch_size=given.batch_size, learning_rate=1e-3,
         per_device_eval_batch_size=64, save_strategy="epoch", eval_strategy="epoch", logging_steps=10, report_to="none",
         remove_unused_columns=False,  # True would drop `index`
+        use_cpu=not torch.cuda.is_available(),  # without it the processes of torchrun do not find each other
         dataloader_drop_last=True,  # the loss needs the same number of pairs on every process
     )
     train, held_out = (WithRow(scenes(size, seed)) for size, seed in ((given.samples, 0), (256, 1)))

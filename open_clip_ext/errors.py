@@ -20,6 +20,12 @@ class InputError(ValueError):
         self.argument = argument
 
 
+def last_line(error: Exception) -> str:
+    """The message of an error that a loader worker may have raised, whose text is then the worker's traceback."""
+    line = str(error).strip().splitlines()[-1]
+    return line.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
+
+
 class Stopped(Exception):
     """SIGTERM stopped the run, and its state is saved; the message is one line that says how to resume it.
 

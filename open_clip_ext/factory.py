@@ -178,7 +178,7 @@ def create_loss(
         device: the embeddings' device, where state per sample is kept.
         validate: make also the checks that wait for the device, see `Loss`.
         steps_per_epoch: optimizer steps in one pass over the data. By default neuclip's network then restarts every
-            fifth of a pass (a whole pass below 10 steps), at the latest after 500 steps; with `epochs` its learning rate
+            fifth of a pass (a whole pass below 10 steps), at most 500 steps apart; with `epochs` its learning rate
             follows from the length of the training.
         options: settings and parts, by the flags' names with underscores.
 

@@ -6,6 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
 
 
@@ -30,6 +35,21 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
         raise
+
+
+@contextmanager
+def locked_folder(path: str | os.PathLike) -> Iterator[None]:
+    """Let one process at a time into the block, of those that give a file of the same folder."""
+    if fcntl is None:
+        yield
+        return
+    folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def is_full(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError, Stopped
+from open_clip_ext.errors import InputError, Stopped, last_line
 from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
@@ -136,9 +136,7 @@ def exit_code(command: Callable[[], object]) -> int:
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None:
             error = InputError(error.text, flag_of(error.argument))
-        # An error in a loader worker comes with that worker's traceback; its last line is the message.
-        line = str(error).strip().splitlines()[-1].removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
-        print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
+        print(f"open_clip_ext: error: {last_line(error)}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":

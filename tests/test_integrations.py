@@ -1,6 +1,8 @@
 """The examples for other trainers, where those are installed: `pip install accelerate lightning`."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,17 @@ def test_the_trainer_of_transformers():
     resumed = main([*FLAGS, "--resume"])
     check_equal(check_state(resumed.contrastive_loss), state)
     check_equal(resumed.model.state_dict(), trainer.model.state_dict())
+
+
+def test_the_trainer_of_transformers_on_two_processes():
+    """Both step on the gradient of both; the state that process 0 writes has the rows of both."""
+    pytest.importorskip("accelerate")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = "--loss fastclip-v3 --epochs 1 --samples 32 --batch-size 8 --out out".split()
+    done = subprocess.run([*command, EXAMPLES / "transformers_trainer.py", *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    state = torch.load("out/checkpoint-2/contrastive_loss.pt", weights_only=True)["_extra_state"]
+    assert state["state.log_u"].isfinite().all() and state["steps"] == 2
 
 
 def test_lightning():

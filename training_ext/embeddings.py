@@ -215,12 +215,16 @@ class EmbeddingCache:
         key: what the embeddings depend on, as JSON values; a folder with another key is refused.
         num_rows: n, rows of the data set.
         block_rows: rows per block; None: `BLOCK_ROWS`.
+        retries: whether a row that could not be read is tried again, since `key` does not depend on its file.
     """
 
-    def __init__(self, folder: str, key: dict[str, Any], num_rows: int, block_rows: int | None = None):
+    def __init__(
+        self, folder: str, key: dict[str, Any], num_rows: int, block_rows: int | None = None, retries: bool = True
+    ):
         self.folder = folder
         self.num_rows = num_rows
         self.block_rows = block_rows or BLOCK_ROWS
+        self.retries = retries
         self.key = {**key, "rows": num_rows, "block_rows": self.block_rows}
 
     @property
@@ -259,13 +263,13 @@ class EmbeddingCache:
             json.dump(self.key, file)
 
     def missing(self) -> list[int]:
-        """Numbers of the blocks that are not on disk, or lack a row that could not be read, which may be repaired."""
+        """Numbers of the blocks that are not on disk, or lack a row that is tried again."""
         return [block for block in range(self.num_blocks) if not self._is_whole(block)]
 
     def _is_whole(self, block: int) -> bool:
         try:
             with safe_open(self.path(block), framework="pt") as file:
-                return not (file.metadata() or {}).get("problem")
+                return not (self.retries and (file.metadata() or {}).get("problem"))
         except (OSError, SafetensorError):
             return os.path.exists(self.path(block))  # a damaged one is named by `open`
 

@@ -67,9 +67,9 @@ def is_better(metric: str, value: float, other: float) -> bool:
 
 
 def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
-    """Number of images or captions that a metric is a fraction of; None if unknown."""
+    """Number of images or captions that a metric is a fraction of; None if unknown, or if it is not one."""
     if metric in OWN_CLASSES:
-        return metrics.get(OWN_IMAGES)
+        return metrics.get(OWN_IMAGES) if metric == OWN_CLASSES[0] else None  # the other is a mean over classes
     for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
         if metric in names:
             return len(data[key].dataloader.dataset)

@@ -39,7 +39,7 @@ from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
-from ..files import is_full, whole_file
+from ..files import PARTIAL, is_full, whole_file
 from ..workers import usable_cores
 from . import evalset
 from .digits import NUM_DIGITS, digit_pairs
@@ -296,10 +296,10 @@ def _check_out(out: str, overwrite: bool) -> Path:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"argument --out: must be a folder, got the file {out!r}")
     held = [path for name in ("*.tar", SIZES_FILE, evalset.TASKS_FILE) for path in sorted(folder.glob(name))]
+    held += [path for path in sorted(_own_files(folder)) if path.suffix != PARTIAL] if folder.exists() else []
     if held and not overwrite:
-        raise ValueError(
-            f"argument --out: {out!r} already holds {held[0].name}; name another folder or add --overwrite"
-        )
+        holds = held[0].relative_to(folder).as_posix()
+        raise ValueError(f"argument --out: {out!r} already holds {holds}; name another folder or add --overwrite")
     _check_sizes(folder)
     # Checked before minutes of rendering, and without creating anything.
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())

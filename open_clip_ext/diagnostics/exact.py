@@ -433,7 +433,7 @@ def nearest_rows(
     nearest = torch.zeros(len(other_image), dtype=torch.int64, device=rows[0].device)
     first = 0
     with full_precision():
-        for columns in zip(*(side.chunks(_chunk_shape(chunk_mib, len(best))[1]) for side in rows), strict=True):
+        for columns in zip(*(side.chunks(_columns(chunk_mib, len(best))) for side in rows), strict=True):
             cosines = torch.addmm(others[0] @ columns[0].T, others[1], columns[1].T)
             highest, place = cosines.max(dim=1)
             nearest = torch.where(highest > best, place + first, nearest)

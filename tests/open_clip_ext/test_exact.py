@@ -160,11 +160,15 @@ def test_rows_are_taken_from_blocks_in_any_order():
         rows.take(torch.tensor([10]))
 
 
-def test_nearest_rows_finds_pairs_that_have_moved_a_little():
+def test_nearest_rows_finds_pairs_that_have_moved_a_little(monkeypatch):
     image, text = embeddings(200)
     index = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:30]
     moved = [normalize(side[index] + 0.02 * torch.randn(30, 16), dim=1) for side in (image, text)]
+    widths = []
+    chunks = Rows.chunks
+    monkeypatch.setattr(Rows, "chunks", lambda own, width: widths.append(width) or chunks(own, width))
     assert torch.equal(nearest_rows(image, text, *moved, chunk_mib=1000 / 2**18), index)
+    assert set(widths) == {1000 // len(index)}  # a block has a column for each of them
 
 
 def objective(image, text, tau, scale, surrogate, both=False):

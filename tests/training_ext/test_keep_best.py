@@ -12,7 +12,7 @@ from conftest import ext_main, run_main
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.hosts import host
-from training_ext.keep_best import BEST, START, is_better, known_metrics
+from training_ext.keep_best import BEST, START, is_better, known_metrics, num_items
 from training_ext.params import parse_args
 from training_ext.zero_shot import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
 
@@ -246,6 +246,12 @@ class Knowing(torch.nn.Module):
 
     def encode_text(self, tokens, normalize=True):
         return torch.eye(180)[tokens]
+
+
+def test_only_a_fraction_of_the_images_has_a_standard_error():
+    metrics = {"zeroshot-data-top1": 0.5, "zeroshot-data-balanced": 0.5, "zeroshot-data-images": 1010}
+    assert num_items("zeroshot-data-top1", metrics, {}) == 1010
+    assert num_items("zeroshot-data-balanced", metrics, {}) is None  # a mean over classes, perhaps of 1,000 and 10
 
 
 def test_zero_shot_classification_counts():

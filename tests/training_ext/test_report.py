@@ -16,12 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file
 from stop import Killed
 from torch.nn.functional import normalize
+from torchvision.transforms import Compose, ToTensor
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.normalizers_report import main as report_main
 from training_ext import embeddings
 from training_ext.checkpoint import KEY
+from training_ext.report.command import described
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-14
@@ -366,6 +368,11 @@ def test_samples_of_a_shard_that_cannot_be_read_are_left_out(trained, tmp_path, 
     values = load_file(tmp_path / "out/normalizers.safetensors")
     assert values["anchors"].tolist() == [row for row in range(48) if row != 2 * 8 + 2]
     assert name in json.loads((tmp_path / "out/normalizers.json").read_text())["first_problem"]
+    # A changed shard would be refused, so its bad samples are not embedded again.
+    block = tmp_path / "out/embeddings/block-000000.safetensors"
+    before = block.stat().st_mtime_ns
+    assert run_main(report_main, f"{arguments} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
+    assert block.stat().st_mtime_ns == before
     image, text = embed(experiment, [pair for row, pair in enumerate(pairs_of("shards", datasets)) if row != 18])
     torch.testing.assert_close(values["exact"], true_normalizers(image, text, tau_of(experiment)), rtol=0, atol=1e-4)
 
@@ -536,3 +543,14 @@ def test_default_batch_sizes_are_at_most_the_rows_that_can_be_read(trained, data
     assert run_main(report_main, f"{own} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
     names = [one["name"] for one in json.loads((tmp_path / "out/normalizers.json").read_text())["estimators"]]
     assert "batch of 16" in names and "batch of 48" not in names
+
+
+def test_a_transform_is_described_alike_in_every_process():
+    """Before OpenCLIP 3.3 it has a function, whose text has an address."""
+
+    def to_rgb(image):
+        return image
+
+    assert " at 0x" in str(to_rgb)
+    text = described(Compose([to_rgb, ToTensor()]))
+    assert " at 0x" not in text and "ToTensor()" in text

@@ -49,6 +49,21 @@ def aggregates(table: str, tasks: Sequence[Task]) -> list[Aggregate]:
     ]
 
 
+def averages(table: str, tasks: Sequence[Task], scores: Sequence[Mapping[str, float]]) -> list[tuple[str, list[float]]]:
+    """Name and values of each aggregate, over the tasks that all of `scores` have, so that the values compare.
+
+    Args:
+        scores: of each checkpoint, by task key, in [0, 1].
+    """
+    shared = set.intersection(*(set(own) for own in scores))
+    found = []
+    for aggregate in aggregates(table, tasks):
+        own = [average(aggregate, {key: one[key] for key in shared}) for one in scores]
+        if values := [one.value for one in own if one.value is not None]:
+            found.append((own[0].name, values))
+    return found
+
+
 def average(aggregate: Aggregate, scores: Mapping[str, float]) -> Average:
     """The mean of the aggregate's scores; if some are missing, its name says how many there are.
 

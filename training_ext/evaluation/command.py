@@ -17,7 +17,7 @@ from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext.evaluation.aggregates import aggregates, average
+from training_ext.evaluation.aggregates import averages
 from training_ext.evaluation.folders import Source, open_own_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.models import Checkpoint, find_checkpoint, load_model
@@ -327,13 +327,8 @@ def finish(job: Job, results: list[Results]) -> None:
     if job.picture is not None:
         scores = [own.scores() for own in results]
         tasks = [(task.name, [own.get(task.key) for own in scores]) for task in job.tasks]
-        averages = []
-        for aggregate in aggregates(job.table, job.tasks):
-            values = [average(aggregate, own) for own in scores]
-            averages.append((min(values, key=lambda one: one.complete).name, [one.value for one in values]))
-        shown, means = (
-            [row for row in rows if any(value is not None for value in row[1])] for rows in (tasks, averages)
-        )
+        shown = [row for row in tasks if any(value is not None for value in row[1])]
+        means = averages(job.table, job.tasks, scores)
         with whole_file(job.picture) as file:
             draw_comparison(file, labels, shown, means, f"Zero-shot scores, {job.table} tasks")
         print(job.picture)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from open_clip_ext.errors import InputError
-from training_ext.evaluation.folders import open_own_classes
+from open_clip_ext.errors import InputError, last_line
+from training_ext.evaluation.folders import ClassFolders, open_own_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.own_classes import IMAGES, METRICS, score_own_classes, write_confusion
 
@@ -24,7 +24,9 @@ def check_own_classes(args: Namespace) -> None:
         return
     if not args.val_frequency:
         raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave out one of the two")
-    open_own_classes(FLAG, args.zeroshot_data)
+    source = open_own_classes(FLAG, args.zeroshot_data)
+    if isinstance(source, ClassFolders):
+        source.check_headers()
 
 
 def marked(data: dict[str, Any], args: Namespace) -> dict[str, Any]:
@@ -56,8 +58,8 @@ def score_epoch(
     try:
         source = open_own_classes(FLAG, args.zeroshot_data)
         scores = score_own_classes(encoder, source)
-    except InputError as error:  # the data were readable at the start; do not lose the training now
-        logging.error(f"{FLAG} was not evaluated after epoch {epoch}: {error}")
+    except InputError as error:  # do not lose the training now
+        logging.error(f"{FLAG} was not evaluated after epoch {epoch}: {last_line(error)}")
         return {}
     assert scores is not None
     if args.save_logs:

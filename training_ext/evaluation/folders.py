@@ -93,6 +93,12 @@ class Source:
         """An error that names the flag."""
         return InputError(f"{self.flag}: {what}")
 
+    def unreadable(self, place: str, error: Exception) -> InputError:
+        """The error for an image that cannot be decoded."""
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = f"it is not one of {', '.join(FORMATS)}" if unknown else one_line(error)
+        return self.wrong(f"the image of {place!r} cannot be read: {reason}")
+
 
 class Shards(Source):
     """Shards in the format of DataComp and clip_benchmark: DIR/test/nshards.txt, DIR/test/0.tar, ..."""
@@ -191,6 +197,15 @@ class ClassFolders(Source):
             )
         self.templates = templates_of(self)
 
+    def check_headers(self) -> None:
+        """Raise InputError if a file does not begin as an image; nothing is decoded."""
+        for path, _ in self.images:
+            try:
+                with Image.open(path, formats=FORMATS):
+                    pass
+            except Exception as error:  # decoders raise whatever they like
+                raise self.unreadable(path, error) from None
+
     def files(self) -> list[str]:
         return [path for path, _ in self.images]
 
@@ -263,9 +278,7 @@ class Images(IterableDataset):
                 with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
                     tensor = self.transform(image.convert("RGB"))
             except Exception as error:  # decoders raise whatever they like
-                unknown = isinstance(error, UnidentifiedImageError)
-                reason = f"it is not one of {', '.join(FORMATS)}" if unknown else one_line(error)
-                raise self.source.wrong(f"the image of {sample.place!r} cannot be read: {reason}") from None
+                raise self.source.unreadable(sample.place, error) from None
             yield number, tensor, sample.target, sample.fields
 
 

@@ -197,9 +197,12 @@ def prompt_of(cue: str) -> str:
 def table_of(source: Source, fields: list[NDArray | None]) -> NDArray:
     """The fields of a batch, (b, columns) int64; no columns if its samples have none."""
     try:
-        return np.stack([np.empty(0) if one is None else np.atleast_1d(one) for one in fields]).astype(np.int64)
+        table = np.stack([np.empty(0) if one is None else np.atleast_1d(one) for one in fields])
     except ValueError:
         raise source.wrong(f"{source.folder!r}: samples have .npy of different lengths, or none") from None
+    if table.ndim != 2 or table.dtype.kind not in "biuf" or not (np.isfinite(table) & (table == np.rint(table))).all():
+        raise source.wrong(f"{source.folder!r}: a .npy has something other than one row of whole numbers")
+    return table.astype(np.int64)
 
 
 def gather(

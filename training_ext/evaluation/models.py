@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable
@@ -74,6 +75,8 @@ def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Che
     if tag is not None and not is_pretrained_cfg(name_of_model.replace("/", "-"), tag):
         known = ", ".join(open_clip.list_pretrained_tags_by_model(name_of_model)) or "none"
         raise InputError(f"--pretrained: {tag!r} is not a tag of {name_of_model!r}, which has {known}")
+    if tag is not None and not (own and params.get("force_quick_gelu")):
+        warn_of_activation(name_of_model, tag)
     if tag is None and own:
         tag = str(params.get("pretrained"))  # may also be a file or empty
     preprocessing = {} if tag is None else preprocessing_of(name_of_model, tag)
@@ -84,7 +87,7 @@ def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Che
     label = os.path.splitext(name)[0]
     return Checkpoint(
         path,
-        f"{os.path.basename(experiment)}/{label}" if inside else label,
+        f"{os.path.basename(experiment)}/{label}" if inside or params else label,  # best.pt is beside params.txt
         name_of_model,
         digest.hexdigest(),
         any(name.endswith("logit_bias") for name in names_of_weights(path)),
@@ -97,6 +100,19 @@ def preprocessing_of(model: str, tag: str) -> dict[str, Any]:
     settings = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
     names = ("mean", "std", "interpolation", "resize_mode")
     return {f"image_{name}": settings[name] for name in names if settings.get(name) is not None}
+
+
+def warn_of_activation(model: str, tag: str) -> None:
+    """Warn if the weights with this tag were trained with another activation than the model has, as OpenCLIP does."""
+    weights = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
+    own, theirs = (bool(one.get("quick_gelu")) for one in (open_clip.get_model_config(model) or {}, weights))
+    if own != theirs:
+        names = ("GELU", "QuickGELU")
+        other = f"{model}-quickgelu" if theirs else model.removesuffix("-quickgelu")
+        logging.warning(
+            f"--model: {model!r} has {names[own]} and the weights {tag!r} were trained with {names[theirs]}; unless "
+            f"yours were fine-tuned with {names[own]}, give --model {other}"
+        )
 
 
 def read_params(path: str) -> dict[str, Any]:
@@ -125,7 +141,10 @@ def names_of_weights(path: str) -> list[str]:
                 return list(file.keys())
         content = load_mapped(path)
     except (SafetensorError, Exception) as error:  # a damaged archive may raise anything
-        raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {one_line(error)}") from None
+        reason = f"is not a complete checkpoint: {one_line(error)}"
+        if "TorchScript" in reason:
+            reason = "is a TorchScript archive, which would execute what it contains; give a file of its state_dict"
+        raise InputError(f"--checkpoint: {path!r} {reason}") from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not (
         isinstance(weights, dict)

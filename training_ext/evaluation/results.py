@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import whole_file
-from training_ext.evaluation.aggregates import aggregates, average
+from open_clip_ext.files import locked_folder, whole_file
+from training_ext.evaluation.aggregates import averages
 from training_ext.evaluation.tasks import Task
 from training_ext.loading import one_line
 
@@ -36,6 +36,8 @@ class Row:
 class Results:
     """One checkpoint's results by task key, kept in a JSON Lines file as DataComp's evaluate.py writes it.
 
+    Several evaluations may add to one file at the same time.
+
     Args:
         path: the file; existing results are read from it.
         about: checkpoint, model, precision and settings of the results.
@@ -47,32 +49,41 @@ class Results:
     def __init__(self, path: str, about: dict[str, Any]):
         self.path = path
         self.about = about
-        self.rows: dict[str, Row] = {}
-        if not os.path.exists(path):
-            return
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, Row]:
+        if not os.path.exists(self.path):
+            return {}
+        rows = {}
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(self.path, encoding="utf-8") as file:
                 lines = [json.loads(line) for line in file if line.strip()]
             for line in lines:
-                self.rows[line["key"]] = Row(
+                rows[line["key"]] = Row(
                     line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"],
                     line.get("folder"),
                 )
-            others = {name for line in lines for name, value in about.items() if line.get(name) != value}
+            others = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"--out: {path!r} is not a file of results: {one_line(error)}") from None
+            raise InputError(f"--out: {self.path!r} is not a file of results: {one_line(error)}") from None
         if others:
-            names = ", ".join(sorted(others))
-            raise InputError(f"--out: {path!r} has the results of another {names}; choose another file, or delete it")
+            given = f"--out: {self.path!r} has the results of another {', '.join(sorted(others))}"
+            raise InputError(f"{given}; choose another file, or delete it")
+        return rows
 
     def add(self, row: Row) -> None:
-        """Add a result and rewrite the file, which is complete at any time."""
-        self.rows[row.key] = row
-        with whole_file(self.path, text=True) as file:
-            for row in self.rows.values():
-                line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
-                line |= {"samples": row.samples, "data": row.data} | ({"folder": row.folder} if row.folder else {})
-                file.write(json.dumps(line) + "\n")
+        """Add a result to what the file has now, and rewrite it; the file is complete at any time.
+
+        Raises:
+            InputError: as the constructor; another evaluation may have written the file meanwhile.
+        """
+        with locked_folder(self.path):
+            self.rows |= {**self._read(), row.key: row}
+            with whole_file(self.path, text=True) as file:
+                for row in self.rows.values():
+                    line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
+                    line |= {"samples": row.samples, "data": row.data} | ({"folder": row.folder} if row.folder else {})
+                    file.write(json.dumps(line) + "\n")
 
     def scores(self) -> dict[str, float]:
         """Scores in [0, 1] by task key, without those that are kept out of the averages."""
@@ -92,9 +103,8 @@ def table(
     """
     scores = [one.scores() for one in results]
     width = max(12, *(len(label) + 2 for label in labels))
-    averages = [[average(one, own) for own in scores] for one in aggregates(name, tasks)]
-    names = [min(own, key=lambda one: one.complete).name for own in averages]
-    wide = 2 + max(len(first) for first in [*names, *(task.name for task in tasks)])
+    means = averages(name, tasks, scores)
+    wide = 2 + max(len(first) for first in [*(first for first, _ in means), *(task.name for task in tasks)])
 
     def line(first: str, metric: str, samples: str, cells: Sequence[str]) -> str:
         return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
@@ -115,7 +125,5 @@ def table(
     if odd:
         lines.append("* not the task's number of samples: not comparable with published scores")
     lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
-    for first, values in zip(names, averages, strict=True):
-        if any(one.value is not None for one in values):
-            lines.append(line(first, "mean", "", [percent(one.value) for one in values]))
+    lines += [line(first, "mean", "", [percent(value) for value in values]) for first, values in means]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 from typing import Any, NoReturn
 
 import open_clip
@@ -138,7 +139,8 @@ def run(argv: list[str]) -> None:
     loss = load_loss(args, saved, job.rows, options.checkpoint)
     source = source_of(args, job.rows.kind, job.shards, transforms, tokenizer)
     num_rows = job.rows.num_rows if job.shards is None else job.shards.num_rows
-    cache = EmbeddingCache(os.path.join(job.out, CACHE), cache_key(args, job, transforms[1]), num_rows)
+    key = cache_key(args, job, transforms[1])
+    cache = EmbeddingCache(os.path.join(job.out, CACHE), key, num_rows, retries=job.shards is None)
     embedded = embed_all(model, source, cache, args)
     del model
     result = compare(options, args, job, saved, loss, embedded, temperatures_of(options.taus))
@@ -164,8 +166,13 @@ def cache_key(args: argparse.Namespace, job: Job, transform: Any) -> dict[str, A
         "model": args.model,
         "flags": json.loads(json.dumps({name: getattr(args, name, None) for name in MODEL_FLAGS})),  # tuples are lists
         "precision": args.precision,
-        "transform": str(transform),
+        "transform": described(transform),
     }
+
+
+def described(transform: Any) -> str:
+    """The transform in words, the same in every process; before OpenCLIP 3.3 it contains a function."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(transform))
 
 
 def embed_all(model: torch.nn.Module, source: Any, cache: EmbeddingCache, args: argparse.Namespace) -> Embedded:

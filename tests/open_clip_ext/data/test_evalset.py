@@ -87,6 +87,12 @@ def test_the_same_arguments_give_the_same_bytes(folder, tmp_path, capsys):
         with pytest.raises(SystemExit) as stopped:
             make_shards(["evalset", *arguments.split()])
         assert stopped.value.code == 2 and message in capsys.readouterr().err
+    shapes = tmp_path / "zeroshot-concepts" / "test" / "0.tar"  # what icons writes, its train shards deleted
+    shapes.parent.mkdir(parents=True)
+    shapes.write_bytes(b"kept")
+    with pytest.raises(SystemExit):
+        make_shards(["shapes", "--out", str(tmp_path)])
+    assert "already holds zeroshot-concepts/test/0.tar" in capsys.readouterr().err and shapes.read_bytes() == b"kept"
     assert not make_shards(f"evalset --num-samples 8 --image-size 16 --out {again} --overwrite".split())
     assert json.loads((again / "tasks.json").read_text())["tasks"][0]["size"] == 8
     assert [path.name for path in (again / "wds_evalset-colour_test" / "test").glob("*.tar")] == ["0.tar"]

@@ -13,8 +13,10 @@ import torch
 from PIL import Image
 from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
 
+from open_clip_ext.errors import InputError
 from open_clip_ext.evaluate import main as evaluate
 from training_ext.evaluation import command
+from training_ext.evaluation.results import Results, Row, table
 from training_ext.evaluation.tasks import DATACOMP_TASKS
 
 
@@ -341,3 +343,29 @@ def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, ref
     assert "--tasks: 'cifar' is not one of Background" in refused(good + " --tasks cifar")
     assert "--zeroshot-data" in refused(f"--checkpoint {checkpoints[0]} --out {tmp_path}/new.jsonl")
     assert "unrecognized arguments: --zero" in refused(good + " --zero 1")
+
+
+def test_evaluations_at_the_same_time_add_to_one_file(tmp_path):
+    """Each has read the file before the other wrote to it; the later result of a task counts."""
+    one, other = (Results(str(tmp_path / "a.jsonl"), {"checkpoint": "c"}) for _ in range(2))
+    for results, key, score in ((one, "x", 0.1), (other, "y", 0.2), (one, "z", 0.3), (other, "x", 0.4)):
+        results.add(Row(key, key, {"main_metric": score}, 5, "digest"))
+    expected = {"x": 0.4, "y": 0.2, "z": 0.3}
+    assert Results(one.path, one.about).scores() == other.scores() == expected
+    stranger = Results(str(tmp_path / "b.jsonl"), {"checkpoint": "d"})
+    stranger.path = one.path
+    with pytest.raises(InputError, match="the results of another checkpoint"):
+        stranger.add(Row("x", "x", {"main_metric": 0.5}, 5, "digest"))
+    assert Results(one.path, one.about).scores() == expected
+
+
+def test_averages_of_checkpoints_are_over_the_tasks_of_all(tmp_path):
+    results = [Results(str(tmp_path / f"{name}.jsonl"), {}) for name in ("a", "b")]
+    tasks = DATACOMP_TASKS[:3]
+    for own, scores in zip(results, ((0.1, 0.2, 0.6), (0.4, 0.3)), strict=True):
+        for task, score in zip(tasks, scores, strict=False):
+            own.add(Row(task.key, task.name, {"main_metric": score}, task.size, "digest"))
+    lines = table("small", tasks, ["a", "b"], results, []).splitlines()
+    assert lines[-1].split() == "[2 of 3 tasks] small: average of 3 mean 15.00 35.00".split()
+    (line,) = [line for line in lines if line.startswith(tasks[2].name)]
+    assert line.split()[-2:] == ["60.00", "-"]

@@ -1,5 +1,6 @@
 """One's own classes, in the command and in the training; and which model a checkpoint is of."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -70,15 +71,17 @@ def test_after_each_epoch_with_any_loss(loss, classes, datasets, tmp_path):
         assert line["zeroshot-data-balanced"] == pytest.approx(found["mean_per_class_recall"])
         assert (tmp_path / f"run/confusion/epoch_{epoch}.png").exists()
     if best:
+        assert find_checkpoint(str(tmp_path / "run/best.pt"), None).label == "run/best"
         kept = torch.load(tmp_path / "run/best.pt", weights_only=True)["metrics"]
         assert kept["zeroshot-data-balanced"] == max(line["zeroshot-data-balanced"] for line in lines)
 
 
 def test_an_image_that_breaks_later_does_not_end_the_training(datasets, tmp_path):
-    (tmp_path / "data").mkdir()
+    stream = io.BytesIO()
+    Image.effect_noise((48, 48), 50).save(stream, "PNG")
     for name in ("a", "b"):
-        (tmp_path / "data" / name).mkdir()
-        (tmp_path / "data" / name / "1.png").write_bytes(b"broken")
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / name / "1.png").write_bytes(stream.getvalue()[:900])  # its header is whole
     flags = f"{LOSSES['clip']} {datasets['shapes']} --epochs 1 --workers 0 --lr 1e-3 --name run"
     assert not run_main(train, f"{flags} --zeroshot-data {tmp_path}/data", tmp_path)
     assert "--zeroshot-data was not evaluated after epoch 1: --zeroshot-data: the image of" in (
@@ -88,9 +91,14 @@ def test_an_image_that_breaks_later_does_not_end_the_training(datasets, tmp_path
 
 
 def test_what_is_wrong_is_found_before_the_training(classes, datasets, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(next(path for path in classes.iterdir() if path.is_dir()), tmp_path / "data/a")
+    (tmp_path / "data/b").mkdir()
+    (tmp_path / "data/b/1.jpg").write_bytes(b"<html>")
     for more, message in (
         (f"--zeroshot-data {tmp_path}/no", "--zeroshot-data: there is no folder"),
-        (f"--zeroshot-data {tmp_path}", "neither test/nshards.txt nor folders of images"),
+        (f"--zeroshot-data {tmp_path}/empty", "neither test/nshards.txt nor folders of images"),
+        (f"--zeroshot-data {tmp_path}/data", f"'{tmp_path}/data/b/1.jpg' cannot be read: it is not one of JPEG, PNG"),
         (f"--zeroshot-data {classes} --val-frequency 0", "--zeroshot-data: has no effect with --val-frequency 0"),
         ("--keep-best zeroshot-data-top1", "needs an evaluation"),
     ):
@@ -156,7 +164,7 @@ def test_the_training_s_flags_are_those_of_the_evaluation(checkpoints, tmp_path)
         "model: ViT-B-16-SigLIP\npretrained: webli\nforce_image_size: [48]\nimage_std: None\nname: run\n"
     )
     found = find_checkpoint(str(tmp_path / "epoch_1.pt"), None)
-    assert found.label == "epoch_1" and found.flags["force_image_size"] == [48]
+    assert found.label == f"{tmp_path.name}/epoch_1" and found.flags["force_image_size"] == [48]
     # The preprocessing of the weights that it was fine-tuned from.
     assert found.flags["image_mean"] == found.flags["image_std"] == (0.5, 0.5, 0.5)
     assert found.flags["image_resize_mode"] == "squash" and "name" not in found.flags
@@ -167,3 +175,19 @@ def test_the_training_s_flags_are_those_of_the_evaluation(checkpoints, tmp_path)
     with open(tmp_path / "params.txt", "a") as file:
         file.write("image_mean: {1, 2}\n")  # what no flag can be, and no JSON has
     assert find_checkpoint(str(tmp_path / "epoch_1.pt"), None).flags["image_mean"] == "{1, 2}"
+
+
+@pytest.mark.parametrize(
+    "model, warned",
+    [("ViT-B-32", "give --model ViT-B-32-quickgelu"), ("ViT-B-32-quickgelu", None), ("ViT-B-16-SigLIP", None)],
+)
+def test_weights_of_another_activation(model, warned, checkpoints, tmp_path, caplog):
+    path = Path(shutil.copy(checkpoints[0], tmp_path / "weights.pt"))
+    find_checkpoint(str(path), model, "webli" if "SigLIP" in model else "openai")
+    assert [record.message.rsplit(", ", 1)[1] for record in caplog.records] == ([warned] if warned else [])
+
+
+def test_a_script_is_named(tmp_path, refused):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / "openai.pt")
+    line = refused(f"--checkpoint {tmp_path}/openai.pt --model ViT-B-32 --zeroshot-data {tmp_path} --out x.jsonl")
+    assert "is a TorchScript archive" in line

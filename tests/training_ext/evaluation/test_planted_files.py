@@ -62,6 +62,12 @@ def test_numbers_and_images(tasks, checkpoints, tmp_path, marker, refused):
     np.save(stream, np.array([Payload(marker)], dtype=object), allow_pickle=True)
     replace_member(tasks / "wds_evalset-colours_test" / "test" / "0.tar", ".npy", stream.getvalue())
     assert "allow_pickle=False" in refused(f"{good} evalset/colours")
+    for wrong in (np.zeros((1, 2)), np.array([0.5, 1.0]), np.array([np.nan, 1.0]), np.array(["1", "2"])):
+        stream = io.BytesIO()
+        np.save(stream, wrong)
+        replace_member(tasks / "wds_evalset-colour_test" / "test" / "0.tar", ".npy", stream.getvalue())
+        error = refused(f"{good} evalset/colour-worst-background --batch-size 1")
+        assert "a .npy has something other than one row of whole numbers" in error
     program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 48 48\n%%EndComments\nshowpage\n%%EOF\n"
     replace_member(tasks / "wds_evalset-background_test" / "test" / "0.tar", ".png", program)
     assert "it is not one of JPEG, PNG" in refused(f"{good} Background")
