@@ -45,7 +45,7 @@ def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterat
         yield (
             f"--batch-size: an epoch has only {steps_per_epoch} optimizer step(s), the training "
             f"{args.epochs * steps_per_epoch}; for {FEW_STEPS} per epoch use a global batch of at most "
-            f"{max(2, num_samples // FEW_STEPS)}"
+            f"{max(2, steps_per_epoch * global_batch(args) // FEW_STEPS)}"
         )
         if args.normalizer == "prototypes":
             yield (

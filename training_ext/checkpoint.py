@@ -106,6 +106,7 @@ def make_entry(
         "loss": args.loss,
         "num_rows": rows.num_rows,
         "data_digest": rows.digest,
+        "data_listing": rows.listing,
         "shard_keys": {} if rows.shards is None else rows.shards.counted,
         "osr_epochs": args.osr_epochs,
         "reference": reference,
@@ -224,7 +225,9 @@ def check_entry(
             f"--osr-epochs: {args.osr_epochs:g}, but {path!r} was trained after {recovery:g}, which its schedules "
             f"count; give --osr-epochs {recovery:g}"
         )
-    if rows is not None and (entry["num_rows"], entry["data_digest"]) != (rows.num_rows, rows.digest):
+    if args.uses_ext_loss and (saved := entry["state"].get("surrogate", args.surrogate)) != args.surrogate:
+        raise InputError(f"--surrogate: {args.surrogate}, but the table of {path!r} is of {saved}; give {saved}")
+    if rows is not None and not is_same_data(entry, rows):
         if rows.kind in ("synthetic", "shapes") and entry["num_rows"] != rows.num_rows:
             num_rows = entry["num_rows"]
             raise InputError(f"--train-num-samples: {rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}")
@@ -240,6 +243,16 @@ def check_entry(
                     f"{flag}: {path!r} was trained on other samples: those in shard {name!r} have other keys now; "
                     f"{instead}"
                 )
+
+
+def is_same_data(entry: dict[str, Any], rows: DataRows) -> bool:
+    """Whether the entry's training had these rows. If one of the two has not counted its shards, by their names alone,
+    since then `num_rows` is the length of an epoch."""
+    if rows.digest == entry["data_digest"]:
+        return not rows.counted or rows.num_rows == entry["num_rows"]
+    listing = entry.get("data_listing", entry["data_digest"])  # absent in older files
+    both_counted = rows.counted and entry["data_digest"] != listing
+    return not both_counted and rows.listing == listing
 
 
 def check_reference(entry: dict[str, Any], path: str, args: Namespace, reference: str | None) -> None:

@@ -43,13 +43,20 @@ class DataRows:
         kind: webdataset, csv, synthetic or shapes.
         num_rows: n.
         digest: equal for two runs if their rows are the same samples.
-        shards: offsets and sizes, for a webdataset whose samples need a row.
+        shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
+        listing: of a webdataset, equal for two runs if their shards have the same names.
     """
 
     kind: str
     num_rows: int
     digest: str
     shards: Shards | None = None
+    listing: str | None = None
+
+    @property
+    def counted(self) -> bool:
+        """Whether n is the number of samples."""
+        return self.listing is None or self.shards is not None
 
 
 def trains(args: Namespace) -> bool:
@@ -91,10 +98,11 @@ def find_rows(args: Namespace) -> DataRows:
             if args.shard_sizes:
                 raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
             check_usable(args)
-            return DataRows(kind, args.train_num_samples, digest_of_list(args.train_data))
+            listing = digest_of_list(args.train_data)
+            return DataRows(kind, args.train_num_samples, listing, listing=listing)
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
         _look_at_shards(args, [url for url in shards.urls if shards.size_of(url)])
-        return DataRows(kind, shards.num_rows, shards.digest, shards)
+        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data))
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
     if kind == "csv":

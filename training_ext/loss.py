@@ -39,8 +39,10 @@ def build_loss(
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
-    steps_per_pass = max(1, num_rows // (args.batch_size * world_size() * args.accum_freq))
-    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * (samples_per_epoch or num_rows) / num_rows)
+    batch = args.batch_size * world_size() * args.accum_freq
+    steps_per_pass = max(1, num_rows // batch)
+    steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
+    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
     return loss
 
 

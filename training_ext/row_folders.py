@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -87,13 +88,20 @@ def _all_see(folder: str) -> bool:
     return all(seen)
 
 
-def load_state(loss: Loss, state: dict[str, Any], folder: str | None) -> None:
-    """Load a state whose rows are in `folder`, or in the state itself if it is None."""
-    if folder is None:
-        loss.load_full_state(state)
-        return
-    with rows_in_files(folder):
-        loss.load_full_state(state)
+def load_state(loss: Loss, state: dict[str, Any], folder: str | None, given: str) -> None:
+    """Load a state whose rows are in `folder`, or in the state itself if it is None.
+
+    Args:
+        given: the file with its flag, for messages.
+
+    Raises:
+        InputError: the state is of other settings.
+    """
+    try:
+        with nullcontext() if folder is None else rows_in_files(folder):
+            loss.load_full_state(state)
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"{given}: {one_line(error)}") from None
 
 
 def folder_of(file: str, name: Any, flag: str) -> str | None:

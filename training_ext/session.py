@@ -244,7 +244,9 @@ class Session:
         rows = self.data.known_rows
         loss = build_loss(args, rows.num_rows, args.device, samples_per_epoch(args, rows))
         if self._restored is not None:
-            row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows)
+            row_folders.load_state(
+                loss, self._restored.pop("state"), self._restored_rows, f"--resume: {args.resume!r}"
+            )
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         if is_master(args):
@@ -272,6 +274,8 @@ class Session:
             self.monitor = Monitor(args, begun)
             if begun:
                 warn_without_start(args, self.monitor)
+                if args.osr_save and is_master(args) and not os.path.exists(args.osr_save):
+                    logging.warning(f"--osr-save: {args.osr_save!r} is not written, since the recovery was before")
             else:
                 BeforeTraining(self, original, model, data, loss, optimizer, scaler, dist_model, tb_writer).run()
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):

@@ -155,13 +155,13 @@ class Skips:
             + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers")
         )
 
-    def check_share(self, counts: list[int]) -> None:
-        """Check the counts of all processes at the end of an epoch.
+    def check_share(self, counts: list[int], samples: int) -> None:
+        """Check the counts of all processes at the end of an epoch of `samples`.
 
         Raises:
             InputError: more than `max_share` of its samples could not be used.
         """
-        if self.max_share is not None and share_of(counts) > self.max_share:
+        if self.max_share is not None and share_of(counts, samples) > self.max_share:
             self._raise_share(counts)
 
     def _raise_share(self, counts: list[int], last: str = "") -> None:
@@ -177,16 +177,19 @@ class Skips:
             logging.warning(f"Left out of the train data: {text}. Others like it are counted but not logged")
 
 
-def share_of(counts: list[int]) -> float:
+def share_of(counts: list[int], samples: int) -> float:
     """Fraction of an epoch's samples that could not be used, from 0 to 1.
 
     Losses in shards and skipped samples are fractions of different totals, since a loader reads ahead of what it uses.
+
+    Args:
+        samples: of the whole epoch; if it was resumed, fewer are counted.
     """
     bad = sum(counts[kind] for kind in SKIPPED)
     bad_shards = sum(counts[kind] for kind in BAD_SHARDS)
     # If the sizes of shards are unknown, the fraction of shards must do.
     of_shards = counts[LOST] / (counts[LOST] + counts[READ]) if counts[LOST] else bad_shards / max(1, counts[SHARDS])
-    of_samples = bad / max(1, bad + counts[USED])
+    of_samples = bad / max(1, bad + max(counts[USED], samples))
     return 1 - (1 - of_shards) * (1 - of_samples)
 
 
@@ -215,18 +218,19 @@ def report_epoch(
         every *= dist.get_world_size()
         dist.all_gather_object(every, skips.counts())
     counts = [sum(column) for column in zip(*every, strict=True)]
+    samples = loader.num_batches * args.batch_size * len(every)
     if is_master(args):
-        _write(counts, every, args, epoch, loader, tb_writer, label or f"Epoch {epoch}")
-    skips.check_share(counts)
+        _write(counts, samples, every, args, epoch, loader, tb_writer, label or f"Epoch {epoch}")
+    skips.check_share(counts, samples)
 
 
 def _write(
-    counts: list[int], every: list, args: Namespace, epoch: int, loader: Any, tb_writer: Any, label: str
+    counts: list[int], samples: int, every: list, args: Namespace, epoch: int, loader: Any, tb_writer: Any, label: str
 ) -> None:
     by_process = [sum(own[kind] for kind in SKIPPED) for own in every]
     if text := describe(counts):
         logging.warning(
-            f"{label} data: used {counts[USED]} samples, left out {text} ({share_of(counts):.2%}); "
+            f"{label} data: used {counts[USED]} samples, left out {text} ({share_of(counts, samples):.2%}); "
             f"samples skipped by process: {' '.join(map(str, by_process))}"
         )
     metrics = {name: counts[kind] for kind, name in NAMES.items()}

@@ -70,6 +70,7 @@ class GlobalContrastiveLoss(Loss):
         "which samples are negatives: those of the other modality (cross), of both (both), or of both with one "
         "estimate and one temperature for an image's two views (views)",
         choices=("cross", "both", "views"),
+        in_state=True,
     )
     reference_gap: bool = option(
         False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True

@@ -26,7 +26,7 @@ def test_nothing_is_said_where_all_fits(loss):
 @pytest.mark.parametrize(
     "flags, steps, parts",
     [
-        ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 30"]),
+        ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 25"]),
         (
             "--loss queue --rho 3 --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
             ["--epochs: the training has 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
@@ -110,6 +110,13 @@ def test_the_networks_rate_follows_the_training_and_its_restarts_a_pass():
     loss = build_loss(parse_args(flags.split()), 40_000, "cpu", samples_per_epoch=4000)
     assert loss.num_samples == 40_000
     assert "restarted every 125 steps, adagrad at 0.13" in loss.description()  # sqrt(1,250 / 77,000)
+
+
+def test_the_total_of_steps_is_not_rounded_with_the_pass():
+    """30 epochs of 244 steps, of 1 million samples each; a pass over 7,000 rows is 1.7 steps."""
+    flags = f"{COMMON} --loss neuclip --temperature individual --epochs 30".replace("64", "4096")
+    loss = build_loss(parse_args(flags.split()), 7000, "cpu", samples_per_epoch=1_000_000)
+    assert "adagrad at 0.31" in loss.description()  # sqrt(7,320 / 77,000)
 
 
 def test_the_rule_for_gamma():

@@ -20,6 +20,7 @@ import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
 from training_ext import skips
 from training_ext.hosts import host
 from training_ext.shards import ShardRows
@@ -221,11 +222,24 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
     monkeypatch.setattr(
         "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     )
-    args = Namespace(rank=0, accum_freq=2, wandb=True, save_logs=False)
+    args = Namespace(rank=0, accum_freq=2, batch_size=4, wandb=True, save_logs=False)
     skips.report_epoch(counts, args, 2, SimpleNamespace(num_batches=8), writer)
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
+
+
+def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
+    """One bad sample of 49 is less than 5 %, though only the last batch of 8 was counted."""
+    counts = skips.Skips(0.05, 1)
+    counts.epoch_samples = 48
+    for _ in range(8):
+        counts.use()
+    counts.skip(skips.UNREADABLE, "a sample", "not an image")
+    args = Namespace(rank=0, accum_freq=1, batch_size=8, wandb=False, save_logs=False)
+    skips.report_epoch(counts, args, 0, SimpleNamespace(num_batches=6), None)
+    with pytest.raises(InputError, match="more than 0.05 of the train data"):
+        skips.report_epoch(counts, args, 0, SimpleNamespace(num_batches=2), None)
 
 
 def test_a_damaged_shard_for_validation(refused, shards, tmp_path):

@@ -311,6 +311,22 @@ def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arg
     assert all(part in line for part in ["--resume", checkpoints[saved], "--pretrained PATH", *parts]), line
 
 
+@pytest.mark.parametrize(
+    "loss, flags, part",
+    [
+        ("fastclip-v3", "--surrogate hinge", "--surrogate: hinge, but the table of"),
+        ("fastclip-v3", "--negatives both", "--negatives: both, but"),
+        ("neuclip", "--surrogate hinge", None),  # no state depends on it
+    ],
+)
+def test_a_table_of_other_gaps(refused, datasets, checkpoints, tmp_path, loss, flags, part):
+    arguments = f"{datasets['csv']} --workers 0 {LOSSES[loss]} {flags} --epochs 2 --resume {checkpoints[loss]}"
+    if part is None:
+        assert not run_main(ext_main, f"{arguments} --name y", tmp_path)
+    else:
+        assert part in refused(arguments)
+
+
 def test_the_bias_that_siglip_adds(refused, datasets, checkpoints):
     common = f"{datasets['csv']} --workers 0"
     line = refused(f"{common} --loss clip --resume {checkpoints['siglip']}")

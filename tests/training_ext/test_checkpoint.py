@@ -9,7 +9,8 @@ import torch
 import yaml
 from conftest import LOSSES, ext_main, run_main
 
-from training_ext.checkpoint import KEY, atomic_save, fit_names, read_entry, take_entry
+from training_ext.checkpoint import KEY, atomic_save, fit_names, is_same_data, read_entry, take_entry
+from training_ext.data import DataRows
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
 
@@ -193,3 +194,28 @@ def test_any_loss_evaluates_any_checkpoint(run, datasets, trained, evaluated):
     path = shlex.split(datasets["csv"])[1]
     experiment = run("b", f"{evaluated} --val-data {path} --workers 0 --resume {saved}")
     assert "image_to_text_R@1" in experiment.log and not experiment.logged()
+
+
+COUNTED = DataRows("webdataset", 96, "rows", object(), listing="names")
+EPOCH = DataRows("webdataset", 48, "names", listing="names")  # --train-num-samples 48
+
+
+@pytest.mark.parametrize(
+    "saved, now, same",
+    [
+        (COUNTED, COUNTED, True), (COUNTED, EPOCH, True), (EPOCH, COUNTED, True),
+        (EPOCH, DataRows("webdataset", 96, "names", listing="names"), True),
+        (COUNTED, DataRows("webdataset", 97, "others", object(), listing="names"), False),
+        (EPOCH, DataRows("webdataset", 48, "other names", listing="other names"), False),
+        (COUNTED, DataRows("webdataset", 96, "others", object(), listing="other names"), False),
+        (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines"), True),
+        (DataRows("csv", 96, "lines"), DataRows("csv", 96, "other lines"), False),
+    ],
+)
+@pytest.mark.parametrize("older", [False, True])
+def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same, older):
+    entry = {"num_rows": saved.num_rows, "data_digest": saved.digest, "data_listing": saved.listing}
+    if older:  # by their names only where it has no others
+        del entry["data_listing"]
+        same = same and not (saved is COUNTED and now is EPOCH)
+    assert is_same_data(entry, now) == same

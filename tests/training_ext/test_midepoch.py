@@ -238,8 +238,10 @@ def test_another_order_goes_on_at_the_same_share(run, stopped, datasets):
 
 
 @pytest.mark.slow
-def test_another_length_of_the_epoch_goes_on_at_the_same_step(run, stopped, datasets):
-    common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 1 --workers 1"
+@pytest.mark.parametrize("loss", ["fastclip-v3", "neuclip"])
+def test_another_length_of_the_epoch_goes_on_at_the_same_step(run, stopped, datasets, loss):
+    """With rows, whose shards are counted, and without."""
+    common = f"{datasets['shards']} {LOSSES[loss]} --epochs 1 --workers 1"
     stopped("x", f"{common} --train-num-samples 24", StopAt(2))  # of 3
     log = run("x", f"{common} --train-num-samples 48 --resume latest").log
     assert "The length of an epoch changes: 3 steps in the checkpoint, now 6" in log

@@ -266,3 +266,17 @@ def test_yaml_is_never_executed(tmp_path, refused):
     (tmp_path / "evil.yaml").write_text(f"flags: !!python/object/apply:os.mkdir ['{marker}']")
     assert "is not YAML" in refused(f"--recipe {tmp_path}/evil.yaml")
     assert not marker.exists() and "yaml" in sys.modules
+
+
+def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, datasets):
+    """The table has a row for each of the 48 samples, though an epoch has 24."""
+    shards = f"{datasets['shards']} --train-num-samples 24 --workers 1".split()
+    args = parse_args([*TINY.split(), *shards, "--loss", "fastclip-v3"])
+    assert plan.number_of_rows(args, 24) == 48
+    assert plan.number_of_rows(parse_args([*TINY.split(), *shards, "--loss", "neuclip"]), 24) == 24
+    models = "--model ViT-B-32 --distill-model ViT-B-32 --distill-pretrained openai"
+    flags = f"--loss drrho-clip {models} --opt timm/lamb --lr 1e-3 --dry-run"
+    assert ext_main([*TINY.split(), *shards, *flags.split()]) == 0
+    text = capsys.readouterr().out
+    model, other = (re.search(rf"^  {name} +([\d,.]+) MiB", text, re.M)[1] for name in ("model", "reference model"))
+    assert model == other and "not counted: the state of --opt timm/lamb" in text

@@ -15,7 +15,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity, PowerHinge
 from training_ext.checkpoint import atomic_save, state_settings
-from training_ext.data import DataRows
+from training_ext.data import DataRows, needs_index
 from training_ext.loading import load_mapped, one_line
 from training_ext.row_folders import MARK, remove_unnamed
 
@@ -34,10 +34,13 @@ def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
     The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
     """
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
+    data = f"{rows.num_rows} rows, digest {rows.digest[:16]}"
+    if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
+        data = f"shards, digest {rows.listing[:16]}"
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
-        "data": f"{rows.num_rows} rows, digest {rows.digest[:16]}",
+        "data": data,
         "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }

@@ -216,7 +216,7 @@ class StatisticsRecovery:
             self.scaler.load_state_dict(content["scaler"])
         if self.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
-            row_folders.load_state(self.loss.loss, content["loss_state"], folder)
+            row_folders.load_state(self.loss.loss, content["loss_state"], folder, f"{flag}: {path!r}")
         return {name: content.get(name) for name in ("done", "order", "position")}
 
     def _resume(self) -> dict[str, Any] | None:

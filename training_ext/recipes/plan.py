@@ -21,7 +21,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext import data_checks, preflight
 from training_ext.advice import advise
-from training_ext.data import find_rows, kind_of, trains
+from training_ext.data import find_rows, kind_of, needs_index, trains
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
@@ -61,20 +61,23 @@ def lines(args: Namespace, processes: int) -> list[str]:
     steps = data_checks.check_steps(args, kind, samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
-    if args.uses_ext_loss and (warnings := advise(args, samples, steps)):
+    num_rows = number_of_rows(args, samples) if has_data else samples
+    if args.uses_ext_loss and (warnings := advise(args, num_rows, steps)):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
-        loss.limit_to(samples)
+        loss.limit_to(num_rows)
         preflight.check_batch(loss, args, processes)
     parts = model_bytes(args)
     rows = {} if loss is None else preflight.bytes_per_row(loss)
     parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
-    saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * samples
+    saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * num_rows
     for name, size in rows.items():
         what = "moving averages" if name.startswith("normalizer") else "temperatures"
-        parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(samples / processes) + 1)
-    return [*text, *memory(parts), "", *files(args, saved if "model" in parts else None)]
+        parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(num_rows / processes) + 1)
+    if args.distill_model and (reference := model_on_meta(args, args.distill_model)) is not None:
+        parts["reference model"] = bytes_of(reference)
+    return [*text, *memory(parts, left_out(args, parts)), "", *files(args, saved if "model" in parts else None)]
 
 
 def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) -> int:
@@ -97,6 +100,17 @@ def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) 
         if declared is None:
             raise
         return declared
+
+
+def number_of_rows(args: Namespace, samples: int) -> int:
+    """n of a loss with state per sample, which --train-num-samples does not change; else, and where the data cannot be
+    counted here, `samples`."""
+    if not needs_index(args):
+        return samples
+    try:
+        return find_rows(args).num_rows
+    except InputError:
+        return samples
 
 
 def about(recipe: Recipe) -> list[str]:
@@ -132,25 +146,36 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
     ]
 
 
-def model_bytes(args: Namespace) -> dict[str, int]:
-    """Bytes of the weights, gradients and moments; {} for a model that would have to be downloaded."""
-    known = None if ":" in args.model else open_clip.get_model_config(args.model)
-    if known is None and ":" not in args.model:
-        raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
+def model_on_meta(args: Namespace, name: str) -> Any:
+    """The model without memory for its weights; None for one that would have to be downloaded."""
+    known = None if ":" in name else open_clip.get_model_config(name)
     if known is None or "hf_model_name" in known["text_cfg"]:
-        return {}
+        return None
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # the warning that no weights were loaded
     try:
         with torch.device("meta"):
-            model = open_clip.create_model(args.model, precision=args.precision, device="meta")
+            return open_clip.create_model(name, precision=args.precision, device="meta")
     finally:
         logging.disable(before)
+
+
+def bytes_of(model: Any) -> int:
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def model_bytes(args: Namespace) -> dict[str, int]:
+    """Bytes of the weights, gradients and moments; {} for a model that would have to be downloaded."""
+    if ":" not in args.model and open_clip.get_model_config(args.model) is None:
+        raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
+    model = model_on_meta(args, args.model)
+    if model is None:
+        return {}
     if args.lock_image:
         model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
     if args.lock_text:
         model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
-    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    weights = bytes_of(model)
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     moments = {"AdamW's moments": 2 * trained} if args.opt == "adamw" else {}
     return {"model": weights, "gradients": trained, **moments}
@@ -162,10 +187,21 @@ def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int
     return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
 
 
-def memory(parts: Mapping[str, int]) -> list[str]:
+def left_out(args: Namespace, parts: Mapping[str, int]) -> list[str]:
+    """What `parts` does not count, in words."""
+    unknown = [] if "model" in parts else ["the model, which would have to be downloaded"]
+    if args.distill_model and "reference model" not in parts:
+        unknown.append("the reference model, which would have to be downloaded")
+    if args.opt != "adamw":
+        unknown.append(f"the state of --opt {args.opt}")
+    if getattr(args, "fsdp", False):
+        unknown.append("that --fsdp shards model, gradients and moments over the processes")
+    return unknown
+
+
+def memory(parts: Mapping[str, int], unknown: list[str]) -> list[str]:
     lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in (*parts.items(), ("total", sum(parts.values())))]
-    unknown = [] if "model" in parts else ["  not counted: the model, which would have to be downloaded"]
-    return ["State of each process, without activations", *lines, *unknown]
+    return ["State of each process, without activations", *lines, *(f"  not counted: {what}" for what in unknown)]
 
 
 def files(args: Namespace, saved: int | None) -> list[str]:

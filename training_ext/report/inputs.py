@@ -282,11 +282,6 @@ def load_loss(args: Namespace, saved: Saved, rows: DataRows, path: str) -> Globa
     loss = build_loss(args, rows.num_rows, args.device)
     assert isinstance(loss, GlobalContrastiveLoss) and saved.entry is not None
     folder = row_folders.folder_of(path, saved.entry.get("rows"), "--checkpoint")
-    try:
-        row_folders.load_state(loss, saved.entry["state"], folder)
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"--checkpoint: its state does not fit: {error}") from None
+    row_folders.load_state(loss, saved.entry["state"], folder, f"--checkpoint: {path!r}")
     loss.set_epoch(math.ceil(args.osr_epochs) + (saved.epoch or 0))  # for gamma of the next step
     return loss.eval()
