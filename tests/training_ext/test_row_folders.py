@@ -99,8 +99,8 @@ def test_other_numbers_of_processes(run, pair, datasets, tmp_path, monkeypatch):
     seen = []
     load = row_folders.load_state
 
-    def look(loss, state, folder):
-        load(loss, state, folder)
+    def look(loss, state, folder, given):
+        load(loss, state, folder, given)
         seen.append(loss.full_state())
 
     with monkeypatch.context() as patch:
