@@ -121,7 +121,7 @@ class Gathered:
     def __init__(self, path):
         self.path = path
 
-    def __call__(self, loss, state, folder):
+    def __call__(self, loss, state, folder, given):
         with row_files.rows_in_files(folder):
             loss.load_full_state(state)
         gathered = loss.full_state()
