@@ -219,6 +219,14 @@ class ShardedRows(nn.Module):
                     table[owner :: world_size()][start:stop] = chunk.cpu()
         return table
 
+    def check(self, table: Any) -> None:
+        """Raise ValueError unless `load` can load the table."""
+        if not isinstance(table, Tensor):
+            if self.files is None:
+                raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
+        elif tuple(table.shape) != (self.num_rows, self.columns):
+            raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
+
     def load(self, table: Any) -> None:
         """Load this process's rows from the result of `gather` on process 0, saved under any world size.
 
@@ -226,13 +234,11 @@ class ShardedRows(nn.Module):
             ValueError: the table has another shape, or is in files and this is not within `rows_in_files`.
         """
         self._divide()
+        self.check(table)
         if not isinstance(table, Tensor):
-            if self.files is None:
-                raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
+            assert self.files is not None
             self.files.read(table, self.rows[:-1], self.num_rows)
             return
-        if tuple(table.shape) != (self.num_rows, self.columns):
-            raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
         self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
 
 

@@ -97,7 +97,7 @@ def recover_statistics(
     lengths: list[int | None] = [None] * int(epochs)
     if epochs != int(epochs):
         lengths = [*epoch_lengths(epochs, len(batches))]  # type: ignore[arg-type]  # it has a length, see above
-    with zero_learning_rates(optimizer, loss, None if surrogate == own else Identity()):
+    with weights.kept(), zero_learning_rates(optimizer, loss, None if surrogate == own else Identity()):
         for epoch, length in enumerate(lengths):
             if loss is not None:
                 loss.set_epoch(epoch)
@@ -109,7 +109,6 @@ def recover_statistics(
                     assert loss is not None
                     _step(model, optimizer, loss, batch)
                 if any(group["lr"] != 0 for group in optimizer.param_groups):
-                    weights.restore()
                     raise InputError("step: it sets a learning rate, which is 0 here; leave the schedule out of it")
                 if epoch == number == 0:
                     check_frozen(weights, optimizer, loss, name)
@@ -153,6 +152,15 @@ class FrozenWeights:
         state = model.state_dict(keep_vars=True).items()  # a module's extra state, the loss's for example, may change
         self._now = {plain_name(name): tensor.detach() for name, tensor in state if isinstance(tensor, Tensor)}
         self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Restore everything if the block raises; at learning rate 0 a NaN in a gradient still makes a weight NaN."""
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
 
     @torch.no_grad()
     def restore(self) -> str | None:

@@ -14,6 +14,7 @@ the same on every process and after a resume. The prototypes start as the first 
 modality, as in the authors' script; if these are fewer than m, the other prototypes stay random.
 """
 
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -90,8 +91,7 @@ class NetworkTemperature(Temperature):
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         d, m = dimension, self.tau_net_prototypes
-        self.shapes = {"inner": (2, d, d), "inner_bias": (2, d), "prototypes": (2, m, d), "log_phi": (2,),
-                       "out": (2, m), "out_bias": (2,)}
+        self.shapes = self._shapes(dimension)
         draw = torch.Generator().manual_seed(0)
         bound = d**-0.5  # as torch.nn.Linear initializes
         start = {
@@ -104,6 +104,11 @@ class NetworkTemperature(Temperature):
         }
         self.weights = torch.cat([part.flatten() for part in start.values()]).to(device, dtype)
         self.moments = self.weights.new_zeros(2, len(self.weights))
+
+    def _shapes(self, d: int) -> dict[str, tuple[int, ...]]:
+        m = self.tau_net_prototypes
+        return {"inner": (2, d, d), "inner_bias": (2, d), "prototypes": (2, m, d), "log_phi": (2,), "out": (2, m),
+                "out_bias": (2,)}  # fmt: skip
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """Views of the parameter vector, by name; their first axis is the modality, images first."""
@@ -176,13 +181,17 @@ class NetworkTemperature(Temperature):
         tensors = {"weights": self.weights, "moments": self.moments, "steps": torch.tensor(self.steps)}
         return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        if not len(self.weights):
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        if not dimension:
             return
         if "weights" not in state:
             raise ValueError("temperature: 'network', but the state has no such network")
-        if len(state["weights"]) != len(self.weights):
+        if len(state["weights"]) != sum(math.prod(shape) for shape in self._shapes(dimension).values()):
             raise ValueError(f"tau_net_prototypes: {self.tau_net_prototypes} where the state has another number")
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if not len(self.weights):
+            return
         self.weights.copy_(state["weights"])
         self.moments.copy_(state["moments"])
         self.steps = int(state["steps"])

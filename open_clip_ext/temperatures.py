@@ -150,6 +150,9 @@ class Temperature(Part, nn.Module):
         """As `Normalizer.full_state`."""
         return {}
 
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        """As `Normalizer.check_state`."""
+
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         """Load the result of `full_state`."""
 
@@ -357,16 +360,19 @@ class IndividualTemperature(Temperature):
             return {"rows": table}
         return {name: part.clone() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        if "rows" in state:
-            self.rows.load(state["rows"])
-            return
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if not state:
             raise ValueError(f"temperature: {self.name!r} where the state is of another")
         for name in self.columns:
-            if name not in state:
+            if name not in state and "rows" not in state:
                 raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has no {name}")
-        self.rows.load(torch.cat([state[name] for name in self.columns], dim=1))
+        self.rows.check(self._table_of(state))
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        self.rows.load(self._table_of(state))
+
+    def _table_of(self, state: dict[str, Tensor]) -> Any:
+        return state["rows"] if "rows" in state else torch.cat([state[name] for name in self.columns], dim=1)
 
 
 TEMPERATURES = {

@@ -35,5 +35,6 @@ def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
     if factor == 1 or not tensor.requires_grad:
         return tensor
     scaled = tensor.clone()
-    scaled.register_hook(lambda gradient: gradient * factor)
+    if scaled.requires_grad:  # not under no_grad
+        scaled.register_hook(lambda gradient: gradient * factor)
     return scaled

@@ -291,6 +291,10 @@ class AmorLIPLoss(Loss):
     def full_state(self) -> dict[str, Tensor | int | str]:
         return {**super().full_state(), **self.networks.full_state()}
 
+    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
+        super().check_state(state)
+        self.networks.check_state(state)
+
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
         self.networks.load_full_state(state)

@@ -207,17 +207,17 @@ class Amortization:
         clocks = {"epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
         return {**clocks, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
 
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Load the result of `full_state` on process 0.
-
-        Raises:
-            ValueError: the networks have another width.
-        """
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if tensors:
-            hidden, dimension = tensors["online:0.up.weight"].shape
+    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Raise ValueError if the networks have another width."""
+        if isinstance(up := state.get("online:0.up.weight"), Tensor):
+            hidden, dimension = up.shape
             if hidden != PartitionNetwork.hidden(dimension, self.width):
                 raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Load the result of `full_state` on process 0, after `check_state`."""
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        if tensors:
             self._restore(tensors, tensors["online:0.up.weight"])
         self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
 

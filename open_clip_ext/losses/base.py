@@ -199,7 +199,7 @@ class Loss(Part, nn.Module):
         self._input_errors.note_norms(step, image_features=image_features, text_features=text_features)
         if reference is not None:
             self._input_errors.note_norms(step, dist_image_features=reference[0], dist_text_features=reference[1])
-        if index is not None and self.needs_index and trains:
+        if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
             self._raise_input_errors()
@@ -214,7 +214,11 @@ class Loss(Part, nn.Module):
             scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
             self._calls += trains
             self.steps += update_state
-            value = self.compute(image, text, scale, index, update_state, **more)
+            try:
+                value = self.compute(image, text, scale, index, update_state, **more)
+            except BaseException:
+                self._calls = 0  # a caller who tries again begins a step
+                raise
         return {"contrastive_loss": value} if output_dict else value
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Loss":
@@ -378,12 +382,8 @@ class Loss(Part, nn.Module):
             "dimension": self.dimension, "dtype": str(self._like.dtype).removeprefix("torch."),
         }
 
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Load the result of `full_state` on process 0; every process loads all of it.
-
-        Raises:
-            ValueError: the state is of another loss, other sizes, another format or another process.
-        """
+    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Raise ValueError if `load_full_state` cannot load the state; nothing is changed."""
         if "process" in state:
             raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
         if state.get("format") != STATE_FORMAT:
@@ -393,6 +393,15 @@ class Loss(Part, nn.Module):
             raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
         if self.dimension and not state["dimension"]:
             raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+        """Load the result of `full_state` on process 0; every process loads all of it.
+
+        Raises:
+            ValueError: the state is of another loss, other sizes, another format or another process; nothing is
+                changed.
+        """
+        self.check_state(state)
         self.steps = int(state["steps"])
         self._calls, self._first_problem = 0, None
         self._input_errors.clear()

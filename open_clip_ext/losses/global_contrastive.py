@@ -353,14 +353,24 @@ class GlobalContrastiveLoss(Loss):
             names["temperature"] = self.temperature.name
         return names | super().full_state() | state
 
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
         names = {"normalizer": self.normalizer.name, "temperature": self.temperature.name,
                  "surrogate": self._own_surrogate.name, "negatives": self.negatives}  # fmt: skip
         for what, name in names.items():
-            if state.get(what, name) != name:  # before anything is changed
+            if state.get(what, name) != name:
                 raise ValueError(f"{what}: {name!r} where the state is of {state[what]!r}")
+        super().check_state(state)
+        for part, own in self._states_of_parts(state):
+            part.check_state(own, int(state["dimension"]))
+
+    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
         self._of_step = (None, None)
-        for prefix, part in (("state.", self.normalizer), ("temperature.", self.temperature)):
-            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            part.load_full_state(own)  # type: ignore[arg-type]  # tensors, as the part gave them
+        for part, own in self._states_of_parts(state):
+            part.load_full_state(own)
+
+    def _states_of_parts(self, state: dict[str, Any]) -> Iterator[tuple[Normalizer | Temperature, dict[str, Tensor]]]:
+        parts: tuple[tuple[str, Normalizer | Temperature], ...]
+        parts = ("state.", self.normalizer), ("temperature.", self.temperature)
+        for prefix, part in parts:
+            yield part, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}

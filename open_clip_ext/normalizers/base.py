@@ -89,5 +89,8 @@ class Normalizer(Part, nn.Module):
         """The state as CPU tensors, all of it on process 0 under any world size. Every process must call it."""
         return {}
 
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        """Raise ValueError if `load_full_state` cannot load the state of embeddings of `dimension`; change nothing."""
+
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         """Load the result of `full_state` under any world size; after `materialize`, if the state has a dimension."""

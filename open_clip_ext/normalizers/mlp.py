@@ -82,9 +82,9 @@ class MLP(NetworkNormalizer):
             return batch.log_batch
         return add_eps(self.network(batch.image, batch.text) - batch.positives / batch.tau, self.eps)
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        super().check_state(state, dimension)
         if "0.up.weight" in state:
             hidden = len(state["0.up.weight"])
-            if hidden != PartitionNetwork.hidden(self.dimension, self.width):
+            if hidden != PartitionNetwork.hidden(dimension, self.width):
                 raise ValueError(f"mlp_width: {self.width} where the state's network is {hidden} wide")
-        super().load_full_state(state)

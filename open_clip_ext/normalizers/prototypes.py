@@ -201,9 +201,12 @@ class Prototypes(NetworkNormalizer):
         }
         return {name: value for name, value in state.items() if value is not None} if rank() == 0 else {}
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        super().check_state(state, dimension)
         if "weight" in state and state["weight"].shape[1] != self.capacity:
             raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
         if self.split:
             state = {
                 name: value if (dim := self._places(name, value)) is None else own_part(value, dim)

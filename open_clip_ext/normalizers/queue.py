@@ -129,11 +129,13 @@ class Queue(Normalizer):
         state = self.ring.state() | {"epoch": torch.tensor(self._epoch_of_ring)}
         return {name: value.detach().cpu().clone() for name, value in state.items()}
 
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        if "ring" in state and state["ring"].shape[1] != self.capacity:
+            raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
+
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "ring" not in state:
             return
-        if state["ring"].shape[1] != self.capacity:
-            raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
         self.ring.restore(state)
         self._epoch_of_ring = int(state["epoch"])
 

@@ -146,6 +146,9 @@ class MovingAverageTable(Normalizer):
         in_files = not isinstance(table, Tensor)  # where nobody counts over all rows
         return {"log_u": table, **({"unvisited": self._unvisited.cpu()} if in_files else {})}
 
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        self.log_u.check(state["log_u"])
+
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         self.log_u.load(state["log_u"])
         in_files = "unvisited" in state

@@ -265,7 +265,7 @@ class NetworkNormalizer(Normalizer):
     def full_state(self) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in self._state().items()} if rank() == 0 else {}
 
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if not state:
             return
         others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
@@ -273,7 +273,10 @@ class NetworkNormalizer(Normalizer):
             raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
         if self.joint != any(key.startswith("pending:") for key in state):
             raise ValueError(f"npn_joint: {self.joint} where the state is of {not self.joint}")
-        self._restore(state)
+
+    def load_full_state(self, state: dict[str, Tensor]) -> None:
+        if state:
+            self._restore(state)
 
     def _restore(self, state: dict[str, Tensor]) -> None:
         """Load the result of `_state`; copies the tensors."""

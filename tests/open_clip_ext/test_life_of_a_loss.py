@@ -126,6 +126,68 @@ def test_a_refused_state_changes_nothing(name):
 
 
 @pytest.mark.parametrize(
+    "name, options, other, part",
+    [
+        ("neuclip", {}, {"npn_prototypes": 5}, "npn_prototypes"),
+        ("neuclip", {}, {"npn_opt": "adam"}, "npn_opt"),
+        ("neuclip", {}, {"npn_joint": True}, "npn_joint"),
+        ("neuclip", {"normalizer": "mlp", "npn_prototypes": "leave out"}, {"mlp_width": 1.0}, "mlp_width"),
+        ("queue", {}, {"queue_size": 7}, "queue_size"),
+        ("tempnet", {}, {"tau_net_prototypes": 3}, "tau_net_prototypes"),
+        ("isogclr", {"tau_optimizer": "adam"}, {"tau_optimizer": "momentum"}, "tau_optimizer"),
+        ("amorlip", {}, {"mlp_width": 1.0}, "mlp_width"),
+        ("fastclip-v3", {}, {"num_samples": 9}, "table"),
+    ],
+)
+def test_a_state_of_other_sizes_changes_nothing(name, options, other, part):
+    """Neither of a loss that has had batches nor of a new one, whose first call checks its input."""
+    theirs = make(name, **(options | other))
+    step(theirs, 1)
+    loss, twin, new = (make(name, **options) for _ in range(3))
+    for one in (loss, twin):
+        step(one)
+    for one in (loss, new):
+        with pytest.raises(ValueError, match=f"^{part}: "):
+            one.load_full_state(theirs.full_state())
+    assert step(loss, 2) == step(twin, 2) and step(loss, 3) == step(twin, 3)
+    assert (new.steps, new.dimension) == (0, 0)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_that_failed_may_be_tried_again(name, monkeypatch):
+    """The try begins a step; as a step's second call it would get the normalizers of the step before."""
+    loss, twin = (make(name, accum_freq=2) for _ in range(2))
+    for one in (loss, twin):
+        for seed in (0, 0):
+            step(one, seed)
+    compute = type(loss).compute
+    monkeypatch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        step(loss, 1)
+    monkeypatch.setattr(type(loss), "compute", compute)
+    twin.steps += 1  # the failed one counts, as the network's dropout shows
+    assert [step(loss, 1) for _ in range(2)] == [step(twin, 1) for _ in range(2)]
+
+
+@pytest.mark.parametrize("name", ["neuclip", "queue", "fastclip-v3"])
+def test_rows_tell_a_group_from_the_next(name):
+    """With a loss that keeps nothing per sample, too, if they are passed."""
+    loss = make(name, accum_freq=2)
+    loss(*features(0), index=torch.arange(4))
+    with pytest.raises(ValueError, match="the 2 calls of a step"):
+        loss(*features(1), index=torch.arange(4, 8))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_grad_with_a_scale_that_has_a_graph(name):
+    loss = make(name, accum_freq=2)
+    image, text, _ = features()
+    scale = nn.Parameter(torch.tensor(3.0)).exp()
+    with torch.no_grad():
+        assert loss(image, text, scale, index=torch.arange(4)).isfinite()
+
+
+@pytest.mark.parametrize(
     "of, into, part",
     [
         ({"name": "isogclr"}, {"name": "sogclr"}, "temperature"),

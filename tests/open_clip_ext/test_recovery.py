@@ -167,5 +167,8 @@ def test_a_schedule_in_the_step():
 def test_data_that_are_not_finite():
     loop = Loop()
     loop.data[1][0][0, 0] = math.inf
+    before = snapshot(loop.model)
     with pytest.raises(NonFiniteError):
         loop.recover()
+    # The gradient is NaN, and so is 0 times it.
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loop.model.state_dict().items())
