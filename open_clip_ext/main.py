@@ -138,6 +138,13 @@ def exit_code(command: Callable[[], object]) -> int:
             error = InputError(error.text, flag_of(error.argument))
         print(f"open_clip_ext: error: {last_line(error)}", file=sys.stderr, flush=True)
         return 2
+    except ValueError as error:
+        if "environment variable MASTER_" not in str(error):
+            raise
+        given = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
+        line = f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another"
+        print(f"open_clip_ext: error: {line}; set them, use torchrun, or unset {given}", file=sys.stderr, flush=True)
+        return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("open_clip_ext: interrupted; the checkpoints are complete", file=sys.stderr, flush=True)
@@ -145,6 +152,9 @@ def exit_code(command: Callable[[], object]) -> int:
     except Stopped as stopped:
         print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
         return STOPPED
+    except BrokenPipeError:  # of a reader that has ended, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if not is_full(error):
             raise

@@ -4,9 +4,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from math import exp, log
 
-from open_clip_train.distributed import world_info_from_env
-
 from open_clip_ext.presets import drrho_gamma
+from training_ext.launch import world_info
 from training_ext.params import starts_from_weights, trains_logit_scale
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
@@ -37,7 +36,7 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
 
 
 def global_batch(args: Namespace) -> int:
-    return args.batch_size * args.accum_freq * world_info_from_env()[2]
+    return args.batch_size * args.accum_freq * world_info()[2]
 
 
 def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:

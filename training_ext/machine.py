@@ -19,6 +19,7 @@ from open_clip_ext.options import flag_of
 from training_ext.data import trains
 from training_ext.evaluation.folders import IMAGE_FILES
 from training_ext.hosts import host
+from training_ext.launch import processes_here
 from training_ext.loading import one_line
 
 PACKAGES = {"horovod": "horovod", "use_bnb_linear": "bitsandbytes", "imagenet_v2": "imagenetv2_pytorch"}
@@ -71,7 +72,7 @@ def check_device(args: Namespace) -> None:
         there = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
         reason = str(error).splitlines()[0][:120]
         raise InputError(f"--device: {args.device!r} is not on this machine, which has {there}: {reason}") from None
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    processes = processes_here()
     if kind == "cuda" and is_using_distributed() and not args.no_set_device_rank:
         if processes > torch.cuda.device_count():
             raise InputError(
@@ -96,7 +97,8 @@ def check_packages(args: Namespace) -> None:
     given = f"--report-to: {args.report_to!r}"
     loggers = [name for name in ("wandb", "tensorboard") if name in args.report_to or "all" in args.report_to]
     for logger in loggers:
-        if getattr(host().main_module, logger) is None:
+        module = getattr(host().main_module, logger)
+        if module is None or (logger == "wandb" and not hasattr(module, "init")):  # a folder wandb/ can be imported
             raise InputError(f"{given} needs {logger}; pip install {logger}, or leave it out")
     if not trains(args) and "wandb" in loggers:
         raise InputError(f"{given} without training makes OpenCLIP fail; leave out wandb")

@@ -6,13 +6,13 @@ from math import ceil
 from typing import Any, NoReturn
 
 from open_clip_train import params
-from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext import recipes
 from training_ext.hosts import complete
+from training_ext.launch import world_info
 from training_ext.loss_help import PART_HELP, default_text, loss_help
 from training_ext.osr import recovered
 from training_ext.patching import replaced
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         on_command_line = frozenset(self._given(args))
         parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
         if recipe is not None and "batch_size" not in on_command_line:
-            batch_size = recipe.batch_size(world_info_from_env()[2], max(1, parsed.accum_freq))
+            batch_size = recipe.batch_size(world_info()[2], max(1, parsed.accum_freq))
             if batch_size is not None:
                 parsed.batch_size = batch_size
                 parsed.given_flags |= {"batch_size"}

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
-from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
@@ -36,6 +35,7 @@ from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import host
 from training_ext.keys import check_keys
 from training_ext.latest import bring_up_to_date, find_resumed, resumed_path
+from training_ext.launch import processes_here, world_info
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_machine
@@ -70,7 +70,7 @@ def check(args: Namespace) -> DataRows | None:
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
-    local_rank, rank, world_size = world_info_from_env()
+    local_rank, rank, world_size = world_info()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
     evaluate_once(args)
@@ -356,7 +356,7 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_processes = processes_here()
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
     rows_on_device = on_device and args.rows_on != "host"
     what = f"{args.normalizer!r} with {num_rows} rows"

@@ -289,6 +289,8 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     saved = {plain_name(name): tuple(value.shape) for name, value in weights.items()}
     for name in (*own, *saved):
+        if args.torchscript and name.endswith("attn_mask"):  # a constant, which a scripted model saves
+            continue
         if own.get(name) != saved.get(name):
             if name == "logit_bias" and (name in own) != (name in saved):
                 flag = "--siglip" if args.loss is None else "--loss siglip"

@@ -219,6 +219,8 @@ def report_epoch(
         dist.all_gather_object(every, skips.counts())
     counts = [sum(column) for column in zip(*every, strict=True)]
     samples = loader.num_batches * args.batch_size * len(every)
+    if not any(counts):  # generated data, of which none is bad
+        counts[USED] = samples
     if is_master(args):
         _write(counts, samples, every, args, epoch, loader, tb_writer, label or f"Epoch {epoch}")
     skips.check_share(counts, samples)

@@ -4,11 +4,10 @@ import os
 from argparse import Namespace
 from typing import Any
 
-from open_clip_train.distributed import world_info_from_env
-
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.hosts import LEGACY, TASKS, host
+from training_ext.launch import world_info
 
 
 def divides_model(args: Namespace, world_size: int) -> bool:
@@ -35,7 +34,7 @@ def check_same_loop(path: str, content: dict[str, Any], args: Namespace) -> None
         )
     first = content["optimizer"]["param_groups"][0]["params"][0]
     sharded = isinstance(first, str)
-    if sharded != divides_model(args, world_info_from_env()[2]):
+    if sharded != divides_model(args, world_info()[2]):
         right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
             f"--resume: {path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "

@@ -229,6 +229,11 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
 
 
+def test_generated_samples_are_all_used(run):
+    (counts,) = epochs(run("x", "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1").path)
+    assert counts["used"] == 48
+
+
 def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     """One bad sample of 49 is less than 5 %, though only the last batch of 8 was counted."""
     counts = skips.Skips(0.05, 1)

@@ -45,3 +45,10 @@ def test_a_flag(run, loss, flags):
 @pytest.mark.slow
 def test_torchcompile(run):
     test_a_flag(run, "neuclip", "--torchcompile")
+
+
+def test_a_scripted_model_resumes(run):
+    """Its checkpoint also has the attention mask, which is a constant."""
+    common = f"{DATA} {LOSSES['neuclip']} --torchscript"
+    run("x", common)
+    assert run("x", f"{common.replace('--epochs 1', '--epochs 2')} --resume latest").checkpoint(2)["epoch"] == 2

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import open_clip
 import torch
 import torch.distributed as dist
-from open_clip_train.distributed import init_distributed_device, world_info_from_env
+from open_clip_train.distributed import init_distributed_device
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
@@ -26,6 +26,7 @@ from training_ext.evaluation.pictures import draw_comparison
 from training_ext.evaluation.results import Results, Row, table
 from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import DATACOMP, Task, read_tasks
+from training_ext.launch import world_info
 from training_ext.machine import check_device, check_writable
 
 PROG = "open_clip_ext.evaluate"
@@ -116,7 +117,7 @@ def run(argv: list[str]) -> None:
     job: Job | None = None
     results: list[Results] = []
     # As in the training, process 0 checks the command line while the others wait for it in the process group.
-    if world_info_from_env()[1] == 0:
+    if world_info()[1] == 0:
         job, results = check(args)
     device = init_distributed_device(args)
     if args.distributed:

@@ -13,7 +13,6 @@ from typing import Any
 
 import open_clip
 import torch
-from open_clip_train.distributed import world_info_from_env
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
@@ -22,6 +21,7 @@ from open_clip_ext.options import flag_of
 from training_ext import data_checks, preflight
 from training_ext.advice import advise
 from training_ext.data import find_rows, kind_of, needs_index, trains
+from training_ext.launch import world_info
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
@@ -36,7 +36,7 @@ def show(args: Namespace) -> None:
     Raises:
         InputError: the training would refuse the flags, or the number of samples is not known.
     """
-    _, rank, processes = world_info_from_env()
+    _, rank, processes = world_info()
     if rank == 0:
         print("\n".join(lines(args, processes)), flush=True)
 

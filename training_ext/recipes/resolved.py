@@ -5,12 +5,12 @@ from argparse import Namespace
 from typing import Any
 
 import yaml
-from open_clip_train.distributed import world_info_from_env
 
 import open_clip_ext
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
+from training_ext.launch import world_info
 from training_ext.recipes.recipe import find
 
 RECIPE = "recipe.yaml"  # in the run's folder
@@ -57,7 +57,7 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
         flags: result of `resolved_flags`, taken before OpenCLIP added to `args`.
         samples: number of rows of the train data, if known.
     """
-    processes = world_info_from_env()[2]
+    processes = world_info()[2]
     base = None if args.recipe is None else find(args.recipe)
     recipe = {
         "source": f"the run {args.name} with open_clip_ext {open_clip_ext.__version__}"

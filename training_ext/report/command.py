@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import open_clip
 import torch
 import torch.distributed as dist
-from open_clip_train.distributed import broadcast_object, init_distributed_device, world_info_from_env
+from open_clip_train.distributed import broadcast_object, init_distributed_device
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.diagnostics import exact
@@ -17,6 +17,7 @@ from open_clip_ext.errors import InputError
 from training_ext import params, preflight
 from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
 from training_ext.evaluation.models import MODEL_FLAGS
+from training_ext.launch import world_info
 from training_ext.report.gradients import PAIRS
 from training_ext.report.inputs import (
     Job,
@@ -127,7 +128,7 @@ def run(argv: list[str]) -> None:
     # As in the training, process 0 checks the command line while the others wait for it in the process group.
     job: Job | None = None
     saved: Saved | None = None
-    if world_info_from_env()[1] == 0:
+    if world_info()[1] == 0:
         saved = Saved.read(options.checkpoint)
         job = check(options, args, saved)
     init_distributed_device(args)

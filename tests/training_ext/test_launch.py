@@ -1,0 +1,57 @@
+"""Ranks in the environment count only where OpenCLIP starts a process group."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from open_clip_train.distributed import is_using_distributed
+
+from open_clip_ext.main import exit_code
+from training_ext.launch import processes_here, world_info
+
+NAMES = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID",
+    "SLURM_NTASKS_PER_NODE", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "variables, info, here",
+    [
+        ("", (0, 0, 1), 1),
+        ("WORLD_SIZE=4 RANK=3 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2", (1, 3, 4), 2),
+        ("SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_NTASKS_PER_NODE=2", (1, 3, 4), 2),
+        # Independent runs
+        ("WORLD_SIZE=1 SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NTASKS_PER_NODE=2", (0, 0, 1), 1),
+        ("OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_LOCAL_RANK=1", (0, 0, 1), 1),
+        ("RANK=1", (0, 0, 1), 1),
+    ],
+)
+def test_processes(variables, info, here, monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert world_info() == info and processes_here() == here
+    assert is_using_distributed() == (info[2] > 1)
+
+
+@pytest.mark.parametrize("module", ["evaluate --checkpoint x --data y --out z", "main --list-losses"])
+def test_no_address_is_one_line_and_lists_may_be_cut_off(module, tmp_path):
+    """What needs no process group runs without an address, into `head`, too."""
+    variables = {**os.environ, "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    command = f"{sys.executable} -m open_clip_ext.{module} | head -n 1"
+    done = subprocess.run(command, shell=True, env=variables, capture_output=True, text=True, cwd=tmp_path)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_missing_address(monkeypatch, capsys):
+    def command():
+        raise ValueError("Error initializing torch.distributed: environment variable MASTER_ADDR expected, but not set")
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert exit_code(command) == 2
+    line = capsys.readouterr().err.strip()
+    assert line.startswith("open_clip_ext: error: SLURM_NTASKS: 2 processes, but no MASTER_ADDR")
