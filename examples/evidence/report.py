@@ -17,10 +17,13 @@ sys.path.append(str(HERE.parent))
 from paired import interval, p_values
 
 LEVELS = (2, 4, 8)  # percent of R@1
+BY_RULE = "fastclip-v3, gamma by rule"
 PAIRS = (
     ("neuclip", "clip"), ("fastclip-v3", "clip"), ("queue, unified", "clip"), ("neuclip", "fastclip-v3"),
     ("queue, unified", "neuclip"), ("queue, unified", "fastclip-v3"), ("neuclip", "clip, slow tau"),
     ("minibatch", "clip"), ("fastclip-v3", "minibatch"), ("neuclip", "minibatch"), ("queue, unified", "minibatch"),
+    (BY_RULE, "clip"), (BY_RULE, "fastclip-v3"), (BY_RULE, "minibatch"), ("neuclip", BY_RULE),
+    ("queue, unified", BY_RULE),
 )  # fmt: skip
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image", "against clip, by seed",
@@ -147,9 +150,16 @@ def baseline(grid: Grid, method: str) -> str | None:
 
 
 def compared(grid: Grid, cell: str, methods: dict[str, dict[int, dict]]) -> list[tuple[str, str]]:
-    """The pairs of methods whose differences are drawn: each and its baseline, in the cell main also `PAIRS`."""
+    """The pairs of methods whose differences are drawn: each and its baseline, in the cell main also `PAIRS`.
+
+    Where some have three seeds in common only these: an interval from two is 13 standard errors wide to either side and
+    hides the others.
+    """
     pairs = [(method, base) for method in methods if (base := baseline(grid, method)) is not None]
-    return pairs + [pair for pair in PAIRS if cell == "main" and pair[0] in methods and pair not in pairs]
+    pairs += [pair for pair in PAIRS if cell == "main" and pair[0] in methods and pair not in pairs]
+    seeds = {pair: len(methods[pair[0]].keys() & methods.get(pair[1], {}).keys()) for pair in pairs}
+    least = 3 if any(n > 2 for n in seeds.values()) else 2
+    return [pair for pair in pairs if seeds[pair] >= least]
 
 
 def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
@@ -214,8 +224,7 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
     """Plot for each cell the curves, means thick, single seeds thin, and the differences with their intervals.
 
-    A cell in which some methods have three seeds shows these only: an interval from two is 13 standard errors wide to
-    either side and hides the others.
+    A cell in which some methods have three seeds shows these only.
     """
     import matplotlib
 
@@ -226,7 +235,10 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
         method: {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
         for number, method in enumerate(grid.methods)
     }
-    figure, axes = plt.subplots(len(cells), 3, figsize=(14, 4.2 * len(cells)), constrained_layout=True, squeeze=False)
+    heights = [max(4.2, 0.46 * len(compared(grid, cell, methods))) for cell, methods in cells.items()]
+    figure, axes = plt.subplots(
+        len(cells), 3, figsize=(14, sum(heights)), height_ratios=heights, constrained_layout=True, squeeze=False
+    )
     for (cell, methods), (left, *rights) in zip(cells.items(), axes, strict=True):
         about = grid.cells[cell]
         often = {method: seeds for method, seeds in methods.items() if len(seeds) > 2}
@@ -239,10 +251,9 @@ def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -
                     left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
             for method, base in compared(grid, cell, methods):
-                center, half, n = paired(methods[method], methods.get(base, {}), value) or (0.0, None, 0)
-                if half is not None and (n > 2 or not often):
-                    label, color = f"{grid.label(method)}\nless {grid.label(base)} ({n})", style[method]["color"]
-                    right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
+                center, half, n = paired(methods[method], methods[base], value)
+                label, color = f"{grid.label(method)}\nless {grid.label(base)} ({n})", style[method]["color"]
+                right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
             right.invert_yaxis()
             right.set(title=f"Differences in {name}", xlabel="points, 95 % interval, paired by seed (number)")
