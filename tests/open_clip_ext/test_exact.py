@@ -162,8 +162,8 @@ def test_rows_are_taken_from_blocks_in_any_order():
 
 def test_nearest_rows_finds_pairs_that_have_moved_a_little(monkeypatch):
     image, text = embeddings(200)
-    index = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:30]
-    moved = [normalize(side[index] + 0.02 * torch.randn(30, 16), dim=1) for side in (image, text)]
+    index = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:60]
+    moved = [normalize(side[index] + 0.02 * torch.randn(60, 16), dim=1) for side in (image, text)]
     widths = []
     chunks = Rows.chunks
     monkeypatch.setattr(Rows, "chunks", lambda own, width: widths.append(width) or chunks(own, width))
