@@ -24,7 +24,7 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
     """
     steps = args.epochs * steps_per_epoch
     return [
-        *_on_steps(args, num_samples, steps_per_epoch),
+        *_on_steps(args, steps_per_epoch),
         *_on_amorlip(args, steps_per_epoch),
         *_on_length(args, steps),
         *_on_warmup(args, steps),
@@ -39,7 +39,7 @@ def global_batch(args: Namespace) -> int:
     return args.batch_size * args.accum_freq * world_info()[2]
 
 
-def _on_steps(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
+def _on_steps(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
     if steps_per_epoch < FEW_STEPS:
         yield (
             f"--batch-size: an epoch has only {steps_per_epoch} optimizer step(s), the training "

@@ -30,7 +30,6 @@ class Average:
 
     name: str
     value: float | None
-    complete: bool
 
 
 def aggregates(table: str, tasks: Sequence[Task]) -> list[Aggregate]:
@@ -73,4 +72,4 @@ def average(aggregate: Aggregate, scores: Mapping[str, float]) -> Average:
     there = [scores[key] for key in aggregate.keys if key in scores]
     complete = len(there) == len(aggregate.keys)
     name = aggregate.name if complete else f"[{len(there)} of {len(aggregate.keys)} tasks] {aggregate.name}"
-    return Average(name, sum(there) / len(there) if there else None, complete)
+    return Average(name, sum(there) / len(there) if there else None)
