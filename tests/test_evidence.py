@@ -139,7 +139,7 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     monkeypatch.setattr(run, "command", command)
     monkeypatch.setattr(run, "zero_shot", lambda grid, checkpoint, data: {})
     Path("evidence-logs/tune-queue-lr-1e-3-s100").mkdir(parents=True)  # of an interrupted run
-    call(run, monkeypatch, "--data . --jobs 2")
+    call(run, monkeypatch, "--data . --jobs 2 --torchcompile")
     lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
     (same,) = [result for result in lines if result["run"].startswith("short")]
     lines.remove(same)
@@ -150,12 +150,22 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     one = results["main-clip-s1"]
     copied = {"run": "short-clip-lr-2e-3-s0", "cell": "short", "same_as": "main-clip-s0"}
     assert same == {**results["main-clip-s0"], **copied}
-    assert one["candidate"] == "--lr 2e-3" and one["tau"] == 0.05 and one["seed"] == 1
+    assert one["candidate"] == "--lr 2e-3" and one["tau"] == 0.05 and one["seed"] == 1 and one["compiled"]
     assert one["by_epoch"][0]["clip_val_loss"] is None and one["cpu_seconds"] < 5
     assert "{data}/train-{000000..000000}.tar" in one["flags"]  # no path of this machine
     call(run, monkeypatch, "--data . --jobs 2")
     assert len(begun) == 7
     assert "0.0 h left" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compiled", (False, True))
+def test_the_command_of_a_run(evidence, compiled):
+    grid, run, _ = evidence
+    args = Namespace(data=Path("icons"), logs=Path("logs"), torchcompile=compiled)
+    words = run.command(grid.Run("main", "clip", 0), "--train-data {data}/a.tar --lr 1e-3", args, resumed=True)
+    assert words[words.index("--train-data") + 1] == "icons/a.tar"
+    end = words[words.index("--name") :]
+    assert end == ["--name", "main-clip-s0", "--resume", "latest", *["--torchcompile"] * compiled]
 
 
 def test_a_run_that_diverges_is_a_result_and_one_that_fails_is_not(evidence, monkeypatch):

@@ -31,7 +31,6 @@ DIVERGED = re.compile(r"^open_clip_ext: error: (step .* is not finite.*)", re.MU
 # keeps that memory, page faults are a sixth of the step's time. The numbers stay the same to the last bit.
 KEEP_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**26),
-    "THP_MEM_ALLOC_ENABLE": "1",
 }
 ZERO_SHOT = ("zeroshot-concepts", "zeroshot-emoji")
 
@@ -50,6 +49,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the icons")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--only", metavar="METHOD", help="only this method's runs")
+    parser.add_argument("--torchcompile", action="store_true",
+                        help="compile the model, which computes the same up to rounding; needs a C++ compiler")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run that would end later than this")
     parser.add_argument("--list", action="store_true", help="print the runs with their hours, and exit")
     parser.add_argument("--grid", type=Path, default=HERE / "grid.yaml", help="(default: beside this file)")
@@ -174,6 +175,7 @@ def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
 def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool) -> list[str]:
     words = [word.replace("{data}", str(args.data)) for word in shlex.split(flags)]
     words += ["--logs", str(args.logs), "--name", run.name, *(["--resume", "latest"] if resumed else [])]
+    words += ["--torchcompile"] * args.torchcompile
     return ["nice", "-n", "19", sys.executable, str(HERE / "train.py"), *words]
 
 
@@ -205,6 +207,7 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
         "diverged": diverged[1] if diverged else None,
+        "compiled": args.torchcompile,
         # Unknown for a resumed run, whose earlier part was not timed.
         "wall_seconds": None if resumed else round(wall_seconds, 1),
         "cpu_seconds": None if resumed else round(cpu_seconds, 1),
