@@ -17,6 +17,7 @@ from command import image_file
 from open_clip_ext.metrics_file import FILE, read_metrics
 
 PERCENT = {"R@1": "R@1, mean of both directions, %", "top1": "zero-shot top-1, %"}
+ENDINGS = {"R@1": "_R@1", "top1": "top1"}
 STEPS = {
     "tau": "temperature",
     "error": "error of log-normalizers\n(dotted: of the minibatch's)",
@@ -53,9 +54,10 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {}
     steps = [line for line in lines if line["stage"] == "train"]
     per_epoch = samples_per_epoch(steps[0]) if steps else 1000.0
+    metrics = {panel: in_every_evaluation(lines, ending) for panel, ending in ENDINGS.items()}
     for line in lines:
         if line["stage"] == "eval":
-            values = evaluated(line)
+            values = {panel: percent([line.get(name) for name in names]) for panel, names in metrics.items()}
             seen = line["epoch"] * per_epoch
         elif line["stage"] == "train":
             values = {
@@ -84,13 +86,16 @@ def samples_per_epoch(line: dict[str, Any]) -> float:
     return line["samples"] / (line["epoch"] * line["steps"] + line["step"]) * line["steps"]
 
 
-def evaluated(line: dict[str, Any]) -> dict[str, float | None]:
-    recalls = [value for name, value in line.items() if name.endswith("_R@1")]
-    tops = [value for name, value in line.items() if name.endswith("top1")]
-    return {
-        "R@1": 100 * sum(recalls) / len(recalls) if recalls and None not in recalls else None,
-        "top1": 100 * sum(tops) / len(tops) if tops and None not in tops else None,
-    }
+def in_every_evaluation(lines: list[dict[str, Any]], ending: str) -> list[str]:
+    """The metrics with this ending that every evaluation with any of them has, so that a curve has one meaning."""
+    found = [{name for name in line if name.endswith(ending)} for line in lines if line["stage"] == "eval"]
+    return sorted(set.intersection(*filter(None, found))) if any(found) else []
+
+
+def percent(values: list[float | None]) -> float | None:
+    """The mean in percent; None without values, or if one is missing or was not finite."""
+    known = [value for value in values if value is not None]
+    return 100 * sum(known) / len(known) if known and len(known) == len(values) else None
 
 
 def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> None:

@@ -9,6 +9,7 @@ goes to `same-caption/`; what is there already is not run again.
 """
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -84,7 +85,8 @@ def write_pictures(folder: Path, pictures: int) -> str:
                 break
         for path, chosen in ((train, lines), (held_out, one_each.values())):
             path.write_text("\n".join(["filepath\ttitle", *chosen]) + "\n")
-    return f"--train-data {train.absolute()} --val-data {held_out.absolute()}"
+    train_data, val_data = (shlex.quote(str(path.absolute())) for path in (train, held_out))
+    return f"--train-data {train_data} --val-data {val_data}"
 
 
 def scenes() -> Iterator[tuple[int, Scene]]:

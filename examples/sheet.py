@@ -25,7 +25,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="other samples (default: 0)")
     parser.add_argument("--out", type=image_file, default=Path("sheet.png"), help="(default: sheet.png)")
     args = parser.parse_args()
-    shard = webdataset.WebDataset(args.shard, shardshuffle=False).to_tuple("__key__", "jpg;png;jpeg;webp", "txt")
+    shard = webdataset.WebDataset(args.shard, shardshuffle=False).to_tuple(
+        "__key__", "jpg;png;jpeg;webp", "txt", handler=webdataset.ignore_and_continue
+    )
     try:
         samples = list(shard)
     except (OSError, tarfile.TarError) as error:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -103,6 +104,17 @@ def test_fine_tuning_on_icons(example, tmp_path):
         assert all(0 <= one["zeroshot-emoji-top1"] <= 1 for one in metrics)
     flags = Path("finetune/logs/gcl-no-recovery-0.flags").read_text()
     assert "--train-data icons/emoji/train-{000000..000001}.tar --train-num-samples 130 " in flags
+
+
+def test_pictures_in_a_folder_with_a_space(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import same_caption
+
+    folder = tmp_path / "my data"
+    folder.mkdir()
+    (folder / "val.csv").touch()  # the pictures are there already
+    flags = shlex.split(same_caption.write_pictures(folder, 1))
+    assert flags == ["--train-data", f"{folder}/train.csv", "--val-data", f"{folder}/val.csv"]
 
 
 def test_after_one_has_failed_no_other_run_begins(monkeypatch):
@@ -319,6 +331,10 @@ def test_curves(example, tmp_path, capsys):
     assert found["R@1"] == [(epoch * 0.04, pytest.approx(15.0)) for epoch in range(3)]
     assert found["error"] == [(pytest.approx(0.04 * epoch), 0.5) for epoch in (1, 2, 3)]
     assert [rate for _, rate in found["throughput"]] == [100, 300, 100, 300, 100, 500]
+    # ImageNet is evaluated in every second epoch: the curve is that of the own classes alone.
+    tops = [{"zeroshot-data-top1": 0.9}, {"zeroshot-data-top1": 0.9, "imagenet-zeroshot-val-top1": 0.1}]
+    lines = [{"stage": "eval", "epoch": epoch, "step": 0, **tops[epoch % 2]} for epoch in range(4)]
+    assert [value for _, value in plot.curves(lines)["top1"]] == [90.0] * 4
     resumed = [line for line in plot.read_metrics("queue") if line["epoch"] == 2]
     assert plot.curves(resumed)["R@1"] == [(pytest.approx(0.08), pytest.approx(15.0))]
 
@@ -344,5 +360,6 @@ def test_a_sheet_shows_what_cannot_be_decoded(example, tmp_path, capsys):
 
     with webdataset.TarWriter("odd.tar") as tar:
         tar.write({"__key__": "bad", "png": b"no image", "txt": "costs $5 and \\frac{ $6"})
+        tar.write({"__key__": "without a caption", "png": b"no image"})
     example("sheet", ["odd.tar"])
     assert Path("sheet.png").stat().st_size > 1_000 and "'bad'" in capsys.readouterr().err

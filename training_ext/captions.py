@@ -7,7 +7,7 @@ key.
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,38 @@ class Pictures:
             )
 
 
+class Cells:
+    """A column of a csv as a sequence by position, also where OpenCLIP's data set has or expects a pandas Series.
+
+    Args:
+        values: the column's cells; of a Series the labels are dropped.
+    """
+
+    def __init__(self, values: Any):
+        # The array, not a list: its buffers stay shared with the loader's forked workers.
+        self.values = values.array if isinstance(values, pd.Series) else values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.values[position]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    @property
+    def iloc(self) -> "Cells":
+        return self
+
+
+def index_by_position(csv: Any) -> None:
+    """Change the columns of OpenCLIP's data set of lines, which are lists or pandas Series, into `Cells`."""
+    csv.images, csv.captions = Cells(csv.images), Cells(csv.captions)
+
+
 class DrawnCaptions:
-    """The caption of each image in the present epoch, as a sequence.
+    """The caption of each image in the present epoch, as a sequence; empty ones are drawn for no image that has others.
 
     Args:
         captions: the caption in each line of the csv.
@@ -90,14 +120,16 @@ class DrawnCaptions:
         return len(self.pictures)
 
     def __getitem__(self, picture: int) -> Any:
-        return self.captions[drawn(self.pictures.lines(picture), self.seed, self.epoch.get_value(), picture)]
+        captions = [self.captions[line] for line in self.pictures.lines(picture)]
+        usable = [caption for caption in captions if not pd.isna(caption)]
+        return drawn(usable or captions, self.seed, self.epoch.get_value(), picture)
 
 
 def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
-    """Change OpenCLIP's data set of lines, `csv`, into one of images; returns the grouping."""
-    pictures = Pictures(csv.images)
-    csv.captions = DrawnCaptions(csv.captions, pictures, seed, epoch)
-    csv.images = [csv.images[line] for line in pictures.first]
+    """Change OpenCLIP's data set of lines, with `Cells`, into one of images; returns the grouping."""
+    pictures = Pictures(list(csv.images))
+    csv.captions = Cells(DrawnCaptions(csv.captions, pictures, seed, epoch))
+    csv.images = Cells([csv.images[line] for line in pictures.first])
     return pictures
 
 

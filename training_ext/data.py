@@ -7,7 +7,10 @@ samples of data without shards are dicts there and have `index` from the start.
 """
 
 import hashlib
+import lzma
 import re
+import tarfile
+import zipfile
 import zlib
 from argparse import Namespace
 from collections import deque
@@ -32,6 +35,7 @@ from training_ext.keys import Keys, check_column, key_of_samples
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
+_DAMAGED_ARCHIVE = (zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
 
@@ -161,7 +165,7 @@ def read_csv(
         # A header with one name fewer than the lines makes labels of the first column.
         table = table.reset_index(drop=True)
     # Several characters are a pattern to pandas; a path may be a URL, and a file compressed.
-    except (OSError, ValueError, re.error, ImportError, EOFError, zlib.error) as error:
+    except (OSError, ValueError, re.error, ImportError, EOFError, *_DAMAGED_ARCHIVE) as error:
         reason = " ".join(str(error).split())
         raise InputError(
             f"{flag}: {path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}"

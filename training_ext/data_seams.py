@@ -11,7 +11,7 @@ from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
-from training_ext.captions import captions_of_samples, draw_from_lines
+from training_ext.captions import Cells, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
 from training_ext.hosts import host
 from training_ext.keys import find_keys, key_of_samples
@@ -84,7 +84,7 @@ class DataSeams:
         with scoped(self._building):
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
-            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size
+            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size * args.world_size
         if not is_train or not args.uses_ext_loss:
             return info
         loader = info.dataloader
@@ -111,6 +111,7 @@ class DataSeams:
 
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
+            index_by_position(lines)
             self._warn_of_joined(lines.captions, path)
             first_lines = None
             if is_train and self.args.several_captions:
@@ -121,7 +122,7 @@ class DataSeams:
 
         return build
 
-    def _warn_of_joined(self, captions: Sequence[Any], path: str) -> None:
+    def _warn_of_joined(self, captions: Cells, path: str) -> None:
         """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
         found = [number for number, caption in enumerate(captions) if isinstance(caption, str) and "\n" in caption]
         if found and is_master(self.args):

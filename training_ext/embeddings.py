@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
-from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines
+from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import shapes_dataset
 from training_ext.hosts import host, taken
 from training_ext.loading import decode_pairs
@@ -59,7 +59,7 @@ class CsvLines(Dataset):
     """The lines of a csv; reading one without caption or image is an error, since the training skips it.
 
     Args:
-        csv: OpenCLIP's data set, which takes the nan of an empty cell for the text "nan".
+        csv: OpenCLIP's data set, indexed by position, which takes the nan of an empty cell for the text "nan".
     """
 
     def __init__(self, csv: Any):
@@ -141,6 +141,7 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
     if kind == "csv":
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
         csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
+        index_by_position(csv)
         if args.several_captions:
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
         return MapSource(CsvLines(csv))

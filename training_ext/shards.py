@@ -27,7 +27,7 @@ from training_ext.tars import KeyDigest, one_line, read_samples
 ROW_SEPARATOR = "\x1f"
 """The separator between row and caption in the text that `ShardRows` writes."""
 
-_CHECKED_SAMPLES = 20_000  # of shards with a recorded size, counted as a check; takes a second or two
+_CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
 _NAMED = 3  # shards in a message
 
 
@@ -186,11 +186,11 @@ def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> di
 
 
 def _to_check(paths: dict[str, str], recorded: dict[str, tuple[int, str]]) -> set[str]:
-    """Shards to scan as a check of their recorded size: the first, the last and others within the budget."""
+    """Shards to scan as a check of their recorded size: the first, the last, and others within the budget."""
     urls, samples = list(paths), 0
     chosen: list[str] = []
     for url in dict.fromkeys([*urls[:1], *urls[-1:], *urls]):
-        if chosen and samples + recorded[url][0] > _CHECKED_SAMPLES:
+        if len(chosen) >= 2 and samples + recorded[url][0] > _CHECKED_SAMPLES:
             break
         chosen.append(url)
         samples += recorded[url][0]

@@ -52,7 +52,7 @@ class Skips:
 
     def __init__(self, max_share: float | None, workers: int):
         self.max_share = max_share
-        self.epoch_samples = 0  # number of samples that this process uses per epoch
+        self.epoch_samples = 0  # number of samples that all processes together use per epoch
         # Each worker writes its own row, so that no lock is needed.
         self._counts = torch.zeros(max(1, workers), 9, dtype=torch.int64).share_memory_()
         self._named = torch.zeros(9, dtype=torch.int64).share_memory_()
@@ -96,7 +96,7 @@ class Skips:
             )
         counts = self.counts()
         bad = sum(counts[kind] for kind in SKIPPED)
-        # However good the rest of the epoch is, the limit is exceeded.
+        # However good the rest of the epoch is, here and in the other processes, the limit is exceeded.
         if self.max_share is not None and bad > self.max_share * (bad + self.epoch_samples):
             self._raise_share(counts, f"{what}: {why}")
 
@@ -351,7 +351,7 @@ class UsableLines(Dataset):
     """The lines of a csv, with each unusable line replaced by another.
 
     Args:
-        csv: OpenCLIP's data set, with the cells as `images` and `captions`.
+        csv: OpenCLIP's data set, with the cells as `images` and `captions`, by position.
         dataset: the same lines, as they reach the loader.
         path: path of the file.
         skips: counts of the train data; None for validation data, where a bad line raises InputError, since metrics

@@ -12,11 +12,13 @@ validation and 2.5 % for the test split, and the rest is for training.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
 import re
 import tarfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -185,12 +187,20 @@ def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
                         assert content is not None  # it is a regular file
                         yield member.name, content.read()
                         found += 1
-        except (tarfile.TarError, EOFError) as error:
+                _check_end(tar.fileobj)
+        except (tarfile.TarError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ValueError(f"argument --iconify: {source!r} is not a whole .tgz file: {error}") from error
         except OSError as error:
             raise ValueError(f"argument --iconify: {source!r} cannot be read: {error}") from error
     if not found:
         raise ValueError(f"argument --iconify: must be the package @iconify/json, got {source!r} without icon sets")
+
+
+def _check_end(file: Any) -> None:
+    """Read the rest of a tar, since gzip compares its checksum only then; ReadError if it is more than zeros."""
+    while block := file.read(1 << 16):
+        if block.count(0) < len(block):  # tarfile takes a damaged header for the end
+            raise tarfile.ReadError("there are data after the end of the archive")
 
 
 def _check_size(name: str, size: int) -> None:

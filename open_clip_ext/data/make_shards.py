@@ -293,6 +293,15 @@ def _check_out(out: str, overwrite: bool) -> Path:
         named = " ".join(marks)
         raise ValueError(f"argument --out: must be a folder's name without {named} and 'NAME:' in front, got {out!r}")
     folder = Path(out)
+    try:
+        _check_folder(folder, out, overwrite)
+    except OSError as error:  # a name that is too long, a folder that may not be entered
+        raise ValueError(f"argument --out: the folder {out!r} cannot be made: {error.strerror or error}") from error
+    return folder
+
+
+def _check_folder(folder: Path, out: str, overwrite: bool) -> None:
+    """Raise ValueError or OSError if `folder`, given as `out`, cannot be made or has shards already."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"argument --out: must be a folder, got the file {out!r}")
     held = [path for name in ("*.tar", SIZES_FILE, evalset.TASKS_FILE) for path in sorted(folder.glob(name))]
@@ -305,7 +314,6 @@ def _check_out(out: str, overwrite: bool) -> Path:
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
-    return folder
 
 
 def _check_sizes(folder: Path) -> None:

@@ -11,10 +11,12 @@ import shlex
 import shutil
 import tarfile
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import open_clip_train.main
+import pandas as pd
 import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
@@ -22,6 +24,8 @@ from conftest import LOSSES, ext_main, run_main
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext import skips
+from training_ext.data import read_csv
+from training_ext.data_seams import DataSeams
 from training_ext.hosts import host
 from training_ext.shards import ShardRows
 
@@ -264,6 +268,19 @@ def test_a_csv_whose_archive_is_cut_off(refused, datasets, tmp_path):
     assert "--train-data: " in line and "cut.csv.gz' cannot be read" in line
 
 
+@pytest.mark.parametrize("compression", ["zip", "xz", "tar"])
+def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
+    path = tmp_path / f"train.csv.{compression}"
+    pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t").to_csv(path, sep="\t", index=False)
+    content = path.read_bytes()
+    broken = content[: len(content) // 2] + bytes(20) + content[len(content) // 2 + 20 :]
+    # The header is not a tar's, and the end of a zip is missing.
+    path.write_bytes(b"x" * 600 + content[600:] if compression == "tar" else broken[:-30])
+    args = Namespace(csv_separator="\t", csv_img_key="filepath", csv_caption_key="title", same_key=None)
+    with pytest.raises(InputError, match=rf"^--train-data: '.*train.csv.{compression}' cannot be read with [^\n]*$"):
+        read_csv(args, str(path))
+
+
 def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path):
     """As R and pandas write it; pandas makes labels of the numbers."""
     header, *lines = Path(shlex.split(datasets["csv"])[1]).read_text().splitlines()
@@ -447,6 +464,21 @@ def test_a_recovery_ends_by_the_same_limit(ends, shards, tmp_path):
     line, log = ends(f"{common} --max-bad-samples 0.4")
     assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line
     assert "Recovery epoch 0 data: used" in log and "Epoch 0 1/" not in log
+
+
+def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
+    """Of 2 x 32 samples 4 are 6 %, though 4 of this process's 32 are more than 10 %."""
+    args = Namespace(
+        max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2
+    )
+    seams = DataSeams(args, None)
+    info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
+    assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
+    seams.close()
+    for _ in range(7):
+        seams.skips.skip(skips.UNREADABLE, "a sample", "not an image")
+    with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):
+        seams.skips.skip(skips.UNREADABLE, "a sample", "not an image")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Several captions a picture: which one a sample has in each epoch, and what is a sample."""
 
 import shlex
+from types import SimpleNamespace
 
 import json_shards
 import pandas as pd
@@ -8,9 +9,10 @@ import pytest
 import torch
 from conftest import LOSSES
 from open_clip import get_tokenizer
+from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
-from training_ext.captions import Pictures, drawn
+from training_ext.captions import Pictures, draw_from_lines, drawn, index_by_position
 from training_ext.keys import keys_of_captions
 
 # Keys of captions tell which ones the loss has met.
@@ -92,6 +94,20 @@ def test_lists_in_shards(run, told, lists, captions):
     assert by_sample <= {pair for numbers in epochs for pair in numbers.items()}
 
 
+def test_empty_captions_are_not_drawn(run, told, lines, captions, tmp_path):
+    """Of picture 0 every caption but the third is empty; picture 1 has none and is left out, with its first line."""
+    table = pd.read_csv(shlex.split(lines)[1], sep="\t")
+    table.loc[[0, 12, 36, *range(1, 48, 12)], "title"] = None
+    table.to_csv(tmp_path / "few.csv", sep="\t", index=False)
+    more = "--workers 0 --several-captions --max-bad-samples 0.5"
+    log = run("x", f"--train-data {tmp_path}/few.csv {COMMON} {more}").log
+    assert f"Left out of the train data: line 3 of '{tmp_path}/few.csv': its caption is empty" in log
+    rows, keys = told()
+    pairs = [(row, captions[key]) for row, key in zip(rows.tolist(), keys.tolist(), strict=True)]
+    assert pairs.count((0, 24)) >= 2 and {number for row, number in pairs if row == 0} == {24}
+    assert {row for row, _ in pairs} == {*range(12)} - {1} and len(pairs) == 24
+
+
 def test_with_open_clips_loss(run, lines):
     log = run("x", f"{lines} --loss clip --epochs 1 --workers 1 --batch-size 4 --several-captions").log
     assert "48 captions of 12 pictures" in log and "Epoch 0 3/3" in log
@@ -106,6 +122,20 @@ def test_pictures():
     # Each of 4 with probability 1/4: within 5 standard deviations, of 8.7
     assert (counts - 100).abs().max() < 44
     assert len({tuple(drawn(range(4), 0, epoch, picture) for epoch in range(20)) for picture in range(50)}) == 50
+
+
+def test_columns_that_are_series():
+    """As in OpenCLIP 4.2, whose data set reads a Series by position."""
+    labels = [2, 0, 7, 1]  # as of a csv whose header lacks the name of the first column
+    csv = SimpleNamespace(
+        images=pd.Series(["b", "a", "b", "c"], labels), captions=pd.Series([None, "of a", "of b", None], labels)
+    )
+    index_by_position(csv)
+    assert list(csv.images) == ["b", "a", "b", "c"] and csv.images[0] == csv.images.iloc[2] == "b"
+    pictures = draw_from_lines(csv, 0, SharedEpoch())
+    assert pictures.first.tolist() == [0, 1, 3] and len(csv.images) == len(csv.captions) == 3
+    assert [csv.images.iloc[picture] for picture in range(3)] == ["b", "a", "c"]
+    assert [csv.captions.iloc[picture] for picture in range(2)] == ["of b", "of a"] and pd.isna(csv.captions[2])
 
 
 @pytest.mark.parametrize(

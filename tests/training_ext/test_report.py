@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import tarfile
+from argparse import Namespace
 from pathlib import Path
 
 import open_clip
@@ -24,6 +25,8 @@ from open_clip_ext.normalizers_report import main as report_main
 from training_ext import embeddings
 from training_ext.checkpoint import KEY
 from training_ext.report.command import described
+from training_ext.report.inputs import files_of
+from training_ext.shards import Shards
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-14
@@ -36,6 +39,8 @@ RUNS = {
     "neuclip": f"shapes {LOSSES['neuclip']} --epochs 1 --workers 0",
     "queue": f"shapes {LOSSES['queue']} --epochs 1 --workers 0",
     "isogclr": f"shapes {LOSSES['isogclr']} --shapes-shifted --surrogate hinge --epochs 1 --workers 0",
+    "views": "shapes --loss sogclr --tau-init 0.05 --negatives views --lr 1e-12 --epochs 1 --workers 0 --batch-size 48 "
+    "--warmup 1 --aug-cfg scale=(1.0,1.0) ratio=(1.0,1.0)",
     "clip": "shapes --epochs 1 --workers 0",
     "siglip": "synthetic --loss siglip --epochs 1 --workers 0",
     "resampled": f"resampled {LOSSES['neuclip']} --epochs 1 --workers 0",
@@ -223,6 +228,25 @@ def test_individual_temperatures_and_a_hinge_are_the_checkpoints(report, trained
     torch.testing.assert_close(values["exact"], true, rtol=0, atol=1e-3)
     assert shown["tau"]["text"]["mean"] == pytest.approx(tau[1].mean().item(), rel=1e-5)
     assert (shown["surrogate"], shown["margin"], shown["temperature"]) == ("hinge", 0.1, "individual")
+
+
+def test_one_estimate_for_both_views_is_of_their_mean(report, trained, datasets):
+    """One step over all pairs, unaugmented and with weights that stand still, estimates without an error."""
+    shown, values = report("views", "--batch-sizes 48 --taus 0.05")
+    experiment, _ = trained("views")
+    image, text = embed(experiment, pairs_of("shapes", datasets))
+    own = torch.eye(48, dtype=torch.bool).repeat(1, 2)
+    positives = (image * text).sum(dim=1)
+
+    def true(tau):
+        views = [log_mean(one @ torch.cat([image, text]).T, positives, tau, own) for one in (image, text)]
+        return torch.stack(views).logsumexp(dim=0) - math.log(2)
+
+    torch.testing.assert_close(values["exact"], true(0.05).expand(2, -1), rtol=0, atol=1e-4)
+    assert [one["name"] for one in shown["estimators"]] == ["table", "batch of 48"]
+    assert all(one["both"]["mse"] < 1e-8 for one in shown["estimators"]) and shown["negatives"] == "views"
+    rho = (0.0495 * true(0.0495) - 0.0505 * true(0.0505)).mean().item() / 0.001
+    assert shown["rho_of_tau"] == [{"tau": 0.05, "rho": pytest.approx(rho, rel=1e-3)}]
 
 
 def test_a_checkpoint_without_estimator_has_the_minibatch_ones(report, trained, datasets, capsys):
@@ -517,6 +541,14 @@ def test_embeddings_of_other_images_are_refused(trained, datasets, refused, tmp_
     turned = ["\t".join(pair) for pair in zip(images[::-1], captions, strict=True)]
     table.write_text("\n".join([header, *turned]) + "\n")
     assert "were computed with other files" in refused("csv", more, change=(given, str(table)))
+
+
+def test_files_by_url_are_told_apart(tmp_path):
+    (tmp_path / "0.tar").write_bytes(b"tar")
+    status = (tmp_path / "0.tar").stat()
+    url = f"file:{tmp_path}/0.tar"
+    for shards in (Shards((url, "https://a.example/1.tar"), (1, 1)), None):
+        assert files_of(Namespace(train_data=url), shards) == [[3, status.st_mtime_ns]]
 
 
 def test_embeddings_of_another_form_of_the_model_are_refused(report, refused, tmp_path):

@@ -27,7 +27,7 @@ from training_ext.machine import check_device
 from training_ext.patching import replaced
 from training_ext.recipes.resolved import RECIPE
 from training_ext.rehearsal import model_config
-from training_ext.shards import Shards, find_shards, is_local, shard_urls
+from training_ext.shards import Shards, find_shards, is_local, local_path, shard_urls
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -158,7 +158,10 @@ def files_of(args: Namespace, shards: Shards | None) -> list[list[int]]:
     The digest by which a training resumes has neither: there moved images and repaired shards are the same data. Here
     other images under the same names must not get the embeddings of the old ones.
     """
-    paths = [args.train_data] if shards is None else shards.urls
+    # Of a csv a plain name is taken as it is; a URL such as file:/data/0.tar names a file, too.
+    given = args.train_data or ""
+    plain = given if os.path.exists(given) else local_path(given)
+    paths = [plain] if shards is None else [local_path(url) for url in shards.urls]
     found = [os.stat(path) for path in paths if path and os.path.exists(path)]
     return [[file.st_size, file.st_mtime_ns] for file in found]
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from open_clip_ext.batch import Batch
+from open_clip_ext.batch import Batch, log_mean_of_directions
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
@@ -81,21 +81,27 @@ def compare(
         "device": args.device,
     }
 
+    def as_estimated(log_values: Tensor) -> Tensor:
+        # A loss with one estimate for both views of an image estimates their mean.
+        if loss is None or not loss.one_per_pair:
+            return log_values
+        return log_mean_of_directions(log_values)
+
     def exact_at(tau: Tensor, what: str = "Exact") -> Tensor:
-        return in_parts(
+        return as_estimated(in_parts(
             exact.exact_log_normalizers, embedded, places, tau, args, unit=1, what=what, total=num_read,
             chunk_mib=options.chunk_mib, **common,
-        )
+        ))
 
     true = exact_at(tau)
     estimates = {}
     if loss is not None and not isinstance(loss.normalizer, BatchNormalizer):
         estimates[loss.normalizer.name] = checkpoint_estimate(loss, embedded, places, tau, args)
     for size in sizes:
-        estimates[f"batch of {size}"] = in_parts(
+        estimates[f"batch of {size}"] = as_estimated(in_parts(
             exact.minibatch_log_normalizers, embedded, places, tau, args, unit=exact.group_size(size),
             what=f"Batches of {size}", batch_size=size, seed=options.report_seed, **common,
-        )
+        ))
     summary = {
         "checkpoint": os.path.abspath(options.checkpoint),
         "epoch": saved.epoch,
@@ -239,7 +245,7 @@ def settings(
         "tau": tau.item() if tau.dim() == 0 else {side: spread_of(tau[i].cpu()) for i, side in enumerate(SIDES)},
         "eps": common["eps"],
         "surrogate": surrogate.name,
-        "negatives": "both" if common["intra_modal"] else "cross",
+        "negatives": "cross" if loss is None else loss.negatives,
         "mixing": 0.0 if loss is None else loss.mixing,
         "mixing_applied": False,
     }

@@ -1,4 +1,5 @@
 import errno
+import gzip
 import io
 import json
 import os
@@ -350,7 +351,17 @@ def test_files_that_are_no_package(tmp_path, capsys, package):
     with tarfile.open(tmp_path / "whole.tgz", "w:gz") as tar:
         tar.add(package / "json", "package/json")
     (tmp_path / "cut.tgz").write_bytes((tmp_path / "whole.tgz").read_bytes()[:2000])
-    for name in ("empty", "text.tgz", "cut.tgz"):
+    whole = (tmp_path / "whole.tgz").read_bytes()
+    for place in (len(whole) // 2, len(whole) - 8):  # of the drawings; of the checksum
+        damaged = bytearray(whole)
+        damaged[place : place + 4] = bytes(byte ^ 0xFF for byte in whole[place : place + 4])
+        (tmp_path / f"flipped-{place}.tgz").write_bytes(damaged)
+    with tarfile.open(tmp_path / "whole.tgz") as tar:
+        offset = tar.getmembers()[2].offset
+    zeroed = bytearray(gzip.decompress(whole))
+    zeroed[offset : offset + 512] = bytes(512)
+    (tmp_path / "zeroed.tgz").write_bytes(gzip.compress(zeroed))
+    for name in ("empty", "text.tgz", "cut.tgz", "zeroed.tgz", *(path.name for path in tmp_path.glob("flipped-*"))):
         argv = ["icons", "--jobs", "1", "--iconify", tmp_path / name, "--out", tmp_path / "new"]
         message = refused(capsys, argv)
         assert "--iconify" in message and name in message

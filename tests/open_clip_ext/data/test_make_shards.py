@@ -295,6 +295,9 @@ def test_out_that_cannot_be_a_folder(tmp_path, capsys):
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         message = refused(capsys, ["shapes", "--out", out])
         assert "--out" in message and str(out) in message
+    for source in ("shapes", "digits", "icons", "evalset"):
+        message = refused(capsys, [source, "--out", tmp_path / ("long" * 75)])
+        assert "--out" in message and "longlong" in message and "File name too long" in message
     assert contents(tmp_path) == {"file": b"mine"}
 
 
