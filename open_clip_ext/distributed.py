@@ -220,12 +220,15 @@ class ShardedRows(nn.Module):
         return table
 
     def check(self, table: Any) -> None:
-        """Raise ValueError unless `load` can load the table."""
+        """Raise ValueError unless `load` can load the table, InputError if a file of it is missing or damaged."""
         if not isinstance(table, Tensor):
             if self.files is None:
                 raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
-        elif tuple(table.shape) != (self.num_rows, self.columns):
-            raise ValueError(f"table: shape {tuple(table.shape)} where {(self.num_rows, self.columns)} is needed")
+            shape = self.files.check(table)
+        else:
+            shape = tuple(table.shape)
+        if shape != (self.num_rows, self.columns):
+            raise ValueError(f"table: shape {shape} where {(self.num_rows, self.columns)} is needed")
 
     def load(self, table: Any) -> None:
         """Load this process's rows from the result of `gather` on process 0, saved under any world size.

@@ -175,15 +175,12 @@ class RowFiles:
         """Fill `rows` (local n, c) with this process's of a table of `num_rows`.
 
         Args:
-            saved: what `write` gave.
+            saved: what `write` gave, after `check`.
 
         Raises:
-            ValueError: the table has another shape.
             InputError: a file is missing, damaged or of another save.
         """
         parts, shape = self._find(saved)
-        if shape != (num_rows, rows.shape[1]):
-            raise ValueError(f"table: shape {shape} where {(num_rows, rows.shape[1])} is needed")
         own, owners = rank(), world_size()
         both = math.lcm(parts, owners)
         for part in range(parts):
@@ -200,12 +197,13 @@ class RowFiles:
                     begin = offset + start * stride
                     piece.copy_(tensor[begin : begin + (len(piece) - 1) * stride + 1][::stride])
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise InputError unless all files of a table are there and whole."""
+    def check(self, saved: Mapping[str, Any]) -> tuple[int, int]:
+        """The shape of a table; raises InputError unless all its files are there and whole."""
         parts, shape = self._find(saved)
         for part in range(parts):
             with self._open(saved, part, parts, shape):
                 pass
+        return shape
 
     def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int]]:
         """How many processes wrote the table, and its shape."""

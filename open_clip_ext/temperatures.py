@@ -366,6 +366,8 @@ class IndividualTemperature(Temperature):
         for name in self.columns:
             if name not in state and "rows" not in state:
                 raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has no {name}")
+        if "second_moment" in state.keys() - set(self.columns):
+            raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has the moments of 'adam'")
         self.rows.check(self._table_of(state))
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:

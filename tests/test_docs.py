@@ -81,6 +81,48 @@ def test_gradient_accumulation(loop):
         assert (parameter.grad - accumulated[name]).abs().max() <= 1e-4 * parameter.grad.abs().max(), name
 
 
+ACCUMULATING = """
+import copy, torch
+import torch.distributed as dist
+from contextlib import nullcontext
+from torch import nn
+
+dist.init_process_group("gloo")
+{first}
+{accumulation}
+model.load_state_dict(start)
+ddp = nn.parallel.DistributedDataParallel(model)
+rank, calls = dist.get_rank(), 0
+
+def model(*batch):  # four micro-batches, of which the last synchronizes
+    global calls
+    calls += torch.is_grad_enabled()
+    with nullcontext() if calls % 4 == 0 else ddp.no_sync():
+        return ddp(*batch)
+
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+rows = torch.arange(48) * 2 + rank
+new = copy.deepcopy(loss)
+for _ in range(2):
+    loss = copy.deepcopy(new)
+    accumulated_step(rows, size=12)
+accumulated = [parameter.grad.clone() for parameter in ddp.parameters()]
+loss = copy.deepcopy(new)
+optimizer.zero_grad()
+loss(*ddp(images[rows], texts[rows]), index=rows).backward()
+for parameter, own in zip(ddp.parameters(), accumulated, strict=True):
+    assert (parameter.grad - own).abs().max() <= 1e-4 * parameter.grad.abs().max()
+"""
+
+
+def test_gradient_accumulation_over_processes(tmp_path):
+    """Micro-batches without synchronization, and one with it: the gradient is that of the global batch."""
+    first = "\n".join(code(None, LOOP)).partition("for epoch in range(epochs):")[0]
+    accumulation = "\n".join(code("Gradient accumulation", LOOP)).partition("loss.set_epoch(epochs)")[0]
+    first += "start = model.state_dict()\nloss.set_epoch(0)"
+    in_two_processes(ACCUMULATING.format(first=first, accumulation=accumulation), tmp_path)
+
+
 @pytest.mark.parametrize("heading", ["Mixed precision", "GradScaler"])
 def test_mixed_precision(loop, heading):
     names, _ = loop(heading)
@@ -111,19 +153,23 @@ def test_recovery(loop):
     assert steps == {100}
 
 
-def test_several_processes(tmp_path):
-    (script,) = code("Several processes", LOOP)
-    (tmp_path / "train.py").write_text(script)
+def in_two_processes(script: str, folder: Path) -> None:
+    (folder / "train.py").write_text(script)
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2"}
     started = [
         subprocess.Popen(
-            [sys.executable, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+            [sys.executable, "train.py"], cwd=folder, stderr=subprocess.PIPE, text=True,
             env={**ENVIRONMENT, **group, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]
     errors = [process.communicate()[1] for process in started]
     assert [process.returncode for process in started] == [0, 0], errors
+
+
+def test_several_processes(tmp_path):
+    (script,) = code("Several processes", LOOP)
+    in_two_processes(script, tmp_path)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["loss"]["_extra_state"]
     assert state["state.log_u"].isfinite().all() and state["temperature.tau"].shape == (1000, 2)
 

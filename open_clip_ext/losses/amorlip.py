@@ -41,7 +41,6 @@ Readings fixed here, where the paper is silent or its released code differs:
 """
 
 import math
-import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -125,7 +124,7 @@ class AmorLIPLoss(Loss):
         if self.amor_beta_epochs is None:
             raise InputError("the cosine of beta needs its length, or the number of epochs", "amor_beta_epochs")
         if self.rho_annealed_from is None:
-            self.rho_annealed_from = sys.maxsize
+            raise InputError("rho needs the epoch of its change, or the number of epochs", "rho_annealed_from")
         self.networks = Amortization(
             width=self.mlp_width, objective=self.amor_objective, l2_weight=self.amor_l2_weight,
             updates=self.amor_updates, online_every=self.amor_online_every, target_every=self.amor_target_every,
@@ -297,4 +296,4 @@ class AmorLIPLoss(Loss):
 
     def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
         super().load_full_state(state)
-        self.networks.load_full_state(state)
+        self.networks.load_full_state(state, self._like)

@@ -214,11 +214,14 @@ class Amortization:
             if hidden != PartitionNetwork.hidden(dimension, self.width):
                 raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
 
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Load the result of `full_state` on process 0, after `check_state`."""
+    def load_full_state(self, state: dict[str, Tensor | int | str], like: Tensor) -> None:
+        """Load the result of `full_state` on process 0, after `check_state`, to the device and dtype of `like`."""
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         if tensors:
-            self._restore(tensors, tensors["online:0.up.weight"])
+            self._restore(tensors, like)
+        else:  # of a loss that has not been trained yet
+            self.online = self.target = self.previous = None
+        self.objective_before = None
         self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ class Loss(Part, nn.Module):
         self._adapt(image.shape[1], image.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
-            scale = scale_gradient(logit_scale.reshape(()).to(dtype), 1 / self.accum_freq)
+            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
             self._calls += trains
             self.steps += update_state
             try:

@@ -166,9 +166,9 @@ class GlobalContrastiveLoss(Loss):
         return ", ".join(f"{part} {name}" for part, name in parts.items())
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().materialize(dimension, device, dtype)
         self.normalizer.materialize(dimension, device, dtype)
         self.temperature.materialize(dimension, device, dtype)
+        super().materialize(dimension, device, dtype)  # last, so that after a failure the next call allocates again
 
     def hold_temperatures(self, hold: bool) -> None:
         self.temperature.hold = hold

@@ -135,6 +135,7 @@ def test_a_refused_state_changes_nothing(name):
         ("queue", {}, {"queue_size": 7}, "queue_size"),
         ("tempnet", {}, {"tau_net_prototypes": 3}, "tau_net_prototypes"),
         ("isogclr", {"tau_optimizer": "adam"}, {"tau_optimizer": "momentum"}, "tau_optimizer"),
+        ("isogclr", {"tau_optimizer": "momentum"}, {"tau_optimizer": "adam"}, "tau_optimizer"),
         ("amorlip", {}, {"mlp_width": 1.0}, "mlp_width"),
         ("fastclip-v3", {}, {"num_samples": 9}, "table"),
     ],
@@ -151,6 +152,47 @@ def test_a_state_of_other_sizes_changes_nothing(name, options, other, part):
             one.load_full_state(theirs.full_state())
     assert step(loss, 2) == step(twin, 2) and step(loss, 3) == step(twin, 3)
     assert (new.steps, new.dimension) == (0, 0)
+
+
+@pytest.mark.parametrize("num_samples", [9, 8])
+def test_rows_in_files_that_do_not_fit_or_are_missing_change_nothing(tmp_path, num_samples):
+    theirs = make("isogclr", num_samples=num_samples)
+    step(theirs, 1)
+    with rows_in_files(tmp_path / "rows"):
+        state = theirs.full_state()
+    if num_samples == 8:  # the second table
+        (tmp_path / "rows/table_1_part_0_of_1.safetensors").unlink()
+    loss, twin, new = (make("isogclr") for _ in range(3))
+    for one in (loss, twin):
+        step(one)
+    for one in (loss, new):
+        with rows_in_files(tmp_path / "rows"), pytest.raises((ValueError, InputError), match="shape|part_0_of_1"):
+            one.load_full_state(state)
+    assert step(loss, 2) == step(twin, 2) and step(loss, 3) == step(twin, 3)
+    assert (new.steps, new.dimension) == (0, 0)
+
+
+def test_a_state_without_networks_replaces_the_trained_ones():
+    """Of AmorLIP, after an evaluation alone."""
+    evaluated, trained, new = make("amorlip"), make("amorlip"), make("amorlip")
+    with torch.no_grad():
+        step(evaluated)
+    for seed in range(3):
+        step(trained, seed)
+    for loss in (trained, new):
+        loss.load_full_state(evaluated.full_state())
+        loss.set_epoch(1)
+    assert [step(trained, seed) for seed in range(3)] == [step(new, seed) for seed in range(3)]
+
+
+def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):
+    loss = make("queue")
+    materialize = type(loss.normalizer).materialize
+    monkeypatch.setattr(type(loss.normalizer), "materialize", lambda *_: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        step(loss)
+    monkeypatch.setattr(type(loss.normalizer), "materialize", materialize)
+    assert step(loss) == step(make("queue"))
 
 
 @pytest.mark.parametrize("name", LOSSES)

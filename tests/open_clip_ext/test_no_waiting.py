@@ -19,10 +19,46 @@ LOSSES |= {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_autocast(monkeypatch):
+    """The meta device has none."""
+    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())
+
+
+def make(name: str, device: str = "meta"):
+    return create_loss(name.split(",")[0], num_samples=100, epochs=4, device=device, **LOSSES[name])
+
+
+def inputs(loss, device: str = "meta") -> dict:
+    """A batch of 16 without gradients; the scale is on the CPU."""
+    image, text, *others = torch.nn.functional.normalize(torch.randn(4, 16, 8, device=device), dim=2)
+    reference = dict(zip(("dist_image_features", "dist_text_features"), others, strict=True))
+    return {
+        "image_features": image, "text_features": text, "logit_scale": torch.tensor(20.0),
+        "index": torch.arange(16, device=device), **(reference if loss.takes_reference else {}),
+    }
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_step_waits_for_the_device(name, monkeypatch):
-    monkeypatch.setattr(torch, "autocast", lambda *args, **kwargs: nullcontext())  # which meta does not have
-    loss = create_loss(name.split(",")[0], num_samples=100, epochs=4, device="meta", **LOSSES[name])
+def test_a_state_from_the_cpu_goes_where_the_loss_is(name):
+    """And a scale on the CPU is as good as a number."""
+    theirs, loss = make(name, "cpu"), make(name)
+    for epoch in range(2):
+        theirs.set_epoch(epoch)
+        for _ in range(2):
+            image, text = (torch.nn.functional.normalize(torch.randn(16, 8), dim=1).requires_grad_() for _ in range(2))
+            theirs(**{**inputs(theirs, "cpu"), "image_features": image, "text_features": text})
+    loss.load_full_state(theirs.full_state())
+    for epoch in (1, 2):
+        loss.set_epoch(epoch)
+        for _ in range(3):
+            batch = inputs(loss)
+            loss(**{**batch, "image_features": batch["image_features"].requires_grad_()}).backward()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_step_waits_for_the_device(name):
+    loss = make(name)
     loss.steps = 1  # the first step checks more, and may wait
     for epoch in range(3):
         loss.set_epoch(epoch)
