@@ -224,7 +224,7 @@ class ShardedRows(nn.Module):
         if not isinstance(table, Tensor):
             if self.files is None:
                 raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
-            shape = self.files.check(table)
+            shape: tuple[int, ...] = self.files.check(table)
         else:
             shape = tuple(table.shape)
         if shape != (self.num_rows, self.columns):

@@ -67,8 +67,9 @@ def train(flags: Iterable[object]) -> Trained:
         flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
 
     Raises:
-        InputError: bad input; the message is one line that says what to change. No file has been written, unless the
-            data turned out to be unusable during the run.
+        InputError: bad input; the message is one line that says what to change. No file has been written, except
+            where only the run itself shows it: data that turn out to be unusable, recovered statistics of other weights
+            (all cases are in docs/wrong-flags.md).
         NonFiniteError: the training met a NaN or an infinity.
         Stopped: SIGTERM stopped it, and its state is saved.
     """

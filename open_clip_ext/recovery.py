@@ -78,8 +78,12 @@ def recover_statistics(
     """
     if not (isfinite(epochs) and epochs > 0):
         raise InputError(f"epochs: {epochs} is out of range; it must be a number > 0")
-    if epochs != int(epochs) and not hasattr(batches, "__len__"):
-        raise InputError(f"epochs: {epochs:g} with batches that have no length; give a whole number")
+    steps = None
+    if epochs != int(epochs):
+        try:
+            steps = len(batches)  # type: ignore[arg-type]
+        except TypeError:  # also of a DataLoader over an IterableDataset, which has a __len__
+            raise InputError(f"epochs: {epochs:g} with batches that have no length; give a whole number") from None
     if step is None and loss is None:
         raise InputError("step: needed without a loss, to compute one")
     if step is None and loss is not None and loss.accum_freq > 1:
@@ -94,9 +98,7 @@ def recover_statistics(
     if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("model: the optimizer has parameters that are not in it; give a module that holds them all")
     name = f"optimizer: {type(optimizer).__name__}"
-    lengths: list[int | None] = [None] * int(epochs)
-    if epochs != int(epochs):
-        lengths = [*epoch_lengths(epochs, len(batches))]  # type: ignore[arg-type]  # it has a length, see above
+    lengths: list[int | None] = [None] * int(epochs) if steps is None else [*epoch_lengths(epochs, steps)]
     with weights.kept(), zero_learning_rates(optimizer, loss, None if surrogate == own else Identity()):
         for epoch, length in enumerate(lengths):
             if loss is not None:

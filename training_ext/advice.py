@@ -85,7 +85,7 @@ def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
     if farthest < USEFUL_MOVE:
         yield (
             f"--lr-tau: at {args.lr_tau:.3g} the temperature cannot fall below {exp(-farthest):.3g} of its initial "
-            f"value in {steps} steps; to let it halve give at least {USEFUL_MOVE / steps:.1g}, or set --tau-init"
+            f"value in {steps} steps; give about {2 / steps:.1g} (2 / steps), or set --tau-init"
         )
 
 

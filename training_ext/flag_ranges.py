@@ -174,4 +174,5 @@ def likely_cause(args: Namespace) -> str:
         if value is not None and not usual.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             return f"the likely cause is {flag_of(name)} {shown}; usual is {usual.expected}"
-    return f"lower --lr ({args.lr:g}), or give --grad-clip-norm 1.0"
+    clips = args.grad_clip_norm is not None and args.grad_clip_norm <= 1
+    return f"lower --lr ({args.lr:g})" + ("" if clips else ", or give --grad-clip-norm 1.0")

@@ -76,7 +76,11 @@ class TrainingLoss:
         self.loss = loss
         self.loader = loader
         self.device = torch.device(device)
-        self.name = loss.value_name
+
+    @property
+    def name(self) -> str:
+        """The value's name in logs; a recovery with another surrogate has another value."""
+        return self.loss.value_name
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
         index = self.loader.latest_rows() if self.loss.needs_index else None

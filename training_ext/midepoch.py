@@ -245,4 +245,5 @@ def remove_folders(folder: str) -> None:
         if path.endswith(f".pt{PARTIAL}"):
             os.remove(path)
     sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
-    remove_unnamed(folder, [path for path in paths if path.endswith(".pt")] + sharded)
+    # Recovered statistics (--osr-save) may lie here, too, with rows of their own.
+    remove_unnamed(folder, [path for path in paths if path.endswith(".pt")] + sharded, begin="epoch_")

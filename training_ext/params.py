@@ -46,7 +46,9 @@ class Parser(argparse.ArgumentParser):
         if len(others) < len(args):
             given = [*from_recipe, *others]
             if self._parse_known(given)[0].loss is not None:
-                print(loss_help(self._given(given)))
+                settings = self._given(given)
+                check_lengths(settings.get("epochs", 1), settings.get("osr_epochs", 0))
+                print(loss_help(settings))
                 self.exit(0)
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
@@ -81,10 +83,10 @@ class Parser(argparse.ArgumentParser):
         """
         own = recipe.flags.get("loss")
         if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
-            recipe = recipe.without(factory.setting_names())
+            recipe = recipe.without([*factory.setting_names(), "osr_surrogate"])
         arguments = recipes.arguments(recipe, self._actions)
         try:
-            self.parse_known_args(arguments)
+            self._parse_known(arguments)
         except InputError as error:
             raise InputError(f"--recipe: {recipe.name!r}: {error}") from None
         return arguments
@@ -326,6 +328,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         if name not in args.given_flags and (name != "osr_epochs" or starts_from_weights(args)):
             setattr(args, name, value)
     resolve_recovery(args)
+    check_lengths(args.epochs, args.osr_epochs)  # before defaults are derived from them
     # The loss counts epochs from the start of the recovery.
     args.loss_epochs = args.epochs + ceil(args.osr_epochs)
     for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
@@ -348,6 +351,14 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
+def check_lengths(epochs: int, osr_epochs: float) -> None:
+    """Raise InputError for a length that is out of range."""
+    if not 1 <= epochs <= MOST_EPOCHS:
+        raise InputError(f"--epochs: {epochs} is out of range; it must be a whole number from 1 to {MOST_EPOCHS}")
+    if not 0 <= osr_epochs <= MOST_EPOCHS:
+        raise InputError(f"--osr-epochs: {osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
+
+
 def check_taus(args: argparse.Namespace) -> None:
     """Raise InputError unless tau_min <= tau_init, tau_start <= tau_max; those that the loss does not use are None."""
     order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
@@ -357,12 +368,21 @@ def check_taus(args: argparse.Namespace) -> None:
             raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
 
 
+def recovers(args: argparse.Namespace) -> bool:
+    """Whether a training from its start recovers statistics; it may also load them, or begin without."""
+    return args.osr_epochs > 0 and args.osr_load is None and args.osr_transfer != "none"
+
+
 def resolve_recovery(args: argparse.Namespace) -> None:
     """Fill in the settings of the recovery of statistics.
+
+    What a recipe has and the command line leaves without effect is dropped.
 
     Raises:
         InputError: a value is out of range, or a flag has no effect with the others.
     """
+    if "osr_load" in args.recipe_flags and "osr_epochs" in args.given_flags - args.recipe_flags:
+        args.osr_load = None
     if args.osr_load is not None:
         if args.osr_save is not None:
             raise InputError(f"--osr-save: {args.osr_save!r} with --osr-load, which recovers nothing; leave it out")
@@ -373,13 +393,14 @@ def resolve_recovery(args: argparse.Namespace) -> None:
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
-    if not 0 <= args.osr_epochs <= MOST_EPOCHS:
-        raise InputError(f"--osr-epochs: {args.osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
     if args.osr_epochs == 0:
         for name in ("osr_transfer", "osr_surrogate", "osr_save"):
-            if getattr(args, name) is not None:
+            if getattr(args, name) is None:
+                continue
+            if name == "osr_save" or name not in args.recipe_flags:
                 flag = flag_of(name)
                 raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
+            setattr(args, name, None)
     if args.osr_transfer is None:
         args.osr_transfer = "both"
     if args.osr_transfer not in recovered.TRANSFERS:
@@ -397,11 +418,12 @@ def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
         InputError: the one given has no effect, or is another than the identity and the training's.
     """
     given, own = args.osr_surrogate, args.surrogate
-    recovers = args.osr_epochs > 0 and args.osr_load is None
-    if given is None or (args.osr_load is not None and "osr_surrogate" in args.recipe_flags):
-        args.osr_surrogate = recovered.SURROGATE if recovers and own is not None else None
-    elif not recovers:
-        raise InputError(f"--osr-surrogate: {given!r} with --osr-load, which recovers nothing; leave it out")
+    has_effect = recovers(args) and own is not None
+    if given is None or ("osr_surrogate" in args.recipe_flags and not has_effect):
+        args.osr_surrogate = recovered.SURROGATE if has_effect else None
+    elif not recovers(args):
+        other = "--osr-transfer none" if args.osr_load is None else "--osr-load"
+        raise InputError(f"--osr-surrogate: {given!r} with {other}, which recovers nothing; leave it out")
     elif own is None:
         raise InputError(f"--osr-surrogate: {given!r} with --loss {args.loss}, which has no surrogates; leave it out")
     elif given not in (recovered.SURROGATE, own):

@@ -38,13 +38,13 @@ from training_ext.latest import bring_up_to_date, find_resumed, resumed_path
 from training_ext.launch import processes_here, world_info
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
-from training_ext.machine import check_machine
+from training_ext.machine import check_machine, check_writable
 from training_ext.osr import recovered
-from training_ext.osr.recovery import unfinished_path
-from training_ext.params import SCHEMAS
+from training_ext.osr.recovery import find_unfinished, read_unfinished
+from training_ext.params import SCHEMAS, recovers
 from training_ext.recipes.resolved import NOT_FLAGS
 from training_ext.reference_inputs import check_reference_inputs
-from training_ext.rehearsal import check_model, check_optimizer, check_resumed
+from training_ext.rehearsal import check_model, check_optimizer, check_resumed, known_config
 from training_ext.task_flags import check_loop
 
 # A machine may have its own paths, as long as all processes have one or none.
@@ -103,6 +103,11 @@ def check(args: Namespace) -> DataRows | None:
         content = recovered.read(args.osr_load)
         recovered.check(content, recovered.identity(args, rows), args.osr_load)
         row_folders.check(args.osr_load, content.get("rows"), content["loss_state"], "--osr-load")
+    unfinished = find_unfinished(args) if recovers(args) and resumed is None else None
+    if unfinished is not None and rows is not None:
+        content = recovered.read(unfinished, "--resume")
+        recovered.check(content, recovered.identity(args, rows), unfinished, "--resume")
+        row_folders.check(unfinished, content.get("rows"), content["loss_state"], "--resume")
     if resumed is not None and trains(args):
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)  # the data, too
@@ -281,20 +286,33 @@ def check_what_is_made(args: Namespace, resumed: str | None) -> None:
 
 def check_recovery(args: Namespace, resumes_training: bool) -> None:
     if args.osr_epochs > 0 and not trains(args):
-        for name in ("osr_epochs", "osr_load"):
+        for name in ("osr_epochs", "osr_load", "osr_save", "osr_transfer", "osr_surrogate"):
             if name in args.given_flags:
                 raise InputError(f"{flag_of(name)}: needs data to train on; give --train-data")
+    unfinished = find_unfinished(args) if recovers(args) and not resumes_training else None
+    content = None if unfinished is None else read_unfinished(args, unfinished)
     path = args.osr_save
     if path is None:
         return
-    if not os.path.isdir(os.path.dirname(path) or "."):
+    folder, name = os.path.split(path)
+    if not os.path.isdir(folder or "."):
         raise InputError(f"--osr-save: the folder of {path!r} does not exist")
-    unfinished = args.name is not None and args.resume == "latest" and os.path.exists(unfinished_path(args) or "")
-    if os.path.exists(path) and not (resumes_training or unfinished):
-        raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
     if path.endswith(".pt"):
         instead = path.removesuffix(".pt") + ".state"
         raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; call it {instead!r}")
+    if resumes_training:  # after the recovery, so nothing is written
+        return
+    if os.path.exists(path):
+        if content is None:
+            raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
+        if not recovered.is_same(path, content):
+            raise InputError(
+                f"--osr-save: {path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path"
+            )
+    check_writable("--osr-save", folder or ".")
+    most = os.pathconf(folder or ".", "PC_NAME_MAX") - recovered.LONGEST_END
+    if len(os.fsencode(name)) > most:
+        raise InputError(f"--osr-save: the name {name!r} is too long; give one of at most {most} bytes")
 
 
 def check_numbers(args: Namespace, world_size: int) -> None:
@@ -366,8 +384,7 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     check_fits("normalizer", what, on_host, "cpu", instead)
     if rows_on_device:
         check_fits("normalizer", what, per_process, args.device, instead)
-    known = ":" not in args.model  # other configurations would have to be downloaded
-    dimension = (open_clip.get_model_config(args.model) or {}).get("embed_dim") if known else None
+    dimension = (known_config(args.model) or {}).get("embed_dim")
     check_batch(loss, args, world_size)
     for module in loss.modules():
         if isinstance(module, Normalizer) and dimension is not None:

@@ -8,6 +8,7 @@ import open_clip
 from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
 from open_clip_ext.errors import InputError
+from training_ext.rehearsal import known_config
 
 TEXT = {"context_length": 77, "vocab_size": 49408}  # with OpenCLIP's defaults
 IMAGE = {"mean": OPENAI_DATASET_MEAN, "std": OPENAI_DATASET_STD}
@@ -20,9 +21,7 @@ def check_reference_inputs(args: Namespace) -> None:
     Raises:
         InputError: they differ.
     """
-    if ":" in args.model or ":" in args.distill_model:  # their configurations would have to be downloaded
-        return
-    ours, theirs = open_clip.get_model_config(args.model), open_clip.get_model_config(args.distill_model)
+    ours, theirs = known_config(args.model), known_config(args.distill_model)
     if ours is None or theirs is None:
         return
 

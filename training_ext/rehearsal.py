@@ -52,6 +52,11 @@ def quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+def known_config(model: str) -> dict[str, Any] | None:
+    """OpenCLIP's configuration of a model by name, also with a slash; None if it is unknown or must be downloaded."""
+    return None if ":" in model else open_clip.get_model_config(model.replace("/", "-"))
+
+
 def model_config(args: Namespace) -> dict[str, Any] | None:
     """The model's configuration, downloaded for a model of the hub; None if that must be left to OpenCLIP.
 
@@ -67,7 +72,7 @@ def model_config(args: Namespace) -> dict[str, Any] | None:
             return config if {"vision_cfg", "text_cfg", "embed_dim"} <= set(config) else _no_model(given)
         except (OSError, ValueError) as error:  # requests' errors are OSErrors
             raise InputError(f"{given} has no open_clip_config.json that can be read: {one_line(error)}") from None
-    config = open_clip.get_model_config(args.model.replace("/", "-"))
+    config = known_config(args.model)
     if config is None:
         near = did_you_mean(args.model, open_clip.list_models(), "see open_clip.list_models()")
         raise InputError(f"{given} is not known{near}")

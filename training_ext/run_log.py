@@ -18,6 +18,7 @@ from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
 from training_ext.hosts import host
+from training_ext.loss import TrainingLoss
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
@@ -59,7 +60,8 @@ class RunLog:
 
     def __init__(self, args: Namespace):
         self.args = args
-        self.loss_name: str | None = None  # name of the value that this package's loss minimises
+        self._loss: TrainingLoss | None = None
+        self.loss_name: str | None = None  # name of the value that this package's loss minimises in this epoch
         self._file: MetricsFile | None = None
         self._full = False
         self._epoch: Epoch | None = None
@@ -115,18 +117,22 @@ class RunLog:
 
     # Lines of OpenCLIP's loop
 
-    def begin(self, loss_name: str) -> None:
-        """Start the log of a training with one of this package's losses, whose value is named `loss_name`."""
-        self.loss_name = loss_name
+    def begin(self, loss: TrainingLoss) -> None:
+        """Start the log of a training with one of this package's losses."""
+        self._loss = loss
         if is_master(self.args) and not self.args.log_all:
             everything = f"; all numbers are in {self.path}" if self.args.save_logs else ""
             logging.info(f"In the lines below, error is the estimated log-normalizers' / the minibatch's{everything}")
 
     def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
         """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""
-        replaces = self._epoch is not None and not (self.args.log_all and self._epoch.stage == TRAIN)
-        if not self._quiet and not replaces:
+        if not self._quiet and (self._epoch is None or self._has_open_clips_lines):
             original(message, *args)
+
+    @property
+    def _has_open_clips_lines(self) -> bool:
+        """Whether OpenCLIP's own lines are logged in place of ours; a recovery has ours only."""
+        return self.args.log_all and self._epoch is not None and self._epoch.stage == TRAIN
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -145,6 +151,8 @@ class RunLog:
             return
         self._epoch, self._losses, self._step, self._came_in_at = epoch, [], 0, 0
         self._numbers = {}
+        if self._loss is not None:
+            self.loss_name = self._loss.name
         yield self
         self._done += epoch.steps - self._came_in_at
         self._epoch = None
@@ -191,6 +199,8 @@ class RunLog:
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
             samples=(epoch.before + self._step) * global_batch, **numbers,
         )
+        if self._has_open_clips_lines:
+            return
         # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
         if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
             line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]

@@ -254,7 +254,7 @@ class Session:
             for sentence in advise(args, rows.num_rows, steps):
                 logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.data.loader, args.device)
-        self.log.begin(self.loss.name)
+        self.log.begin(self.loss)
         self.log.hold()
         return self.loss
 

@@ -32,10 +32,10 @@ def test_nothing_is_said_where_all_fits(loss):
             ["--epochs: the training has 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
         ),
         ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps, but the training has 200", "0.2 %", "20"]),
-        # exp(-200 * 1e-3 / 8), and log(2) / 200
+        # exp(-200 * 1e-3 / 8), and 2 / 200
         (
             "--loss queue --rho 3 --queue-size 200 --warmup 5", 10,
-            ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "0.003"],
+            ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "give about 0.01 "],
         ),
         (
             "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4 --batch-size 30", 10,
@@ -70,6 +70,14 @@ def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
     flags = flags if "--epochs" in flags else f"{flags} --epochs 20"
     [line] = told(flags, steps_per_epoch=steps)
     assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("steps", [64, 65, 200, 500, 1333])
+def test_the_advised_rate_of_tau_is_enough(steps):
+    flags = "--loss queue --rho 3 --queue-size 200 --warmup 5 --epochs 1"
+    (line,) = told(flags, steps_per_epoch=steps)
+    rate = line.split("give about ")[1].split()[0]
+    assert told(f"{flags} --lr-tau {rate}", steps_per_epoch=steps) == []
 
 
 def test_a_network_on_a_few_batches_is_told_of_the_queue():

@@ -21,8 +21,10 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
+from training_ext.flag_ranges import likely_cause
 from training_ext.hooks import seams
 from training_ext.machine import check_imagenet
+from training_ext.params import parse_args
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
@@ -526,6 +528,12 @@ def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
 def test_the_likely_cause_of_what_is_not_finite(stopped, cause, named):
     line, _ = stopped(f"{cause} --epochs 3")
     assert "not finite" in line and f"the likely cause is {named}; usual is" in line, line
+
+
+def test_no_advice_that_is_followed_already():
+    flags = f"{SHAPES} --loss sogclr --lr 1e-3"
+    assert likely_cause(parse_args(flags.split())) == "lower --lr (0.001), or give --grad-clip-norm 1.0"
+    assert likely_cause(parse_args(f"{flags} --grad-clip-norm 1".split())) == "lower --lr (0.001)"
 
 
 def test_a_full_disk(stopped):

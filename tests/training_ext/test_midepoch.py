@@ -120,12 +120,14 @@ def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
 
 @pytest.mark.parametrize("data, workers", [("shapes", 0), ("shards", 1)])
 def test_a_recovery_goes_on_at_its_step(run, stopped, datasets, data, workers):
-    """9 batches of recovery and 12 of training, stopped in each of its parts, one after the other."""
+    """9 batches of recovery, in epochs of 6 and 3, and 12 of training, stopped in each part and at its last batch."""
     flags = f"--loss tuneclip --osr-epochs 1.5 --tau-init 0.05 --lr 1e-3 --workers {workers}"
     common = f"{datasets[data]} {flags} --epochs 2"
     whole = run("whole", common)
-    for batch in (3, 5, 4):
-        unfinished = stopped("resumed", f"{common} --resume latest", StopAt(batch)).path / UNFINISHED
+    for batch in (3, 3, 2, 1, 4):
+        stop = StopAt(batch)
+        unfinished = stopped("resumed", f"{common} --resume latest", stop).path / UNFINISHED
+        assert stop.seen == batch
     assert unfinished.exists()
     resumed = run("resumed", f"{common} --resume latest")
     equal(resumed, whole)

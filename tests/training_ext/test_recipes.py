@@ -115,6 +115,36 @@ def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
         parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --osr-surrogate identity")
 
 
+def test_the_command_line_changes_the_recovery_of_a_recipe(tmp_path, monkeypatch):
+    def saved(flags):
+        args = parse(f"--loss tuneclip --pretrained w.pt --train-data x.tar --name run {flags}")
+        recipes.save(str(tmp_path), args, recipes.resolved_flags(args), samples=None)
+        return f"--recipe {tmp_path}/recipe.yaml"
+
+    recipe = saved("--osr-surrogate hinge --osr-transfer moments")
+    assert parse(recipe).osr_surrogate == "hinge" and parse(recipe).osr_transfer == "moments"
+    for flags, expected in {
+        "--osr-epochs 0": (0.0, "both", None),
+        "--loss clip": (5.0, "moments", None),
+        "--loss clip --osr-epochs 0": (0.0, "both", None),
+        "--loss fastclip": (5.0, "moments", "identity"),
+        "--osr-transfer none": (5.0, "none", None),
+    }.items():
+        args = parse(f"{recipe} {flags}")
+        assert (args.osr_epochs, args.osr_transfer, args.osr_surrogate) == expected, flags
+    with pytest.raises(InputError, match="--osr-transfer: has no effect without a recovery"):
+        parse(f"{recipe} --osr-epochs 0 --osr-transfer both")
+
+    # A file of statistics may be gone later; --osr-epochs resumes the training, or recovers anew.
+    with monkeypatch.context() as patch:
+        patch.setattr("training_ext.osr.recovered.read", lambda path: {"epochs": 1.5})
+        recipe = saved("--osr-load s.state")
+    with pytest.raises(InputError, match="there is no file 's.state'; .* give its --osr-epochs instead"):
+        parse(recipe)
+    args = parse(f"{recipe} --osr-epochs 1.5")
+    assert (args.osr_load, args.osr_epochs, args.osr_surrogate) == (None, 1.5, "identity")
+
+
 def test_a_global_batch_that_does_not_divide(write, eight):
     path = write(f"global_batch_size: 100\nflags: {{{MINE}}}")
     with pytest.raises(InputError, match=r"global batch of 100, .* 8 process\(es\) x --accum-freq 1; .*--batch-size"):
@@ -141,6 +171,8 @@ BAD = {
     "flags: {epochs: true}": "epochs is True; --epochs takes one number",
     "flags: {precision: fp8}": "argument --precision: invalid choice: 'fp8'",
     "flags: {local_loss: 1}": "local_loss is 1; it must be true or false",
+    "flags: {aug_cfg: {scale: '(0.5,'}}": r"--recipe: '.*mine.yaml': --aug-cfg: must be NAME=VALUE",
+    "flags: {aug_cfg: [scale]}": r"--recipe: '.*mine.yaml': --aug-cfg: must be NAME=VALUE",
     "flags: {image_mean: 1}": "image_mean is 1; it must be a list",
     "flags: {loss: neuclip, gamma: 0.5}": r"--gamma: .*neuclip.* does not use it \(from --recipe .*mine.yaml\)",
 }
@@ -259,6 +291,37 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     # OpenCLIP's own training has a plan, too.
     assert ext_main([*TINY.split(), "--train-data", "x.tar", "--train-num-samples", "64", "--dry-run"]) == 0
     assert "loss:" not in capsys.readouterr().out
+
+
+def plan_of(capsys, flags: str) -> str:
+    common = f"{TINY} --loss queue --lr 1e-3 --train-num-samples 64 --epochs 2 --batch-size 4 --dry-run"
+    assert ext_main([*common.split(), *flags.split()]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--warmup 10", ["32 in total, 10 of them warm-up", "logs/x/metrics.jsonl and", "epoch_K.pt of each epoch,"]),
+        ("--warmup 10 --skip-scheduler", ["32 in total epochs"]),
+        ("--save-frequency 0", ["epoch_K.pt of the last epoch, "]),
+        ("--save-frequency 3 --epochs 2", ["epoch_K.pt of the last epoch, "]),
+        ("--save-frequency 2 --epochs 3", ["epoch_K.pt of every 2 epochs and the last, "]),
+        ("--save-most-recent --save-frequency 0", ["of the last epoch, ", "; epoch_latest.pt of each epoch"]),
+        ("--logs none", ["Files no checkpoints and metrics"]),
+    ],
+)
+def test_a_plan_has_the_steps_and_files_of_the_training(flags, parts, capsys):
+    text = plan_of(capsys, f"--dataset-type shapes --name x {flags}")
+    assert all(part in text for part in parts), text
+
+
+def test_a_slash_in_the_name_of_a_model(capsys, refused):
+    """OpenCLIP takes ViT-B/32 for ViT-B-32."""
+    flags = "--dataset-type shapes --model ViT-B"
+    assert plan_of(capsys, f"{flags}/32").split("Training")[1] == plan_of(capsys, f"{flags}-32").split("Training")[1]
+    more = "--loss queue --lr 1e-3 --train-num-samples 3000000000 --queue-size 2000000000 --batch-size 4 --workers 0"
+    assert "--queue-size: 2000000000 of dimension 512" in refused(f"{flags}/32 {more}")
 
 
 def test_yaml_is_never_executed(tmp_path, refused):

@@ -11,7 +11,7 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
-from training_ext import row_folders
+from training_ext import midepoch, row_folders
 from training_ext.data import RowLoader
 from training_ext.osr.recovery import UNFINISHED
 
@@ -203,6 +203,13 @@ def test_nothing_is_removed_where_a_checkpoint_cannot_be_read(tmp_path, caplog):
     (tmp_path / "epoch_1.pt").unlink()
     row_folders.remove_unnamed(str(tmp_path), [str(tmp_path / "epoch_1.pt")])
     assert not (tmp_path / "epoch_1.rows-01234567").exists()
+
+
+def test_rows_of_recovered_statistics_stay_beside_checkpoints(tmp_path):
+    for name in ("epoch_1.rows-01234567", "x.state.rows-01234567"):
+        (tmp_path / name).mkdir()
+    midepoch.remove_folders(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["x.state.rows-01234567"]
 
 
 @pytest.fixture

@@ -275,7 +275,7 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
     whole = run("whole", common)
     assert not (whole.path / UNFINISHED).exists()
 
-    flags = f"{common} --name broken"
+    flags = f"{common} --name broken --osr-save {tmp_path}/x.state"  # exists when the third run starts
     for at, first in ((FIRST_EPOCH + 1, FIRST_EPOCH), (0, FIRST_EPOCH + 1)):
         seen = killed(at)
         with pytest.raises(Killed):
@@ -290,7 +290,7 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
     assert whole.logged()[-12:] == broken.logged()[-12:]
     assert equal(whole.checkpoint(2)["state_dict"], broken.checkpoint(2)["state_dict"])
     assert equal(whole.checkpoint(2)["optimizer"]["state"], broken.checkpoint(2)["optimizer"]["state"])
-    assert not (broken.path / UNFINISHED).exists()
+    assert not (broken.path / UNFINISHED).exists() and (tmp_path / "x.state").exists()
 
 
 def test_a_training_after_a_recovery_resumes(run, datasets, pretrained, epochs):
@@ -404,6 +404,9 @@ def test_the_log_shows_progress_and_what_is_left(run, datasets, pretrained):
     recovered = read_metrics(experiment.path, "recovery")
     assert [line["samples"] for line in recovered] == [8 * step for step in range(1, 10)]
     assert {line["lr"] for line in recovered} == {0.0}
+    # Their values cannot be compared: the recovery has the identity in place of the training's hinge.
+    assert {objective_of(line) for line in recovered} == {"objective_fixed"}
+    assert {objective_of(line) for line in read_metrics(experiment.path, "train")} == {"objective_fixed_hinge"}
     assert "Recovering optimizer statistics for 1.5 epochs" in log
 
 
@@ -544,8 +547,13 @@ def test_files_that_are_none(refused, recovered, pretrained, tmp_path):
     torn = tmp_path / "torn.state"
     torn.write_bytes(path.read_bytes()[:-1000])
     newer = tmp_path / "newer.state"
-    torch.save({**torch.load(path, weights_only=True), "format": 99}, newer)
+    content = torch.load(path, weights_only=True)
+    torch.save({**content, "format": 99}, newer)
+    before, within = tmp_path / "before.state", tmp_path / "within.state"
+    torch.save({**content, "done": 0}, before)
+    torch.save({**content, "position": {"batches": 2, "of": 3}}, within)
     for file, part in [
+        (before, "of an interrupted recovery (epoch 0 of 1)"), (within, "of an interrupted recovery"),
         (tmp_path / "absent", "there is no file"), (tmp_path, "there is no file"), (torn, "cannot be read"),
         (pretrained, "was not written by --osr-save"), (newer, "a newer open_clip_ext (format 99)"),
     ]:
@@ -574,6 +582,12 @@ SCENES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
         ("--loss tuneclip --osr-epochs 1 --osr-transfer none --osr-save x", ["--osr-save", "none"]),
         ("--loss clip --osr-epochs 1 --osr-transfer table", ["--osr-transfer", "'table'", "--loss clip", "moments"]),
         ("--loss tuneclip --osr-epochs 1 --osr-save no/x", ["--osr-save", "no/x", "does not exist"]),
+        ("--loss tuneclip --osr-epochs 1 --osr-save /proc/x", ["--osr-save: '/proc' cannot be written to"]),
+        (f"--loss tuneclip --osr-epochs 1 --osr-save {250 * 'x'}", ["--osr-save", "too long; give one of at most"]),
+        (
+            "--loss tuneclip --osr-epochs 2 --osr-transfer none --osr-surrogate hinge",
+            ["--osr-surrogate: 'hinge' with --osr-transfer none, which recovers nothing"],
+        ),
         ("--loss tuneclip --keep-best R@1 --val-num-samples 16", ["--keep-best", "'R@1'", "image_to_text_R@1"]),
         ("--loss tuneclip --keep-best image_to_text_R@1", ["--keep-best", "--val-data"]),
         ("--osr-epochs 1", ["--osr-epochs", "needs --loss"]),
@@ -587,6 +601,12 @@ SCENES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 def test_wrong_flags(refused, flags, parts):
     line = refused(f"{SCENES} {flags}")
     assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize("flags", ["--osr-save x", "--osr-transfer none", "--osr-surrogate hinge"])
+def test_a_recovery_needs_data(refused, pretrained, flags):
+    command = "--dataset-type shapes --val-num-samples 16 --workers 0 --loss tuneclip"
+    assert f"{flags.split()[0]}: needs data to train on" in refused(f"{command} --pretrained {pretrained} {flags}")
 
 
 def test_where_a_file_must_not_be(refused, recovered, tmp_path):
@@ -612,12 +632,17 @@ def test_an_interrupted_recovery_of_something_else(datasets, pretrained, killed,
     common = f"{datasets['shapes']} --loss tuneclip --pretrained {pretrained} --epochs 1 --workers 0 --name x"
     with pytest.raises(Killed):
         run_main(ext_main, f"{common} --osr-epochs 2", tmp_path)
-    before = (tmp_path / "x" / UNFINISHED).read_bytes()
+    content = torch.load(tmp_path / "x" / UNFINISHED, weights_only=True)
+    torch.save({**content, "epochs": 3.0}, tmp_path / "longer.state")
+    (tmp_path / "notes.txt").write_text("not statistics")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for flags, part in [
         ("--osr-epochs 3", "has 2; give that"), ("--osr-epochs 2 --beta1 0.8", "0.98; give that, or remove the file"),
         ("--osr-epochs 2 --osr-surrogate hinge", "has identity; give that, or remove the file"),
+        (f"--osr-epochs 2 --osr-save {tmp_path}/notes.txt", "notes.txt' exists and is not of the interrupted recovery"),
+        (f"--osr-epochs 2 --osr-save {tmp_path}/longer.state", "longer.state' exists and is not of the interrupted"),
     ]:
         assert run_main(ext_main, f"{common} {flags} --resume latest", tmp_path) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert part in line and UNFINISHED in line
-    assert (tmp_path / "x" / UNFINISHED).read_bytes() == before
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before

@@ -6,12 +6,14 @@ It has tensors, numbers and strings, by parameter name, so it does not depend on
 import logging
 import os
 from argparse import Namespace
+from math import ceil
 from typing import Any
 
 import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import PARTIAL
 from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity, PowerHinge
 from training_ext.checkpoint import atomic_save, state_settings
@@ -21,6 +23,7 @@ from training_ext.row_folders import MARK, remove_unnamed
 
 KIND = "open_clip_ext statistics recovery"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
+LONGEST_END = max(len(PARTIAL), len(MARK) + 8)  # of the names beside the file that begin with its own
 SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
 HINGES = {option.name for option in PowerHinge.options}
 TRANSFERS = ("both", "moments", "table", "none")
@@ -79,7 +82,7 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
     """Read the file; its tensors stay on disk until they are used.
 
     Raises:
-        InputError: the file is missing, damaged, or not one of recovered statistics.
+        InputError: the file is missing, damaged, not one of recovered statistics, or, for --osr-load, not complete.
     """
     try:
         content = load_mapped(path)
@@ -94,7 +97,22 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
     if content["format"] not in (FORMAT, IN_FILES):
         age = "a newer" if content["format"] > IN_FILES else "an older"
         raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {content['format']})")
+    done, epochs = content["done"], ceil(content["epochs"])
+    if flag == "--osr-load" and (done < epochs or content.get("position") is not None):
+        raise InputError(
+            f"{flag}: {path!r} is of an interrupted recovery (epoch {done} of {epochs}); finish that run with "
+            "--resume latest, and load what it saves with --osr-save"
+        )
     return content
+
+
+def is_same(path: str, content: dict[str, Any]) -> bool:
+    """Whether `path` is a file of the recovery that `content` is of, perhaps of another of its epochs."""
+    try:
+        other = read(path, "--osr-save")
+    except InputError:
+        return False
+    return all(other.get(name) == content.get(name) for name in ("identity", "epochs", "surrogate"))
 
 
 def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:

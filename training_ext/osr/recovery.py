@@ -49,10 +49,14 @@ class ShortLoader:
         self._after_step = after_step
 
     def __iter__(self) -> Iterator[Any]:
-        for number, batch in enumerate(islice(self._loader, self.num_batches - getattr(self._loader, "first", 0))):
-            if number == self._accum_freq:
+        number, left = 0, self.num_batches - getattr(self._loader, "first", 0)
+        for number, batch in enumerate(islice(self._loader, left), 1):
+            if number == self._accum_freq + 1:
                 self._after_step()
             yield batch
+        # `islice` does not ask for the batch after the last one, which is when a RowLoader ends the step.
+        if number and number == left and hasattr(self._loader, "after_step"):
+            self._loader.after_step(self.num_batches)
 
     def __len__(self) -> int:
         return self.num_batches
@@ -164,7 +168,10 @@ class StatisticsRecovery:
 
     def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
         self._check()
-        self._save(self._unfinished, epoch, **place)
+        if place["position"]["batches"] == place["position"]["of"]:
+            self._save(self._unfinished, epoch + 1)
+        else:
+            self._save(self._unfinished, epoch, **place)
 
     def _save(self, path: str | None, done: int, **place: Any) -> None:
         """Write the statistics on process 0; every process calls this.
@@ -227,25 +234,41 @@ class StatisticsRecovery:
             found = broadcast_object(self.args, found)
         if path is None or not found:
             return None
-        content = recovered.read(path, "--resume")
-        epochs, surrogate = content["epochs"], content.get("surrogate", self.args.surrogate)
-        if surrogate != self.args.osr_surrogate:
-            raise InputError(
-                f"--osr-surrogate: {self.args.osr_surrogate}, but the interrupted recovery {path!r} has {surrogate}; "
-                "give that, or remove the file"
-            )
-        if epochs != self.args.osr_epochs:
-            raise InputError(
-                f"--osr-epochs: {self.args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give "
-                "that, or remove the file"
-            )
-        saved = self.load(path, "--resume")
-        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {saved['done']} of {ceil(epochs)})")
+        read_unfinished(self.args, path)
+        saved, epochs = self.load(path, "--resume"), ceil(self.args.osr_epochs)
+        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {saved['done']} of {epochs})")
         return saved
 
 
 def unfinished_path(args: Namespace) -> str | None:
     return os.path.join(args.logs, args.name, UNFINISHED) if keeps_files(args) else None
+
+
+def find_unfinished(args: Namespace) -> str | None:
+    """The file of the interrupted recovery that --resume latest continues, before OpenCLIP has changed `args`."""
+    path = unfinished_path(args) if args.resume == "latest" and args.name is not None else None
+    return path if path is not None and os.path.exists(path) else None
+
+
+def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
+    """Read the file of an interrupted recovery, as `recovered.read`.
+
+    Raises:
+        InputError: it cannot be read, or was to be of another length or with another surrogate.
+    """
+    content = recovered.read(path, "--resume")
+    epochs, surrogate = content["epochs"], content.get("surrogate", args.surrogate)
+    if surrogate != args.osr_surrogate:
+        raise InputError(
+            f"--osr-surrogate: {args.osr_surrogate}, but the interrupted recovery {path!r} has {surrogate}; give that, "
+            "or remove the file"
+        )
+    if epochs != args.osr_epochs:
+        raise InputError(
+            f"--osr-epochs: {args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give that, or "
+            "remove the file"
+        )
+    return content
 
 
 def remove_unfinished(args: Namespace) -> None:

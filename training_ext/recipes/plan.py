@@ -17,14 +17,16 @@ import torch
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
+from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
-from training_ext import data_checks, preflight
+from training_ext import checkpoint, data_checks, preflight
 from training_ext.advice import advise
 from training_ext.data import find_rows, kind_of, needs_index, trains
 from training_ext.launch import world_info
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
+from training_ext.rehearsal import known_config
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -135,20 +137,22 @@ def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
 def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[str]:
     batch = args.batch_size * processes * args.accum_freq
     factors = f"{processes} process(es) x {args.batch_size} x --accum-freq {args.accum_freq}"
+    total = steps * args.epochs
+    warmup = "" if args.skip_scheduler else f", {min(args.warmup, total):,} of them warm-up"
     passes = f"{args.epochs}" + (f", after {args.osr_epochs:g} of recovery" if args.osr_epochs > 0 else "")
     return [
         "Training",
         _item("global batch", f"{batch:,} = {factors}"),
         _item("samples", f"{samples:,} per epoch"),
-        _item("steps", f"{steps:,} per epoch, {steps * args.epochs:,} in total, {args.warmup:,} of them warm-up"),
+        _item("steps", f"{steps:,} per epoch, {total:,} in total{warmup}"),
         _item("epochs", passes),
-        _item("total", f"{steps * args.epochs * batch:,} samples"),
+        _item("total", f"{total * batch:,} samples"),
     ]
 
 
 def model_on_meta(args: Namespace, name: str) -> Any:
     """The model without memory for its weights; None for one that would have to be downloaded."""
-    known = None if ":" in name else open_clip.get_model_config(name)
+    known = known_config(name)
     if known is None or "hf_model_name" in known["text_cfg"]:
         return None
     before = logging.root.manager.disable
@@ -166,7 +170,7 @@ def bytes_of(model: Any) -> int:
 
 def model_bytes(args: Namespace) -> dict[str, int]:
     """Bytes of the weights, gradients and moments; {} for a model that would have to be downloaded."""
-    if ":" not in args.model and open_clip.get_model_config(args.model) is None:
+    if ":" not in args.model and known_config(args.model) is None:
         raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
     model = model_on_meta(args, args.model)
     if model is None:
@@ -183,7 +187,7 @@ def model_bytes(args: Namespace) -> dict[str, int]:
 
 def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int]:
     """Bytes that each process keeps for the loss, by part, except the rows per sample."""
-    config = None if ":" in args.model else open_clip.get_model_config(args.model)
+    config = known_config(args.model)
     return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
 
 
@@ -211,14 +215,19 @@ def files(args: Namespace, saved: int | None) -> list[str]:
         saved: size of a checkpoint in bytes, if known.
     """
     folder = Path(args.logs) / (args.name or f"DATE-model_{args.model.replace('/', '-')}-...")
+    results = folder / "checkpoints" / "results.jsonl"
     size = "" if saved is None else f", about {saved / MIB:,.1f} MiB each"
-    often = "the last epoch" if args.delete_previous_checkpoint else f"every {args.save_frequency} epochs"
-    often = often.replace("every 1 epochs", "each epoch")
+    if not checkpoint.keeps_files(args):
+        return ["Files", "  no checkpoints and metrics, with --logs none"]
+    often = "the last epoch"
+    if not args.delete_previous_checkpoint and 0 < args.save_frequency < args.epochs:
+        often = "each epoch" if args.save_frequency == 1 else f"every {args.save_frequency} epochs and the last"
+    latest = "; epoch_latest.pt of each epoch" if args.save_most_recent else ""
     text = [
         _item("log", str(folder / "out.log")),
         _item("flags", f"{folder / 'recipe.yaml'} for --recipe, and params.txt"),
-        _item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}"),
-        _item("metrics", str(folder / "checkpoints" / "results.jsonl")),
+        _item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}{latest}"),
+        _item("numbers", " and ".join([str(folder / FILE)] * (args.loss is not None) + [str(results)])),
     ]
     if args.keep_best:
         text.append(_item("best weights", str(folder / "best.pt")))
