@@ -10,6 +10,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
+from training_ext.hosts import TASKS, host
 from training_ext.params import MOST_EPOCHS
 
 MAX_INT = 2**31 - 1  # C code below Python counts in int32
@@ -43,6 +44,7 @@ POSITIVE = Range(lambda value: 0 < value <= MAX_FLOAT, f"a number > 0, at most {
 NOT_NEGATIVE = Range(lambda value: 0 <= value <= MAX_FLOAT, f"a number >= 0, at most {MAX_FLOAT:g}")
 FINITE = Range(lambda value: abs(value) <= MAX_FLOAT, "a number")
 BELOW_ONE = Range(lambda value: 0 <= value < 1, "in [0, 1)")
+UP_TO_ONE = Range(lambda value: 0 < value <= 1, "in (0, 1]")
 GIVEN = Range(bool, "not empty")
 SCHEDULES = ("cosine", "const", "const-cooldown")
 DIST_IMPLS = ("bidir", "shift", "reduce", "gather")
@@ -125,6 +127,15 @@ RANGES: dict[str, Range] = {
     "split_rows_above": NOT_NEGATIVE,
     "captions_field": GIVEN,
 }
+# What OpenCLIP 4.x's task loop takes, instead of the rows above or in addition.
+TASK_RANGES: dict[str, Range] = {
+    "opt": Range(
+        lambda value: value.lower() in ("adamw", "nadamw") or value.lower().startswith("timm/"),
+        "adamw, nadamw or timm/NAME",
+    ),
+    "text_layer_decay": UP_TO_ONE,
+    "image_layer_decay": UP_TO_ONE,
+}
 # For all other numbers, also those of the losses, which have ranges of their own.
 FITS = {
     int: Range(lambda value: -(2**63) <= value < 2**63, "of 64 bits"),
@@ -134,8 +145,9 @@ FITS = {
 
 def check_ranges(args: Namespace) -> None:
     """Raise InputError for the first flag whose value is out of range; None means that it is not given."""
+    ranges = RANGES | TASK_RANGES if host().loop == TASKS else RANGES
     for name, value in vars(args).items():
-        range_ = RANGES.get(name) or FITS.get(type(value))
+        range_ = ranges.get(name) or FITS.get(type(value))
         if value is not None and range_ is not None and not range_.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, list) else repr(value)
             raise InputError(f"{flag_of(name)}: {shown} is out of range; it must be {range_.expected}")

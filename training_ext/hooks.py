@@ -40,7 +40,8 @@ SEAMS = (
     Seam(
         MAIN, "get_latest_checkpoint",
         why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from checkpoints_old",
-        contract="main calls get_latest_checkpoint(folder, remote=bool), whose pattern of files starts with the folder",
+        contract="main calls get_latest_checkpoint(folder, remote=bool), resumes from the path that it returns, and "
+        "has natural_key, its order of names",
         replacement=lambda original, session: partial(latest_checkpoint, original),
         for_ext_loss=False,
     ),
@@ -281,9 +282,10 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
-        TRAIN, "zero_shot_eval",
+        TRAIN, "{zero_shot}",
         why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
-        contract="evaluate adds what zero_shot_eval(model or task, data, epoch, args, tokenizer=) returns to metrics",
+        contract="evaluate calls it as (model or task, data, epoch, args, tokenizer=), whatever the data, and adds "
+        "what it returns to metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,
     ),

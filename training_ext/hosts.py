@@ -29,6 +29,7 @@ class Host:
         shards: the module that builds the pipeline of shards.
         shards_builder, sample_filter: names in it of the data set's builder and of the filter of samples.
         builds_filter: whether the filter is a class to be instantiated, not a function.
+        zero_shot: the function of the epochs' module that `evaluate` calls whatever the data.
         scale_name: name of 1 / tau in a logged step.
         dict_batches: whether samples and batches are dicts of `image` and `text` instead of pairs.
         refused: prefixes of the flags that the loop or this package ignores.
@@ -42,6 +43,7 @@ class Host:
     shards_builder: str = "get_wds_dataset"
     sample_filter: str = "filter_no_caption_or_no_image"
     builds_filter: bool = False
+    zero_shot: str = "zero_shot_eval"
     scale_name: str = "scale"
     dict_batches: bool = False
     refused: tuple[str, ...] = ()
@@ -91,6 +93,7 @@ HOSTS = (
         loop=TASKS,
         sample_filter="FilterValidSample",
         builds_filter=True,
+        zero_shot="zero_shot_eval_all",
         scale_name="logit_scale",
         dict_batches=True,
         refused=(

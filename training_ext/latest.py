@@ -1,11 +1,12 @@
 """The checkpoint that `--resume` names, and the one with the most training in a run's folder."""
 
-import glob
 import os
+import re
 import shutil
 import subprocess
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from training_ext.machine import check_remote_file
 from training_ext.patching import replaced
 
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
+FOLDER = re.compile(r"epoch_(\d+|latest)")  # of shards
 
 
 def resumed_path(args: Namespace) -> str | None:
@@ -31,52 +33,72 @@ def resumed_path(args: Namespace) -> str | None:
     if not args.save_most_recent:
         return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
     path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
-    ahead = numbered_ahead(folder)
-    candidates = (ahead, path, path.removesuffix(".pt"))
+    candidates = (most_trained(folder), path, path.removesuffix(".pt"))
     return next((found for found in candidates if found and os.path.exists(found)), None)
 
 
-def numbered_ahead(folder: str) -> str | None:
-    """The numbered checkpoint that has more training than that of --save-most-recent; None if there is none."""
-    name = host().main_module.LATEST_CHECKPOINT_NAME
-    numbered = midepoch.newest_numbered(folder)
-    if numbered is None or midepoch.furthest(folder, (name, numbered)) == os.path.join(folder, name):
-        return None
-    return os.path.join(folder, numbered)
+def most_trained(folder: str) -> str | None:
+    """The checkpoint with the most training, of equals that of --save-most-recent; None if none is whole."""
+    file = host().main_module.LATEST_CHECKPOINT_NAME
+    names = (file, file.removesuffix(".pt"), midepoch.newest_numbered(folder))
+    return midepoch.furthest(folder, [name for name in names if name is not None])
 
 
 def bring_up_to_date(args: Namespace) -> None:
-    """Let the file of --save-most-recent, which OpenCLIP resumes from, be the checkpoint with the most training.
+    """Let the checkpoint of --save-most-recent, which OpenCLIP resumes from, be the one with the most training.
 
-    A kill between the two files of an epoch leaves it behind, and so does a run without the flag.
+    A kill between the two checkpoints of an epoch leaves it behind, and so does a run without the flag. It is a file or
+    a folder of shards, and OpenCLIP prefers the file, also an older one from within an epoch.
     """
     if args.resume != "latest" or not args.save_most_recent or args.remote_sync is not None:
         return
     folder = os.path.join(args.logs, args.name, "checkpoints")
-    ahead = numbered_ahead(folder)
-    if ahead is not None:
-        with whole_file(os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)) as file:
-            with open(ahead, "rb") as source:
-                shutil.copyfileobj(source, file)
+    latest = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    shards = latest.removesuffix(".pt")
+    ahead = most_trained(folder)
+    if ahead is None or ahead == latest:
+        return
+    if os.path.isfile(ahead):
+        with whole_file(latest) as file, open(ahead, "rb") as source:
+            shutil.copyfileobj(source, file)
+        return
+    if ahead != shards:
+        partial_copy = f"{shards}{PARTIAL}"
+        shutil.rmtree(partial_copy, ignore_errors=True)  # left by an earlier run that was killed
+        shutil.copytree(ahead, partial_copy)
+        shutil.rmtree(shards, ignore_errors=True)
+        os.rename(partial_copy, shards)
+    with suppress(FileNotFoundError):
+        os.remove(latest)
 
 
 def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:
     """Replaces OpenCLIP's `get_latest_checkpoint`, for the folders and files that mislead it.
 
     It puts a local `folder` as it is in front of a pattern of file names, and takes the last name: that of
-    --save-most-recent, however old, or a half-written file of a remote folder.
+    --save-most-recent, however old, or a half-written file of a remote folder. So a local folder is listed here: its
+    files, and in the task loop also its complete folders of shards.
     """
     main = host().main_module
     if remote:
         listing = partial(_run_without_partial_files, subprocess.run)
         with replaced({(main.__name__, "subprocess.run"): listing}):
             return original(folder, remote=True)
-    found = original(os.path.join(glob.escape(folder), ""), remote=False)
-    if found is None or os.path.basename(found) not in (main.LATEST_CHECKPOINT_NAME, BEFORE_RENAME):
-        return found
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    resumable = [
+        name for name in names
+        if (name.endswith(".pt") and not name.startswith("."))
+        or (FOLDER.fullmatch(name) and midepoch.is_whole_folder(os.path.join(folder, name)))
+    ]
+    if not resumable:
+        return None
+    found = max(resumable, key=main.natural_key)
+    by_age = (main.LATEST_CHECKPOINT_NAME, main.LATEST_CHECKPOINT_NAME.removesuffix(".pt"), BEFORE_RENAME)
+    if found not in by_age:
+        return os.path.join(folder, found)
     numbered = midepoch.newest_numbered(folder)
-    names = [name for name in (numbered, main.LATEST_CHECKPOINT_NAME, BEFORE_RENAME) if name is not None]
-    return midepoch.furthest(folder, names) or found
+    candidates = by_age if numbered is None else (numbered, *by_age)
+    return midepoch.furthest(folder, candidates) or os.path.join(folder, found)
 
 
 def _run_without_partial_files(run: Callable, *args: Any, **kwargs: Any) -> subprocess.CompletedProcess:

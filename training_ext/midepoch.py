@@ -26,9 +26,9 @@ import torch.distributed as dist
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.files import PARTIAL
-from training_ext.checkpoint import SHARDED, atomic_save, keeps_files, take_entry
+from training_ext.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, keeps_files, take_entry
 from training_ext.data import trains
-from training_ext.hosts import host
+from training_ext.hosts import TASKS, host
 from training_ext.loading import load_mapped
 from training_ext.loss import TrainingLoss
 from training_ext.row_folders import remove_unnamed
@@ -207,9 +207,18 @@ def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwarg
 
 def progress(path: str) -> tuple[int, int]:
     """The completed epochs of a checkpoint, and the batches of the next one."""
+    if os.path.isdir(path):
+        if not is_whole_folder(path):
+            raise FileNotFoundError(path)
+        return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
     loaded = load_mapped(path)
     position = (take_entry(loaded) or {}).get("position") or {}
     return loaded["epoch"], position.get("batches", 0)
+
+
+def is_whole_folder(path: str) -> bool:
+    """Whether `path` is a complete checkpoint of shards, which only the task loop can resume from."""
+    return host().loop == TASKS and all(os.path.exists(os.path.join(path, part)) for part in SHARDED_PARTS)
 
 
 def furthest(folder: str, names: Iterable[str]) -> str | None:
@@ -226,7 +235,13 @@ def newest_numbered(folder: str) -> str | None:
     """Name of the checkpoint with the largest epoch and step in its name."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     numbered = [name for name in names if EPOCH.fullmatch(name) or PATTERN.fullmatch(name)]
-    return max(numbered, key=lambda name: [int(digits) for digits in re.findall(r"\d+", name)], default=None)
+    numbered += [
+        name for name in names if EPOCH.fullmatch(f"{name}.pt") and is_whole_folder(os.path.join(folder, name))
+    ]
+    # The name decides between file and folder of an epoch: the file, as in OpenCLIP's order.
+    return max(
+        numbered, key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name), default=None
+    )
 
 
 def remove_older(path: str) -> None:
@@ -239,7 +254,12 @@ def remove_older(path: str) -> None:
 
 
 def remove_folders(folder: str) -> None:
-    """Remove folders of rows without a checkpoint, which was removed, and what a kill left half-written."""
+    """Remove what no run resumes from: folders of rows without a checkpoint, what a kill left half-written, and the
+    file of --save-most-recent if the folder of shards that has taken its place is newer."""
+    file = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    shards = file.removesuffix(".pt")
+    if os.path.exists(file) and os.path.isdir(shards) and furthest("", (file, shards)) == shards:
+        os.remove(file)
     paths = [os.path.join(folder, name) for name in os.listdir(folder)]
     for path in paths:
         if path.endswith(f".pt{PARTIAL}"):

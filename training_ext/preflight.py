@@ -279,7 +279,7 @@ def check_what_is_made(args: Namespace, resumed: str | None) -> None:
         raise InputError(
             f"--trace: OpenCLIP cannot trace {args.model!r}, whose image size is a pair of numbers; leave it out"
         )
-    optimizer = check_optimizer(args) if trains(args) else None
+    optimizer = check_optimizer(args, model) if trains(args) else None
     if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
         check_resumed(resumed, model, optimizer, args)
 

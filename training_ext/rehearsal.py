@@ -9,7 +9,7 @@ import math
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import open_clip
@@ -23,13 +23,14 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.data import trains
-from training_ext.hosts import taken
+from training_ext.hosts import TASKS, host, taken
 from training_ext.hugging_face import check_tokenizer, local_config, lock_text, text_tower
 from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
 from training_ext.patching import replaced
 from training_ext.task_flags import check_same_loop
+from training_ext.versions import open_clip_version, release_of
 
 # Flags of the model and its transforms; if it fails, each is left out in turn to find the cause.
 TRANSFORM = ("image_mean", "image_std", "image_interpolation", "image_resize_mode", "aug_cfg")
@@ -37,6 +38,10 @@ TOWERS = (
     "lock_image_unlocked_groups", "lock_image", "lock_text_unlocked_layers", "lock_text", "grad_checkpointing",
 )
 WEIGHTS = ("pretrained",)
+# Flags of the optimizer that only some versions of OpenCLIP have, and their values if they are not given.
+OPTIMIZER: dict[str, Any] = {
+    "opt_kwargs": {}, "opt_fallback_list": None, "text_layer_decay": None, "image_layer_decay": None,
+}
 
 
 @contextmanager
@@ -206,55 +211,123 @@ def train_temperature(model: nn.Module, trained: bool) -> None:
         model.logit_bias.requires_grad_(False)
 
 
-def check_optimizer(args: Namespace) -> torch.optim.Optimizer:
+def check_optimizer(args: Namespace, model: nn.Module | None) -> torch.optim.Optimizer:
     """The optimizer of the command line on four numbers, after one step.
+
+    Args:
+        model: the model on the meta device, for which the task loop's optimizer is built, too; None if unknown.
 
     Raises:
         InputError: the name is unknown, or the optimizer does not work with the other flags.
     """
-    numbers = nn.Linear(2, 2, bias=False)
+    if args.opt.lower().startswith("timm/"):
+        _check_timm(args)
     try:
-        if args.opt.lower() == "adamw":
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(
-                numbers.parameters(), lr=args.lr, betas=(args.beta1, args.beta2), eps=args.eps, weight_decay=args.wd
-            )
-        else:
-            optimizer = _timm_optimizer(args, numbers)
-        with quiet():
-            numbers(torch.ones(2)).sum().backward()
-            optimizer.step()
-        if args.uses_ext_loss and not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
-            raise InputError(
-                f"--opt: {args.opt!r} cannot save the state of --loss {args.loss}, as timm's Lookahead has no hooks; "
-                "leave out lookahead_"
-            )
+        return _try_optimizer(args, model)
     except InputError:
         raise
     except Exception as error:  # timm's optimizers may raise anything
+        flag, value, advice = _optimizer_flag_to_blame(args, model)
+        reason = one_line(error) or repr(error)
+        raise InputError(f"{flag}: {value} does not work with the other flags: {reason}{advice}") from None
+
+
+def _try_optimizer(args: Namespace, model: nn.Module | None) -> torch.optim.Optimizer:
+    """Build the optimizer and make a step; arguments as in `check_optimizer`."""
+    numbers = nn.Linear(2, 2, bias=False)
+    with quiet():
+        if host().loop == TASKS:
+            if model is not None:
+                with suppress(NotImplementedError):  # the meta device lacks an operation
+                    _task_optimizer(args, model)
+            without_layers = {"text_layer_decay": None, "image_layer_decay": None}
+            optimizer = _task_optimizer(Namespace(**{**vars(args), **without_layers}), numbers)
+        elif args.opt.lower() == "adamw":
+            settings: dict[str, Any] = {"lr": args.lr, "betas": (args.beta1, args.beta2), "eps": args.eps}
+            settings |= {"weight_decay": args.wd, **_more_settings(args)}
+            optimizer = torch.optim.AdamW(numbers.parameters(), **settings)
+        else:
+            optimizer = _timm_optimizer(args, numbers)
+        numbers(torch.ones(2)).sum().backward()
+        optimizer.step()
+    if args.uses_ext_loss and not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise InputError(
-            f"--opt: {args.opt!r} does not work with the other flags: {one_line(error) or repr(error)}"
-        ) from None
+            f"--opt: {args.opt!r} cannot save the state of --loss {args.loss}, as timm's Lookahead has no hooks; "
+            "leave out lookahead_"
+        )
     return optimizer
 
 
-def _timm_optimizer(args: Namespace, numbers: nn.Module) -> torch.optim.Optimizer:
-    from timm.optim import create_optimizer_v2, list_optimizers
+def _optimizer_flag_to_blame(args: Namespace, model: nn.Module | None) -> tuple[str, str, str]:
+    """The flag without which the optimizer works, its value as text, and what to do."""
+    for name, absent in OPTIMIZER.items():
+        value = getattr(args, name, absent)
+        if value and value != absent:
+            try:
+                _try_optimizer(Namespace(**{**vars(args), name: absent}), model)
+            except Exception:
+                continue
+            words = [f"{key}={word}" for key, word in value.items()] if isinstance(value, dict) else value
+            shown = " ".join(map(str, words)) if isinstance(words, list) else str(words)
+            return flag_of(name), shown, "; give another or leave it out"
+    return "--opt", repr(args.opt), ""
 
-    name = args.opt.lower().split("timm/")[-1]
+
+def _more_settings(args: Namespace) -> dict[str, Any]:
+    """The settings of --opt-kwargs, which only some versions of OpenCLIP have."""
+    return getattr(args, "opt_kwargs", None) or {}
+
+
+def _task_optimizer(args: Namespace, module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of the task loop, from the flags as its main passes them on."""
+    from open_clip_train.optim import OptimizerCfg, create_optimizer
+
+    config = OptimizerCfg(
+        opt=args.opt,
+        lr=args.lr,
+        weight_decay=args.wd,
+        beta1=args.beta1,
+        beta2=args.beta2,
+        eps=args.eps,
+        momentum=args.momentum,
+        opt_kwargs=_more_settings(args),
+        text_layer_decay=args.text_layer_decay,
+        image_layer_decay=args.image_layer_decay,
+        pooler_in_head=args.text_pooler_in_head,
+        wd_exclude_patterns=args.wd_exclude_patterns,
+        fallback_list=args.opt_fallback_list,
+    )
+    return create_optimizer(module, config)
+
+
+def _check_timm(args: Namespace) -> None:
+    """Raise InputError if timm has no optimizer of this name, or if it gets one beta only."""
+    from timm.optim import list_optimizers
+
     known = list_optimizers()
-    if name.removeprefix("lookahead_") not in known:
+    if args.opt.lower().split("timm/")[-1].removeprefix("lookahead_") not in known:
         near = did_you_mean(args.opt, [f"timm/{other}" for other in known], "see timm.optim.list_optimizers()")
         raise InputError(f"--opt: {args.opt!r} is not one of timm's{near}")
     if (args.beta1 is None) != (args.beta2 is None):
         one, other = ("beta1", "beta2") if args.beta2 is None else ("beta2", "beta1")
         raise InputError(f"--{one}: {getattr(args, one)} with --opt {args.opt} needs --{other}, too; give both or none")
+
+
+def _timm_optimizer(args: Namespace, numbers: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a legacy loop."""
+    from timm.optim import create_optimizer_v2
+
+    name = args.opt.lower().split("timm/")[-1]
     more: dict[str, Any] = {} if args.beta1 is None else {"betas": (args.beta1, args.beta2)}
     if args.momentum is not None:
         more["momentum"] = args.momentum
+    if args.eps is not None or release_of(open_clip_version()) < (4, 0):  # since then None is left out
+        more["eps"] = args.eps
+    more |= _more_settings(args)
     try:
-        return create_optimizer_v2(numbers, name, lr=args.lr, weight_decay=args.wd, eps=args.eps, **more)
+        return create_optimizer_v2(numbers, name, lr=args.lr, weight_decay=args.wd, **more)
     except TypeError:
-        if args.eps is not None:
+        if more.get("eps", 0) is not None:
             raise
         raise InputError(f"--eps: --opt {args.opt} needs one from OpenCLIP; give for example 1e-8") from None
 
@@ -326,7 +399,8 @@ def _check_moments(
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     if not groups:
         raise InputError(f"--resume: {path!r} has no optimizer state; give it as --pretrained to use its weights only")
-    missing = set(optimizer.param_groups[0]) - set(groups[0])
+    # A group's name is a label of the task loop's; files of the other loop are for `check_same_loop`.
+    missing = set(optimizer.param_groups[0]) - set(groups[0]) - {"group_name"}
     if missing:
         raise InputError(
             f"--opt: {path!r} was trained with another optimizer than {args.opt!r}, one without "

@@ -43,6 +43,7 @@ from training_ext.run_log import Epoch, RunLog
 from training_ext.shards import shard_urls
 from training_ext.skips import report_epoch
 from training_ext.summary import summary
+from training_ext.task_flags import divides_model
 from training_ext.temperature_sheet import write_sheet
 from training_ext.zero_shot import classify_scenes
 
@@ -114,7 +115,7 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
-        if self.args.precision in ("pure_bf16", "pure_fp16") and not getattr(self.args, "fsdp", False):
+        if self.args.precision in ("pure_bf16", "pure_fp16") and not divides_model(self.args, self.args.world_size):
             # In 16 bits a step of --lr-tau is less than the spacing of numbers, so tau would not move.
             model.logit_scale.data = model.logit_scale.data.float()
         train_temperature(model, trains_logit_scale(self.args))
@@ -441,7 +442,7 @@ class Session:
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
     ) -> dict[str, float]:
         metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
-        if not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
+        if self.divides_model or not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
             return metrics
         model = self.unwrapped(model)
         if args.dataset_type == "shapes" and "val" in data:

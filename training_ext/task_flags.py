@@ -8,6 +8,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.hosts import LEGACY, TASKS, host
 from training_ext.launch import world_info
+from training_ext.params import trains_logit_scale
 
 
 def divides_model(args: Namespace, world_size: int) -> bool:
@@ -58,8 +59,16 @@ def check_loop(args: Namespace, resumed: str | None, world_size: int) -> None:
         raise InputError(f"--resume: {resumed!r} is a folder of shards, for --fsdp and several processes; give a file")
     if args.uses_ext_loss and args.torchcompile and args.torchcompile_strategy == "step":
         raise InputError(f"--torchcompile-strategy: 'step' with --loss {args.loss}, which has state; give 'model'")
+    if args.torchcompile and args.torchcompile_strategy == "step" and (args.accum_freq > 1 or args.precision == "amp"):
+        other = f"--accum-freq {args.accum_freq}" if args.accum_freq > 1 else f"--precision {args.precision}"
+        raise InputError(f"--torchcompile-strategy: 'step' with {other}; leave one out, or give 'model'")
     if not divides:
         return
+    if args.uses_ext_loss and args.precision == "pure_bf16" and trains_logit_scale(args):
+        raise InputError(
+            "--precision: 'pure_bf16' with --fsdp and a learned temperature, whose steps are below the spacing of "
+            "16-bit numbers; give amp_bf16, or --temperature fixed"
+        )
     for name in ("osr_epochs", "keep_best", "zeroshot_data"):
         value = getattr(args, name)
         if value:

@@ -32,7 +32,9 @@ class TaskLosses(LogItems):
     def items(self) -> Any:
         if "loss" not in self:
             return dict.items(self)
-        return ({self._name: self["loss"]} | self._diagnostics()).items()
+        values = {self._name: self["loss"]} | self._diagnostics()
+        # The loop reduces them over the processes, which NCCL does on its own devices only.
+        return {name: value.to(self["loss"].device) for name, value in values.items()}.items()
 
 
 class LossTask(CLIPTask):

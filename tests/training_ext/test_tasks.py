@@ -1,12 +1,19 @@
 """The task loop of OpenCLIP 4.x: what the legacy loop does it does, in DistributedDataParallel and FSDP2, too."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 from test_training import same
+from torch.nn.functional import normalize
 
+from open_clip_ext import create_loss, list_losses
+from open_clip_ext.metrics_file import read_metrics
+from training_ext import midepoch
 from training_ext.checkpoint import KEY, SHARDED
 from training_ext.hosts import TASKS, choose, host
+from training_ext.latest import bring_up_to_date, resumed_path
 
 in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no task loop")
 # Each epoch is one step of all samples, so that their order and what a process gets of them do not matter.
@@ -96,6 +103,8 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
         ("--fsdp --osr-epochs 1", ["--osr-epochs: 1 with --fsdp"]),
         ("--fsdp --val-num-samples 8 --keep-best clip_val_loss", ["--keep-best: 'clip_val_loss' with --fsdp"]),
         ("--torchcompile --torchcompile-strategy step", ["--torchcompile-strategy: 'step'", "give 'model'"]),
+        ("--loss clip --torchcompile --torchcompile-strategy step --accum-freq 2", ["'step' with --accum-freq 2"]),
+        ("--fsdp --precision pure_bf16", ["--precision: 'pure_bf16' with --fsdp and a learned", "give amp_bf16"]),
         ("--use-naflex", ["--use-naflex", "not followed"]),
         ("--legacy-loop --fsdp", ["--fsdp", "not followed", "legacy_main"]),
     ],
@@ -103,8 +112,102 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
 def test_what_cannot_be_carried_is_refused(refused, monkeypatch, datasets, flags, parts):
     for name, value in (("WORLD_SIZE", "2"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
+    loss = "" if "--loss" in flags else LOSSES["fastclip-v3"]
+    line = refused(f"{datasets['shapes']} {loss} --workers 0 {flags}")
+    assert all(part in line for part in parts), line
+
+
+@in_tasks
+@pytest.mark.parametrize("flag", ["", "--legacy-loop"])
+def test_ones_own_zero_shot_evaluation(run, datasets, flag):
+    """With validation data and without ImageNet, for which alone the task loop has an evaluation of its own."""
+    flags = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 1 --val-num-samples 16 {flag}"
+    experiment = run("x", f"{flags} --keep-best shapes-zeroshot-top1")
+    (evaluated,) = read_metrics(experiment.path, "eval")
+    assert "shapes-zeroshot-top1" in evaluated and (experiment.path / "best.pt").exists()
+
+
+@in_tasks
+@pytest.mark.parametrize("name", [preset.name for preset in list_losses() if not preset.is_open_clip])
+def test_logged_values_are_on_the_device_of_the_loss(name):
+    """The loop reduces them by the group's backend, which may be for a GPU only; meta is in place of one."""
+    from training_ext.tasks import TaskLosses
+
+    loss = create_loss(name, num_samples=16, epochs=2)
+    loss.set_epoch(0)
+    image, text = normalize(torch.randn(2, 8, 4), dim=2)
+    reference = {"dist_image_features": image, "dist_text_features": text} if loss.takes_reference else {}
+    loss(image.requires_grad_(), text, torch.tensor(14.0), index=torch.arange(8), **reference)
+    losses = TaskLosses(torch.zeros((), device="meta"), "objective", loss.diagnostics)
+    losses["loss"] = losses["contrastive_loss"]
+    assert {value.device.type for _, value in losses.items()} == {"meta"}
+
+
+def shards(folder, name: str, epoch: int) -> str:
+    """Write a folder of shards without any shard in it."""
+    (folder / name).mkdir(parents=True)
+    (folder / name / ".metadata").touch()
+    torch.save({"epoch": epoch, "name": "x"}, folder / name / "_metadata_extra.pt")
+    return str(folder / name)
+
+
+@in_tasks
+def test_latest_of_folders_of_shards(tmp_path):
+    folder = tmp_path / "x/checkpoints"
+    shards(folder, "epoch_2", 2)
+    newest = shards(folder, "epoch_10", 10)
+    (folder / "epoch_11").mkdir()  # torn
+    args = Namespace(resume="latest", name="x", logs=str(tmp_path), remote_sync=None, save_most_recent=False)
+    assert resumed_path(args) == newest
+    shards(folder, "epoch_latest", 4)
+    assert resumed_path(args) == newest
+
+
+@in_tasks
+def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path):
+    """OpenCLIP prefers the file of --save-most-recent, however old."""
+    folder = tmp_path / "x/checkpoints"
+    latest = shards(folder, "epoch_latest", 9)
+    file = folder / "epoch_latest.pt"
+    args = Namespace(resume="latest", name="x", logs=str(tmp_path), remote_sync=None, save_most_recent=True)
+    for epoch, path in ((9, file), (0, folder / "epoch_latest")):
+        torch.save({"epoch": epoch, "optimizer": {KEY: {"position": {"batches": 5}}}}, file)
+        assert resumed_path(args) == str(path)
+        bring_up_to_date(args)
+        assert file.exists() == (epoch == 9)
+    torch.save({"epoch": 0, "optimizer": {}}, file)
+    midepoch.remove_folders(str(folder))
+    assert not file.exists()
+    # The folder of an epoch is newer, after a run without the flag or a kill.
+    newest = shards(folder, "epoch_10", 10)
+    assert resumed_path(args) == newest
+    bring_up_to_date(args)
+    assert midepoch.progress(latest) == midepoch.progress(newest) == (10, 0)
+    assert {path.name for path in folder.iterdir()} == {"epoch_10", "epoch_latest"}
+
+
+@in_tasks
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--text-layer-decay 2", ["--text-layer-decay: 2.0", "in (0, 1]"]),
+        ("--opt-fallback-list x", ["--opt-fallback-list: x", "timm"]),
+        ("--opt-kwargs nonsense=1", ["--opt-kwargs: nonsense=1", "unexpected keyword"]),
+        ("--opt-kwargs nonsense=1 --legacy-loop", ["--opt-kwargs: nonsense=1", "unexpected keyword"]),
+        ("--opt nadamw --legacy-loop", ["--opt: 'nadamw'", "adamw or timm/NAME"]),
+    ],
+)
+def test_flags_of_the_optimizer_that_cannot_work(refused, datasets, flags, parts):
     line = refused(f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {flags}")
     assert all(part in line for part in parts), line
+
+
+@in_tasks
+@pytest.mark.parametrize("flags", ["--opt nadamw", "--opt timm/adamw", "--opt timm/adamw --legacy-loop"])
+def test_optimizers_of_open_clip_4(datasets, tmp_path, flags):
+    command = f"--dataset-type shapes --train-num-samples 16 --loss fastclip-v3 --workers 0 --lr 1e-3 --name x {flags}"
+    assert not run_main(ext_main, f"{command} --epochs 1", tmp_path)
+    assert not run_main(ext_main, f"{command} --epochs 2 --resume latest", tmp_path)
 
 
 @in_tasks
