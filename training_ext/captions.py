@@ -101,7 +101,7 @@ def index_by_position(csv: Any) -> None:
 
 
 class DrawnCaptions:
-    """The caption of each image in the present epoch, as a sequence; empty ones are drawn for no image that has others.
+    """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other.
 
     Args:
         captions: the caption in each line of the csv.

@@ -38,7 +38,7 @@ def resumed_path(args: Namespace) -> str | None:
 
 
 def most_trained(folder: str) -> str | None:
-    """The checkpoint with the most training, of equals that of --save-most-recent; None if none is whole."""
+    """The checkpoint with the most training; if several have it, that of --save-most-recent. None if none is whole."""
     file = host().main_module.LATEST_CHECKPOINT_NAME
     names = (file, file.removesuffix(".pt"), midepoch.newest_numbered(folder))
     return midepoch.furthest(folder, [name for name in names if name is not None])

@@ -255,6 +255,7 @@ def test_a_non_finite_batch_never_enters_the_state(good_steps):
         (dict(gamma=0.5), "gamma: the loss 'amorlip' does not use it"),
         (dict(amor_l2_weight=3.0), "amor_l2_weight: has no effect with amor_objective 'l2-log'; leave it out"),
         (dict(epochs=None), "amor_beta_epochs: the cosine of beta needs its length"),
+        (dict(epochs=None, amor_beta_epochs=5), "rho_annealed_from: rho needs the epoch of its change"),
     ],
 )
 def test_wrong_settings_are_named(options, message):
