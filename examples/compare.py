@@ -97,7 +97,7 @@ AMORLIP = {
     "negatives alone": "--loss amorlip --lr-tau 1e-3 --amor-target negatives",
     "the paper's form": "--loss amorlip --lr-tau 1e-3 --amor-denominator target --amor-positive-weight 1",
 }
-SEVERAL = ("clip", "minibatch", "fastclip-v3", "neuclip", "queue")
+SEVERAL = ["clip", "minibatch", "fastclip-v3", "neuclip", "queue"]
 # By size: rows of the data set, batch sizes, samples seen, seeds.
 GRIDS = {
     "small": ([8000], [32], 64_000, 1),
@@ -106,11 +106,12 @@ GRIDS = {
 }
 EXPERIMENTS = {
     "methods": METHODS,
-    "leverage": {name: METHODS[name] for name in SEVERAL},
+    "leverage": METHODS,
     "neuclip": NEUCLIP,
-    "error": {name: METHODS[name] for name in SEVERAL[1:]},
+    "error": METHODS,
     "amorlip": AMORLIP,
 }
+DEFAULTS = {"leverage": SEVERAL, "error": SEVERAL[1:]}  # without --variants; every variant in the others
 BATCHES = {"leverage": [16, 32, 64, 128, 256], "error": [8, 32, 128]}
 LEVEL = 35  # percent of R@1; a model that cannot tell the shapes of the scenes has at most 31
 METRICS = {
@@ -141,7 +142,8 @@ def main() -> None:
     folder = Path("compare")
     parser.add_argument("experiment", choices=EXPERIMENTS)
     parser.add_argument("--size", choices=GRIDS, default="small", help="how much to run (default: small)")
-    parser.add_argument("--variants", nargs="+", help="some of the experiment's variants (default: all)")
+    parser.add_argument("--variants", nargs="+",
+                        help="some of the experiment's variants (default: all; in leverage and error the main ones)")
     parser.add_argument("--data", default=SCENES, help="data flags (default: generated scenes)")
     parser.add_argument("--flags", default="", help="flags added to every run, such as --wd 0.3; they override its own")
     parser.add_argument("--rows", type=positive, nargs="+", metavar="N", help="sizes of the data (default: the grid's)")
@@ -155,11 +157,11 @@ def main() -> None:
     variants = EXPERIMENTS[args.experiment]
     if unknown := set(args.variants or ()) - set(variants):
         parser.error(f"--variants: {unknown.pop()!r} is not one of {', '.join(variants)}")
-    if args.variants and "drrho-clip" in args.variants and "clip" not in args.variants:
+    chosen = args.variants or DEFAULTS.get(args.experiment) or list(variants)
+    if "drrho-clip" in chosen and "clip" not in chosen:
         parser.error("--variants: drrho-clip needs clip, its reference")
-    if args.variants:
-        # In the order of the experiment: clip comes before what takes its model as a reference.
-        variants = {name: flags for name, flags in variants.items() if name in args.variants}
+    # In the order of the experiment: clip comes before what takes its model as a reference.
+    variants = {name: flags for name, flags in variants.items() if name in chosen}
 
     rows, batches, samples, seeds = GRIDS[args.size]
     rows, samples, seeds = args.rows or rows, args.samples or samples, args.seeds or seeds

@@ -31,7 +31,7 @@ from training_ext.data import trains
 from training_ext.hosts import TASKS, host
 from training_ext.loading import load_mapped
 from training_ext.loss import TrainingLoss
-from training_ext.row_folders import remove_unnamed
+from training_ext.row_folders import MARK, remove_unnamed
 from training_ext.seeding import Start
 from training_ext.stopping import StopRequest
 
@@ -265,5 +265,7 @@ def remove_folders(folder: str) -> None:
         if path.endswith(f".pt{PARTIAL}"):
             os.remove(path)
     sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
-    # Recovered statistics (--osr-save) may lie here, too, with rows of their own.
-    remove_unnamed(folder, [path for path in paths if path.endswith(".pt")] + sharded, begin="epoch_")
+    # Recovered statistics (--osr-save) may lie here, too, with rows of their own in FILE.rows-*.
+    with_rows = {path.rpartition(MARK)[0] for path in paths}
+    files = [path for path in paths if path.endswith(".pt") or path in with_rows]
+    remove_unnamed(folder, files + sharded, begin="epoch_")

@@ -208,8 +208,11 @@ def test_nothing_is_removed_where_a_checkpoint_cannot_be_read(tmp_path, caplog):
 def test_rows_of_recovered_statistics_stay_beside_checkpoints(tmp_path):
     for name in ("epoch_1.rows-01234567", "x.state.rows-01234567"):
         (tmp_path / name).mkdir()
+    (tmp_path / "epoch_2.state.rows-01234567").mkdir()
+    torch.save({"rows": "epoch_2.state.rows-01234567"}, tmp_path / "epoch_2.state")
     midepoch.remove_folders(str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["x.state.rows-01234567"]
+    left = {"epoch_2.state", "epoch_2.state.rows-01234567", "x.state.rows-01234567"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 @pytest.fixture
