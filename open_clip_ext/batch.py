@@ -35,7 +35,8 @@ class Batch:
     Attributes:
         all_log_batch: L = log(eps + g) over the batch, (2, B).
         finite: 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the
-            batch may enter the state. A network's optimizer still steps, with gradients of 0.
+            batch may enter the state. A network's optimizer still steps, with gradients of 0, so that Adam's momentum
+            still moves the weights.
     """
 
     image: Tensor

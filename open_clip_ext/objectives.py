@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 # With exact normalizers L_i - alpha_i is at most log(n / B): 12.4 for 10^9 samples and a batch of 4,096. A larger
-# weight means that alpha is wrong. The bound keeps one such anchor from dominating the optimizers' accumulators for
-# good and from overflowing float16. A table reaches it only with a gamma below exp(-12.5), as SCENT's where u is tiny:
-# u_i contains gamma times the batch's own estimate.
+# weight means that alpha is wrong, and the bound keeps such anchors from weighing even more. In a table u_i contains
+# gamma times the batch's own estimate, so that a weight is at most 1 / gamma: only SCENT's gamma, tiny where u_i is,
+# can be below exp(-12.5).
 MAX_LOG_WEIGHT = 12.5
 
 
@@ -40,6 +40,7 @@ class Objective:
 
     @staticmethod
     def weight(tau: Tensor) -> Tensor:
+        """The factor of an anchor's value in what a network minimizes: tau in NeuCLIP's Eq. 12."""
         return tau
 
     @staticmethod
@@ -54,7 +55,7 @@ class Objective:
 
     @staticmethod
     def slope(log_batch: Tensor, alpha: Tensor) -> Tensor:
-        """Derivative of `value` in alpha at fixed L."""
+        """Derivative of `value` in alpha at fixed L; not defined where `through_alpha` is False."""
         raise NotImplementedError
 
 

@@ -162,7 +162,11 @@ class NetworkTemperature(Temperature):
         return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
 
     def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
-        """A step of Adam on mean_i tau_i * (value_i + rho)."""
+        """A step of Adam on mean_i tau_i * (value_i + rho), summed over both directions.
+
+        Args:
+            gradients: derivatives in tau_i, (2, B).
+        """
         with torch.enable_grad():
             weights = self.weights.detach().requires_grad_()
             taus = self.predict(batch.all_image, batch.all_text, weights, self._kept)

@@ -15,7 +15,8 @@ def adam_step(
     Args:
         gradient: of any shape.
         moments: the old moments, of the same shape each.
-        count: which step this is, from 1, for the bias correction.
+        count: which step this is, from 1, for the bias correction; FastCLIP-v2 counts epochs instead.
+        betas: in [0, 1).
     """
     new = [
         beta * moment + (1 - beta) * gradient**power

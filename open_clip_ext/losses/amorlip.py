@@ -28,7 +28,7 @@ Readings fixed here, where the paper is silent or its released code differs:
   b - 1 negatives stand for B - 1: a plain mean over b pairs would count the positive W times and push it away.
 - exp(s <.,.>) / lambda, averaged over an anchor's pairs, is bounded by exp(10), so that an anchor with a very wrong
   network output does not dominate the step. With the exact lambda it is at most n / b: for CC12M exp(8.3) with the
-  paper's batch on one process and exp(10.4) on eight, which only an anchor with a single pair of any weight reaches.
+  paper's batch on one process and exp(10.4) on eight. An anchor reaches this only if a single pair has all the weight.
 - The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), weighs the positive in Z by 1e-3 (`amor_positive_weight`) and ends beta's cosine after half of the epochs
   (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form. On 20,000 generated

@@ -41,12 +41,15 @@ from open_clip_ext.objectives import MAX_LOG_WEIGHT
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 10 per anchor as a function of r = log Z_comb - log lambda, and its derivative in r."""
+    """Eq. 10 per anchor as a function of r = log Z_comb - log lambda, any finite numbers, and its derivative in r.
+
+    Shapes here and below: all that of `ratio`, r.
+    """
     return ratio.square() / 2, ratio
 
 
 def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """f(t) = t log t of Eq. 8 at t = exp(r), and its derivative in r."""
+    """f(t) = t log t of Eq. 8 at t = exp(r), r at most `MAX_LOG_WEIGHT`, and its derivative in r."""
     ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
     t = ratio.exp()
     return t * ratio, t * (ratio + 1)
@@ -142,11 +145,11 @@ class Amortization:
         return torch.logaddexp(math.log(beta) + log_previous, math.log1p(-beta) + log_z)
 
     def update(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
-        """Train the online network, at a step that is `due`.
+        """Train the online network, at a step that is `due`, on Eq. 8 or 10 summed over both directions.
 
         Args:
             image, text: embeddings of all processes, (B, d) each.
-            log_z: log Z of all anchors, (2, B).
+            log_z: log Z of all anchors, (2, B). If a value is not finite, the gradients are 0.
         """
         if self.step_of_epoch == 0:
             self._begin_epoch(image.shape[1], log_z)

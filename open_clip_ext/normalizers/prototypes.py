@@ -15,8 +15,8 @@ Readings fixed here, where the paper is silent:
   pairs, there are k prototypes and log k in place of log m, and each batch adds prototypes. Copies of fewer embeddings
   would receive equal gradients and stay copies.
 - With the paper's AdaGrad at learning rate 1.0 a prototype's first update changes every coordinate by 1, while its
-  entries are about 1 / sqrt(d). The updates after a reset thus turn it far from its embedding. A larger
-  `npn_initial_accumulator` or a smaller `npn_lr` makes the first steps smaller.
+  entries are about 1 / sqrt(d). The first updates of a training thus turn it far from its embedding. A smaller
+  `npn_lr` makes them smaller; where they do harm, `npn_max_rise` undoes them.
 - exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `objectives.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
 - A prototype keeps the key of the sample that it was drawn from until the next reset, and does not count for anchors of

@@ -8,14 +8,22 @@ Readings fixed here, where the paper is silent:
 
 - T_r is the paper's 500 steps, but at most a fifth of a pass over the data if its length is known: with 2 passes
   between restarts the network lags behind the encoders (`docs/results.md`). In the paper 500 steps are 0.11 to 0.19
-  passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and 0.0026 over DFN-1B. If a fifth is a single step, the
-  network could not be trained between restarts, so T_r is a whole pass (300 generated scenes, batch 64, 6 epochs: an
-  error of 0.03 instead of 0.14). A resumed training keeps its T_r unless another is given.
-- AdaGrad's learning rate is the paper's 1.0 in trainings of at least 77,000 steps, as all of the paper's, and
+  passes over CC3M, CC12M and DFN-14M, 0.013 over DFN-192M and 0.0026 over DFN-1B. If a fifth is a single step, every
+  step would begin with a new network and nothing would be kept, so T_r is a whole pass (300 generated scenes, batch 64,
+  6 epochs: an error of 0.03 instead of 0.14). A resumed training keeps its T_r unless another is given.
+- AdaGrad's learning rate is the paper's 1.0 in trainings of at least 77,000 steps, about the paper's shortest, and
   sqrt(steps / 77,000) in shorter ones of known length: AdaGrad's steps shrink with the square root of their number, so
   a short training ends with steps as small as the paper's. At 1.0 a short one fits each batch's own estimates (300 and
   10,000 generated scenes: `docs/settings.md`).
 - The optimizer's state is kept across restarts, as a restart writes only the weights; `npn_reset_optimizer` resets it.
+- AdaGrad's first step moves every coordinate by the learning rate, however small the gradient is. At a temperature of
+  0.01, that of a pretrained model, this makes the network useless: alpha falls to log eps, and the anchors' weights
+  exp(L - alpha) rise to their bound, 2.7e5. So if a step's updates raise the network's objective, from the first to the
+  last, by more than `npn_max_rise`, they are undone, and AdaGrad's accumulators are multiplied by 4. With features as
+  of a pretrained model (positives 0.33, negatives 0.16 +- 0.03, B = 256, m = 1024) the first four steps are undone, and
+  from the fifth on 240 to 480 of 512 anchors carry the gradient; otherwise 2 to 10 did. From scratch it does not
+  happen: in 16 epochs of 100,000 icons the objective rose in the first step alone, by 2. With `npn_updates` 1 or
+  another optimizer nothing is undone.
 - The network's gradient has Eq. 12's factor tau (Algorithm 1, line 7). AdaGrad and Adam are invariant to a constant
   factor but not to a changing one: their accumulators remember earlier gradients, and without the factor the gradient
   grows as 1 / tau. On 8,000 generated pairs with AdaGrad at 1.0 and two seeds, the error of the log-normalizers without
@@ -50,6 +58,8 @@ OPTIMIZERS = {
 }
 
 MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # state values per parameter
+
+HALF_THE_STEP = 4.0  # by which AdaGrad's accumulators are multiplied
 
 PAPER_RESTART_EVERY = 500
 PAPER_STEPS = 77_000  # about the paper's shortest training: 320M samples of DFN-14M (Table 1) in batches of 4,096
@@ -86,6 +96,11 @@ class NetworkNormalizer(Normalizer):
         valid=not_negative, expected="a number >= 0",
     )
     npn_reset_optimizer: bool = option(False, "reset the optimizer's state at each restart of the network")
+    npn_max_rise: float = option(
+        10.0, "undo a step's updates if they raise the network's objective by more, and halve AdaGrad's next ones; "
+        "1e30: never, as in the paper",
+        valid=not_negative, expected="a number >= 0",
+    )
     npn_objective: str = option("unified", "what the network minimizes", choices=tuple(NETWORK_OBJECTIVES))
     npn_joint: bool = option(
         False, "train encoders and network together, one step each, without restarts (Algorithm 3)", in_state=True
@@ -127,7 +142,8 @@ class NetworkNormalizer(Normalizer):
         joint = settings["npn_joint"]
         settings["npn_opt"], settings["npn_lr"] = cls._optimizer(settings["npn_opt"], settings["npn_lr"], joint)
         if settings["npn_opt"] != "adagrad":
-            refuse_unused(given, ["npn_initial_accumulator"], f"with npn_opt {settings['npn_opt']!r}")
+            unused = ["npn_initial_accumulator", "npn_max_rise"]
+            refuse_unused(given, unused, f"with npn_opt {settings['npn_opt']!r}")
 
     def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         if self._fits_length and passes is not None:
@@ -207,12 +223,29 @@ class NetworkNormalizer(Normalizer):
 
     def _train(self, batch: Batch) -> None:
         set_gradient = self._gradient_setter(batch)
+        guarded = self.optimizer_name == "adagrad" and self.updates > 1
+        before = [parameter.clone() for parameter in self._named().values()] if guarded else []
         for update in range(self.updates):
             alpha = set_gradient()
             if update == 0:
-                self.objective_before = self.objective.value(batch.all_log_batch, alpha).mean(dim=1).sum()
+                self.objective_before = self._objective_of(batch, alpha)
             if not self.joint:
                 self.optimizer.step()
+        if guarded:
+            assert self.objective_before is not None
+            self._undo_if(self._objective_of(batch, alpha) > self.objective_before + self.npn_max_rise, before)
+
+    def _objective_of(self, batch: Batch, alpha: Tensor) -> Tensor:
+        """What the network minimizes, 0-d."""
+        return self.objective.value(batch.all_log_batch, alpha).mean(dim=1).sum()
+
+    def _undo_if(self, undo: Tensor, before: list[Tensor]) -> None:
+        """Take back the parameters `before` the step's updates and halve AdaGrad's next ones if `undo`, 0-d bool."""
+        if undo.device.type == "cpu" and not undo:  # elsewhere a look at it would wait for the device
+            return
+        for parameter, old in zip(self._named().values(), before, strict=True):
+            parameter.copy_(torch.where(undo, old, parameter))
+            self.optimizer.state[parameter]["sum"].mul_(torch.where(undo, HALF_THE_STEP, 1.0))
 
     def _new_optimizer(self) -> None:
         parameters = list(self._named().values())

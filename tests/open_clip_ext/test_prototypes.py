@@ -3,6 +3,7 @@
 import pytest
 import torch
 from numerics import unit
+from torch.nn.functional import normalize
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.equations import batch_g, gaps, neuclip, neuclip_alpha, neuclip_w
@@ -77,6 +78,40 @@ def test_algorithm_1_as_the_paper_has_it(opt, updates):
         neuclip_w(w1, w2, optimizer, e1, e2, tau, t=t, T_r=2, T_u=updates, eps=eps)
         expected = torch.stack([w1, w2]).detach()
         torch.testing.assert_close(loss.full_state()["state.weight"], expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("max_rise", [10.0, 0.0, 1e30])
+def test_updates_that_raise_the_objective_are_undone(max_rise):
+    """AdaGrad at 1.0 from nothing; the embeddings are close to each other. No weight reaches its bound."""
+    eps, m, updates, tau = 1e-14, 6, 2, torch.tensor(0.15).double()
+    loss = create_loss(
+        "neuclip", npn_prototypes=m, npn_restart_every=4, npn_updates=updates, npn_lr=1.0, npn_max_rise=max_rise,
+        loss_eps=eps,
+    )
+    weights = [torch.zeros(m, 8, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    optimizer = torch.optim.Adagrad(weights, lr=1.0)
+    generator = torch.Generator().manual_seed(0)
+    common, undone = unit(generator, 1, 8), []
+    for t in range(10):
+        e1, e2 = (normalize(common + 0.5 * unit(generator, m + 2, 8), dim=1) for _ in range(2))
+        loss(e1, e2, 1 / tau)
+        if t % 4 == 0:
+            neuclip_w(*weights, optimizer, e1, e2, tau, t=0, T_r=1, T_u=0, eps=eps)
+        before = [weight.detach().clone() for weight in weights]
+        objectives = []
+        for _ in range(updates):
+            alpha = neuclip_alpha(*weights, e1, e2, tau, eps)
+            objectives.append(neuclip(batch_g(gaps(e1, e2), tau), tau, alpha, rho=0.0, eps=eps).item() / tau.item())
+            neuclip_w(*weights, optimizer, e1, e2, tau, t=1, T_r=2, T_u=1, eps=eps)
+        undone.append(objectives[-1] > objectives[0] + max_rise)
+        if undone[-1]:
+            for weight, old in zip(weights, before, strict=True):
+                weight.data.copy_(old)
+                optimizer.state[weight]["sum"] *= 4
+        state, expected = loss.full_state(), torch.stack([weight.detach() for weight in weights])
+        torch.testing.assert_close(state["state.weight"], expected, rtol=1e-6, atol=1e-8)
+        assert loss.diagnostics()["npn_unified_before"].item() == pytest.approx(objectives[0], rel=1e-9)
+    assert (0 < sum(undone) < 10) if max_rise < 1e30 else not any(undone)
 
 
 @pytest.mark.parametrize("batches", [[6] * 7, [9, 4, 3, 9, 2, 8, 5], [2] * 7, [4] * 7])
