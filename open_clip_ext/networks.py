@@ -1,7 +1,7 @@
 """The network of AmorLIP's Section 3.2 that predicts log Z of an embedding.
 
-The paper's three-layer MLP, whose intermediate layers have the dimension f_d * d (Section 4), leaves details open. Here,
-with h = f_d * d:
+The paper's three-layer MLP, whose intermediate layers have the dimension f_d * d (Section 4), leaves details open.
+Here, with h = f_d * d:
 
     x -> Linear(d, h), ReLU, LayerNorm -> Linear(h, d), ReLU, LayerNorm -> + x, ReLU -> Linear(d, 1)
 

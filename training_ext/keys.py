@@ -39,7 +39,7 @@ def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
     if not takes_keys:
         raise InputError(
             f"{flag}: --loss {args.loss} as given cannot leave out single negatives; use one with --normalizer table, "
-            "prototypes, queue or batch"
+            "prototypes, queue or batch, and --negatives cross"
         )
     if args.same_key is not None and kind not in ("csv", "webdataset"):
         raise InputError(

@@ -121,8 +121,10 @@ class RunLog:
         """Start the log of a training with one of this package's losses."""
         self._loss = loss
         if is_master(self.args) and not self.args.log_all:
-            everything = f"; all numbers are in {self.path}" if self.args.save_logs else ""
-            logging.info(f"In the lines below, error is the estimated log-normalizers' / the minibatch's{everything}")
+            if hasattr(loss.loss, "online_error"):
+                logging.info("In the lines below, error is the estimated log-normalizers' / the minibatch's")
+            if self.args.save_logs:
+                logging.info(f"All numbers are in {self.path}")
 
     def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
         """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""

@@ -151,7 +151,7 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
 
 
 def model_on_meta(args: Namespace, name: str) -> Any:
-    """The model without memory for its weights; None for one that would have to be downloaded."""
+    """The model without memory for its weights; None for one that is not in OpenCLIP's list."""
     known = known_config(name)
     if known is None or "hf_model_name" in known["text_cfg"]:
         return None
@@ -169,7 +169,7 @@ def bytes_of(model: Any) -> int:
 
 
 def model_bytes(args: Namespace) -> dict[str, int]:
-    """Bytes of the weights, gradients and moments; {} for a model that would have to be downloaded."""
+    """Bytes of the weights, gradients and moments; {} for a model that is not in OpenCLIP's list."""
     if ":" not in args.model and known_config(args.model) is None:
         raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
     model = model_on_meta(args, args.model)
@@ -193,9 +193,9 @@ def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int
 
 def left_out(args: Namespace, parts: Mapping[str, int]) -> list[str]:
     """What `parts` does not count, in words."""
-    unknown = [] if "model" in parts else ["the model, which would have to be downloaded"]
+    unknown = [] if "model" in parts else ["the model, which is not in OpenCLIP's list, and what the loss keeps"]
     if args.distill_model and "reference model" not in parts:
-        unknown.append("the reference model, which would have to be downloaded")
+        unknown.append("the reference model, which is not in OpenCLIP's list")
     if args.opt != "adamw":
         unknown.append(f"the state of --opt {args.opt}")
     if getattr(args, "fsdp", False):
