@@ -1,5 +1,6 @@
 """What all tests share: which are slow by their parameters, and in which order they run."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ settings.load_profile("repeatable")
 # Whole files go to one process or another, which makes their fixtures once. Those that take longest go first.
 LONGEST = (
     "training_ext/test_statistics_recovery.py",
+    "training_ext/test_midepoch.py",
     "open_clip_ext/test_distributed.py",
     "training_ext/test_every_loss.py",
     "training_ext/test_training.py",
@@ -37,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONGEST.index(path) if path in LONGEST else len(LONGEST)
 
     items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    """Each run of the command ends with a collection, which took half of a short run over all that is imported here."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

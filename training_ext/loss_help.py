@@ -21,16 +21,23 @@ COLUMN = 34  # start of the second column
 REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."
 
 
-def default_text(option: Option) -> str:
-    """The note on an option's default in the help on all flags; empty for a switch."""
-    if option.type is bool:
-        return ""
-    declared = {same.default for part in factory.all_parts() for same in factory.options_of([part])
-                if same.name == option.name}
-    preset = {preset.defaults[option.name] for preset in factory.list_losses() if option.name in preset.defaults}
-    if len(declared | preset) > 1:
+def default_texts() -> dict[str, str]:
+    """Notes on the options' defaults in the help on all flags, by name; empty for a switch."""
+    options = [option for part in factory.all_parts() for option in factory.options_of([part])]
+    defaults: dict[str, set[Any]] = {}
+    for option in options:
+        defaults.setdefault(option.name, set()).add(option.default)
+    for preset in factory.list_losses():
+        for name, default in preset.defaults.items():
+            if name in defaults:
+                defaults[name].add(default)
+    return {option.name: "" if option.type is bool else _default_text(defaults[option.name]) for option in options}
+
+
+def _default_text(defaults: set[Any]) -> str:
+    if len(defaults) > 1:
         return " (default: per loss, see --loss NAME --help)"
-    (default,) = declared
+    (default,) = defaults
     return f" (default: {default.words if isinstance(default, Derived) else default})"
 
 

@@ -13,7 +13,7 @@ from open_clip_ext.options import flag_of
 from training_ext import recipes
 from training_ext.hosts import complete
 from training_ext.launch import world_info
-from training_ext.loss_help import PART_HELP, default_text, loss_help
+from training_ext.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.osr import recovered
 from training_ext.patching import replaced
 from training_ext.row_folders import SPLIT_ABOVE
@@ -120,8 +120,9 @@ class Parser(argparse.ArgumentParser):
         for part, valid in factory.PARTS.items():
             flag, names = flag_of(part), ", ".join(valid)
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
+        notes = default_texts()
         for option in factory.all_options():
-            text = (option.help + default_text(option)).replace("%", "%%")
+            text = (option.help + notes[option.name]).replace("%", "%%")
             settings: dict[str, Any] = {"default": None, "help": text}
             if option.type is bool:
                 settings["action"] = "store_true"

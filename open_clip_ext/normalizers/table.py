@@ -9,7 +9,10 @@ In plain PyTorch: `equations.sogclr_u`, `equations.isogclr_s`, `equations.tunecl
 
 Readings fixed here: a row's first visit sets log u_i = L_i, so that no estimate starts from an arbitrary number. A row
 that occurs several times in a global batch is updated once, with the mean of its eps + g_i, whatever the order of the
-batch and the world size. Its other occurrences are among its negatives, as in OpenCLIP's loss.
+batch and the world size. Its other occurrences are among its negatives, as in OpenCLIP's loss; in the papers, whose
+batches are sets, there are none. The estimate of such a row jumps to about log(1 / B), since the gap to a copy is 0,
+and with a gamma of 0.2 it may take tens of visits to return. Equal keys (`key=index`, or `--same-key` with a field that
+differs for every sample) leave the copies out.
 """
 
 import math

@@ -163,7 +163,9 @@ def test_rows_are_taken_from_blocks_in_any_order():
 def test_nearest_rows_finds_pairs_that_have_moved_a_little(monkeypatch):
     image, text = embeddings(200)
     index = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:60]
-    moved = [normalize(side[index] + 0.02 * torch.randn(60, 16), dim=1) for side in (image, text)]
+    generator = torch.Generator().manual_seed(3)
+    noise = torch.randn(2, 60, 16, generator=generator)
+    moved = [normalize(side[index] + 0.02 * off, dim=1) for side, off in zip((image, text), noise, strict=True)]
     widths = []
     chunks = Rows.chunks
     monkeypatch.setattr(Rows, "chunks", lambda own, width: widths.append(width) or chunks(own, width))

@@ -176,6 +176,16 @@ def test_a_queue_of_a_small_part_of_the_data_goes_on_over_epochs():
     assert loss.normalizer.ring.active == 128
 
 
+@pytest.mark.parametrize("size, queued", [(60, 20), (59, 59)])
+def test_a_queue_of_half_of_the_data_starts_every_epoch_empty(size, queued):
+    loss, generator = create_loss("queue", num_samples=120, queue_size=size), torch.Generator().manual_seed(0)
+    for epoch in range(2):
+        loss.set_epoch(epoch)
+        for _ in range(1 if epoch else 4):
+            loss(unit(generator, 20, 8), unit(generator, 20, 8), torch.tensor(10.0))
+    assert loss.diagnostics()["queued"] == queued
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [

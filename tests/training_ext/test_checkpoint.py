@@ -106,8 +106,10 @@ def test_files_of_every_form_are_read(tmp_path, zipped):
 
 def test_weights_alone_start_a_training(run, datasets, tmp_path):
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1"
-    torch.save(run("a", common).checkpoint(1)["state_dict"], tmp_path / "weights.pt")
-    assert len(run("b", f"{common} --resume {tmp_path}/weights.pt").logged()) == 6
+    first = run("a", common)
+    torch.save(first.checkpoint(1)["state_dict"], tmp_path / "weights.pt")
+    second = run("b", f"{common} --resume {tmp_path}/weights.pt")
+    assert len(second.logged()) == 6 and second.logged()[0] != first.logged()[0]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

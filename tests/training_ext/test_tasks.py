@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import pytest
 import torch
-from conftest import LOSSES, Experiment, ext_main, run_main
+from conftest import LOOP, LOSSES, Experiment, ext_main, run_main
 from test_training import same
 from torch.nn.functional import normalize
 
@@ -25,7 +25,7 @@ BY_GRADIENTS = f"{ONE_STEP} --opt timm/sgd --momentum 0.9 --lr 0.1"
 @pytest.fixture(autouse=True)
 def loop():
     yield
-    choose(legacy=False)  # a run has chosen one
+    choose(legacy=bool(LOOP))  # a run has chosen one
 
 
 @in_tasks
