@@ -1,10 +1,32 @@
 """OpenCLIP's own flags keep working with our losses."""
 
+from types import SimpleNamespace
+
+import open_clip
 import pytest
 import torch
 
 DATA = "--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --lr 1e-3"
 LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3": "--loss fastclip-v3 --rho 5"}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What the trained model and torch were asked to do in the latest step."""
+    seen = SimpleNamespace(clipped=0)
+    encode, clip = open_clip.CLIP.encode_image, torch.nn.utils.clip_grad_norm_
+
+    def encode_image(self, *args, **kwargs):
+        seen.model, seen.autocast = self, torch.is_autocast_enabled("cpu")
+        return encode(self, *args, **kwargs)
+
+    def clip_grad_norm(*args, **kwargs):
+        seen.clipped += 1
+        return clip(*args, **kwargs)
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_image", encode_image)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_grad_norm)
+    return seen
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -30,7 +52,7 @@ LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3"
         "--force-patch-dropout 0.25",
     ],
 )
-def test_a_flag(run, loss, flags):
+def test_a_flag(run, seen, loss, flags):
     experiment = run("x", f"{DATA} {LOSSES[loss]} {flags}")
     checkpoint = experiment.checkpoint(1)
     assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
@@ -40,11 +62,24 @@ def test_a_flag(run, loss, flags):
     assert kept[0].dtype == torch.float32 and kept[0].isfinite().all()
     said = "--local-loss makes no difference" in experiment.log
     assert said == ("--local-loss" in flags)
+    precision = flags.split()[1] if "--precision" in flags else "fp32"
+    types = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
+    assert seen.model.visual.conv1.weight.dtype == types.get(precision, torch.float32)
+    assert seen.autocast == precision.startswith("amp")
+    assert seen.model.transformer.grad_checkpointing == ("--grad-checkpointing" in flags)
+    assert getattr(seen.model.visual.patch_dropout, "prob", 0) == (0.25 if "--force-patch-dropout" in flags else 0)
+    assert seen.clipped == (4 if "--grad-clip-norm" in flags else 0)
+    rates = [0.5, 1, 1, 0.5]  # two steps of warm-up, two of a cosine
+    if "--skip-scheduler" in flags:
+        rates = [1, 1, 1, 1]
+    elif "const-cooldown" in flags:  # linear to 0
+        rates = [0.5, 1, 0.5, 0.25]
+    assert [1e3 * rate for _, rate in experiment.logged("lr")] == pytest.approx(rates)
 
 
 @pytest.mark.slow
-def test_torchcompile(run):
-    test_a_flag(run, "neuclip", "--torchcompile")
+def test_torchcompile(run, seen):
+    test_a_flag(run, seen, "neuclip", "--torchcompile")
 
 
 def test_a_scripted_model_resumes(run):
