@@ -1,6 +1,7 @@
 """Two processes that train together, started once for all tests: they take longer to import than to train."""
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -45,6 +46,8 @@ def serve(rank: int, pipe) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+        # What still refers to the group goes here: in a loader's forked worker, without the group's threads, it crashes.
+        gc.collect()
         pipe.send(Ended(code, stderr.getvalue()))
 
 
