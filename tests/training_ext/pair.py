@@ -46,7 +46,7 @@ def serve(rank: int, pipe) -> None:
             finally:
                 if dist.is_initialized():
                     dist.destroy_process_group()
-        # What still refers to the group goes here: in a loader's forked worker, without the group's threads, it crashes.
+        # The group goes here: collected in a loader's forked worker, where its threads do not exist, it would crash.
         gc.collect()
         pipe.send(Ended(code, stderr.getvalue()))
 
