@@ -40,19 +40,20 @@ class PrototypeGradient:
         active: m, prototypes in use.
         own_active: k, those on this process.
         split: whether the others are on other processes.
-        log_counts: log of how many of the m count for each anchor, (B,).
+        counts: how many of the m count for each anchor, (B,); where none does, alpha is L and the gradient 0.
         keys: of all anchors and of the prototypes that are here, if they have any; those with the anchor's own do not
             count.
     """
 
     def __init__(
         self, batch: Batch, objective: type[Objective], surrogate: Surrogate, eps: float,
-        active: int, own_active: int, split: bool, log_counts: Tensor, keys: Keys | None = None,
+        active: int, own_active: int, split: bool, counts: Tensor, keys: Keys | None = None,
     ):
         self.batch, self.objective, self.surrogate, self.split = batch, objective, surrogate, split
         self.log_eps = batch.all_positives.new_full((), math.log(eps))
         self.keys = keys
-        self.log_counts = log_counts
+        self.counted = counts > 0
+        self.log_counts = counts.clamp(min=1).log()
         self.anchor_weight = objective.weight(batch.all_tau) * batch.finite / batch.size  # in the mean, (2, B)
         self.anchors = torch.stack([batch.all_image, batch.all_text])
         if is_linear(surrogate):
@@ -109,7 +110,7 @@ class PrototypeGradient:
         log_mean = probs.sum(2).log_().add_(peak)
         if self.split:
             log_mean = log_sum_over_processes(log_mean)
-        alpha = torch.logaddexp(log_mean, self.log_eps)
+        alpha = torch.where(self.counted[part], torch.logaddexp(log_mean, self.log_eps), log_batch)
         # From exp(x - peak) to d alpha / dx = exp(x - log m - alpha).
         factor = (peak - alpha).exp_()
         factor *= self.objective.slope(log_batch, alpha).mul_(self.anchor_weight[:, part])

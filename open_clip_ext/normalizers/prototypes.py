@@ -20,16 +20,15 @@ Readings fixed here, where the paper is silent:
 - exp(L_i - alpha_i) is bounded by exp(12.5) in the gradient, see `objectives.MAX_LOG_WEIGHT`.
 - Embeddings are unit vectors already, so cos(e, W) = e . W / |W|.
 - A prototype keeps the key of the sample that it was drawn from until the next reset, and does not count for anchors of
-  that key, neither in alpha nor in its training; alpha is a mean over those that count. Its updates move it away from
-  the sample, so that this is no more than an approximation; it is nearer to the log-normalizers without the false
-  negatives than all prototypes together are (`docs/neighbours.md`).
+  that key, neither in alpha nor in its training; alpha is a mean over those that count, and the batch's own estimate if
+  none does. Its updates move it away from the sample, so that this is no more than an approximation; it is nearer to
+  the log-normalizers without the false negatives than all prototypes together are (`docs/neighbours.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
   accuracy.
 
 Shapes: m = prototypes per direction, k <= m of them active, d = embedding dimension, B = global batch.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +138,7 @@ class Prototypes(NetworkNormalizer):
         step = PrototypeGradient(
             batch, self.objective, self.surrogate, self.eps,
             active=self.active, own_active=self.own_active, split=self.split,
-            keys=self._keys(batch.keys), log_counts=self._log_counts(batch),
+            keys=self._keys(batch.keys), counts=self._counts(batch),
         )
         assert self.weight.grad is not None
         gradient = self.weight.grad[:, : self.own_active]
@@ -155,15 +154,15 @@ class Prototypes(NetworkNormalizer):
         """The anchors' and those of the prototypes in use that are here."""
         return None if anchors is None or self.keys is None else (anchors, self.keys[: self.own_active])
 
-    def _log_counts(self, batch: Batch) -> Tensor:
-        """log of how many prototypes count for each of all anchors, (B,)."""
+    def _counts(self, batch: Batch) -> Tensor:
+        """How many prototypes count for each of all anchors, (B,)."""
         keys = self._keys(batch.keys)
         if keys is None:
-            return batch.all_positives.new_full((batch.size,), math.log(self.active))
+            return batch.all_positives.new_full((batch.size,), self.active)
         same = number_of_equals(*keys)
         if self.split:
             dist.all_reduce(same)
-        return (self.active - same).clamp(min=1).to(batch.tau).log()
+        return (self.active - same).to(batch.all_positives)
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
         if self.active == 0:
@@ -183,7 +182,9 @@ class Prototypes(NetworkNormalizer):
         else:
             keys = self._keys(None if batch.keys is None else batch.keys[batch.local])
             log_total = log_sum(*inputs, prototypes, self.surrogate, lengths, keys=keys)
-        return add_eps(log_total - self._log_counts(batch)[batch.local], self.eps)
+        counts = self._counts(batch)[batch.local]
+        alpha = add_eps(log_total - counts.clamp(min=1).log(), self.eps)
+        return torch.where(counts > 0, alpha, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}

@@ -3,8 +3,9 @@
     alpha_1i = logaddexp(log eps, logsumexp_j(l(e_1i . q_j - s_ii) / tau) - log k)
 
 over the k queued texts q_j (for text anchors, images) from outside the step's own batch, which contains the anchor's
-own positive: its gap of 0 would hide every log-normalizer below -log k. While the queue holds only the batch, alpha is
-the batch's own estimate. In plain PyTorch, with the mixing: `equations.queue_alpha`, `equations.queue`.
+own positive: its gap of 0 would hide every log-normalizer below -log k. Where none is left, since the queue holds only
+the batch or pairs with the anchor's key, alpha is the batch's own estimate. In plain PyTorch, with the mixing:
+`equations.queue_alpha`, `equations.queue`.
 
 If n, the number of samples, is known, the queue holds at most n. A queue of at least half of the data starts every
 epoch empty, since the previous epoch's entries include stale copies of the batch's own samples and thus of the anchors'
@@ -112,13 +113,16 @@ class Queue(Normalizer):
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         keys: Keys | None = None
-        log_count: Tensor | float = math.log(others)
+        count: Tensor | None = None
         if batch.keys is not None and self.ring.keys is not None:
             keys = batch.keys[batch.local], self.ring.keys
             same = number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
-            log_count = (others - same).clamp(min=1).to(batch.tau).log()
+            count = others - same
         log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen, keys=keys)
-        return add_eps(log_total - log_count, self.eps)
+        if count is None:
+            return add_eps(log_total - math.log(others), self.eps)
+        alpha = add_eps(log_total - count.clamp(min=1).to(batch.tau).log(), self.eps)
+        return torch.where(count > 0, alpha, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"queued": torch.tensor(float(self.ring.active))}

@@ -328,29 +328,34 @@ def test_keys_are_refused_where_they_would_be_forgotten():
 
 @pytest.mark.parametrize("surrogate", ["identity", "hinge"])
 @pytest.mark.parametrize("objective", ["compositional", "unified"])
-def test_a_queue_leaves_out_the_same_key(surrogate, objective, monkeypatch):
-    """alpha and its gradient over the batch before, which is all that the queue holds of others; in several tiles."""
+@pytest.mark.parametrize("queued", [[1, 2, 3, 4, 5, 1], [2] * 6])
+def test_a_queue_leaves_out_the_same_key(surrogate, objective, queued, monkeypatch):
+    """alpha and its gradient over the batch before, which is all that the queue holds of others, or over the batch if
+    that leaves none; in several tiles."""
     monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
     hinge = dict(surrogate=surrogate, margin=0.9) if surrogate == "hinge" else {}
     loss = create_loss("queue", queue_size=12, mixing=0.0, rho=0.0, loss_eps=EPS, encoder_objective=objective, **hinge)
-    keys = torch.tensor([[1, 2, 3, 4, 5, 1], [1, 6, 2, 2, 1, 7]])
+    keys = torch.tensor([queued, [1, 6, 2, 2, 1, 7]])
     steps = [step_inputs(seed, torch.float64)[1] for seed in (0, 1)]
     for (e1, e2), key in zip(steps, keys, strict=True):
         value = loss(e1, e2, torch.tensor(5.0).double(), key=key)
     (old_1, old_2), (e1, e2) = [[e.detach() for e in step] for step in steps]
     leaves = [e.clone().requires_grad_() for e in (e1, e2)]
+    of_batch = gaps_of_all(*leaves)
+    if surrogate == "hinge":
+        of_batch = [(gap + 0.9).clamp(min=0) ** 2 for gap in of_batch]
+    counts = (keys[1][:, None] != keys[1]).double()
+    g = torch.stack([((5 * gap).exp() * counts).sum(dim=1) / counts.sum(dim=1) for gap in of_batch])
     alphas = []
-    for anchors, others in ((leaves[0], old_2), (leaves[1], old_1)):
+    for anchors, others, own in ((leaves[0], old_2, g[0]), (leaves[1], old_1, g[1])):
         gap = anchors @ others.T - (leaves[0] * leaves[1]).sum(dim=1)[:, None]
         gap = (gap + 0.9).clamp(min=0) ** 2 if surrogate == "hinge" else gap
         counts = keys[1][:, None] != keys[0]
-        alphas.append((EPS + ((5 * gap).exp() * counts).sum(dim=1) / counts.sum(dim=1)).log())
+        mean = ((5 * gap).exp() * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
+        alphas.append((EPS + mean.where(counts.any(dim=1), own.detach())).log())
     alpha = torch.stack(alphas)
     torch.testing.assert_close(loss._last[2], alpha.detach())
     if objective == "unified":
-        sides = [(gap + 0.9).clamp(min=0) ** 2 if surrogate == "hinge" else gap for gap in gaps_of_all(*leaves)]
-        counts = (keys[1][:, None] != keys[1]).double()
-        g = torch.stack([((5 * side).exp() * counts).sum(dim=1) / counts.sum(dim=1) for side in sides])
         expected = torch.autograd.grad(0.2 * ((EPS + g) / alpha.exp() + alpha).mean(dim=1).sum(), leaves)
         for actual, wanted in zip(torch.autograd.grad(value, steps[1]), expected, strict=True):
             torch.testing.assert_close(actual, wanted)

@@ -156,8 +156,8 @@ def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, 
     values = (batch.tau if objective == "unified" else 1) * NETWORK_OBJECTIVES[objective].value(batch.log_batch, alpha)
     (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
 
-    counts = torch.full((batch.size,), math.log(12), dtype=torch.float64)
-    sizes = dict(active=12, own_active=12, split=False, log_counts=counts)
+    counts = torch.full((batch.size,), 12.0, dtype=torch.float64)
+    sizes = dict(active=12, own_active=12, split=False, counts=counts)
     step = prototype_gradient.PrototypeGradient(batch, NETWORK_OBJECTIVES[objective], surrogate, eps, **sizes)
     gradient = torch.full_like(expected, math.nan)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatc
     more, fewer = (
         prototype_gradient.PrototypeGradient(
             batch, NETWORK_OBJECTIVES["unified"], Identity(), 1e-3, active=7, own_active=own, split=True,
-            log_counts=torch.full((BATCH,), math.log(7), dtype=torch.float64),
+            counts=torch.full((BATCH,), 7.0, dtype=torch.float64),
         ).parts
         for own in (4, 3)
     )
