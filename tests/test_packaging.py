@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_ext import list_losses
-from open_clip_ext.factory import PARTS, all_options, all_parts, options_of
+from open_clip_ext.factory import PARTS, all_options, defaults_of, parts_of, resolve_options
 
 ROOT = Path(__file__).parents[1]
 
@@ -81,11 +81,36 @@ def test_the_pages_name_every_loss_and_no_flag_that_is_not_there():
     prefixes += ("--temperature", "--surrogate", "--mixing", "--margin", "--amor", "--mlp", "--negatives", "--rows")
     mentioned = {flag for flag in re.findall(r"--[a-z][a-z-]+", text) if flag.startswith(prefixes)}
     assert mentioned and mentioned <= ours
-    declared = [option for part in all_parts() for option in options_of([part])]
-    for option in declared:
-        row = re.search(rf"^\| `{option.flag}` \| ([\d.e-]+) ", text, re.MULTILINE)
-        if row:
-            assert float(row[1]) in [same.default for same in declared if same.name == option.name], option.flag
+
+
+def test_the_page_of_the_losses_has_their_defaults():
+    """Rows are | `--a`, `--b` | 8, 0.5; 7 for `loss` | ... |. Defaults in words are left out, and those that follow."""
+    import re
+
+    defaults = {
+        preset.name: defaults_of(preset.name, parts_of(preset.name, resolve_options(preset.name, {})))
+        for preset in list_losses()
+    }
+    checked = set()
+    for row in re.findall(r"^\| (`--.*) \|$", (ROOT / "docs/losses.md").read_text(), re.MULTILINE):
+        cells = [cell.strip() for cell in row.split("|")]
+        names = [flag.strip("-").replace("-", "_") for flag in re.findall(r"--[a-z-]+", cells[0])]
+        for clause in filter(None, cells[1].split("; ")):
+            values, _, whose = clause.partition(" for ")
+            presets = [name for name in defaults if f"`{name}`" in (whose or row)]
+            if not whose:  # all those that the row does not name
+                presets = [name for name in defaults if name not in presets]
+            for name, value in zip(names, values.removeprefix("constant ").split(", "), strict=False):
+                value = value.strip("`").removesuffix(" epochs")
+                for preset in presets:
+                    default = defaults[preset].get(name)
+                    if isinstance(default, float | int) and re.fullmatch(r"-?[\d.]+(e-\d+)?", value):
+                        assert float(value) == default, (preset, name)
+                        checked.add((preset, name))
+                    elif isinstance(default, str):
+                        assert value == default, (preset, name)
+                        checked.add((preset, name))
+    assert len({name for _, name in checked}) > 20, checked
 
 
 @pytest.mark.slow
