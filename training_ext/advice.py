@@ -2,8 +2,9 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
-from math import exp, log
+from math import exp, log, sqrt
 
+from open_clip_ext.normalizers.trained import PAPER_STEPS
 from open_clip_ext.presets import drrho_gamma
 from training_ext.launch import world_info
 from training_ext.params import starts_from_weights, trains_logit_scale
@@ -11,6 +12,7 @@ from training_ext.params import starts_from_weights, trains_logit_scale
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 EARLY_STEPS = 50  # in which queue and network are worse than a minibatch's estimates: 300 scenes, docs/settings.md
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250 and 312, and trained with 3,125, docs/results.md
+PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model of icons lost 6 points of R@1 in 500 steps, docs/settings.md
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 
@@ -28,6 +30,7 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         *_on_amorlip(args, steps_per_epoch),
         *_on_length(args, steps),
         *_on_warmup(args, steps),
+        *_on_pretrained(args, steps),
         *_on_temperature(args, steps),
         *_on_gamma(args, num_samples, steps_per_epoch),
         *_on_rho(args, num_samples),
@@ -74,6 +77,18 @@ def _on_warmup(args: Namespace, steps: int) -> Iterator[str]:
         yield (
             f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
             f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
+        )
+
+
+def _on_pretrained(args: Namespace, steps: int) -> Iterator[str]:
+    """At the low temperature of pretrained weights AdaGrad's first steps must be small."""
+    if args.normalizer != "prototypes" or args.npn_opt != "adagrad" or not starts_from_weights(args):
+        return
+    rate = min(1.0, sqrt(steps / PAPER_STEPS)) if args.npn_lr is None else args.npn_lr
+    if rate > PRETRAINED_NPN_LR:
+        yield (
+            f"--npn-lr: {rate:.2g} with pretrained weights; if their temperature is near 0.01, AdaGrad's first steps "
+            f"may do them harm; try --npn-lr {PRETRAINED_NPN_LR}"
         )
 
 

@@ -94,6 +94,21 @@ def test_pretrained_weights_and_fixed_temperatures_need_not_move():
 
 
 @pytest.mark.parametrize(
+    "flags, rate",
+    [
+        ("neuclip", "0.8"), ("fastclip-v3 --normalizer prototypes --npn-lr 0.2", "0.2"),  # sqrt(49,280 / 77,000)
+        ("neuclip --npn-lr 0.1", None), ("neuclip --npn-opt adam --npn-lr 1", None), ("neuclip --npn-joint", None),
+        ("queue", None),
+    ],
+)
+def test_a_network_on_pretrained_weights_is_told_to_be_slow(flags, rate):
+    flags = f"--loss {flags} --batch-size 1000 --warmup 1000 --epochs 28"
+    assert told(flags, 1_760_000, 1760) == []
+    lines = told(f"{flags} --pretrained x.pt", 1_760_000, 1760)
+    assert len(lines) == (rate is not None) and all(f"--npn-lr: {rate} with" in line for line in lines)
+
+
+@pytest.mark.parametrize(
     "flags",
     [
         "neuclip --npn-prototypes 100 --rho 5.69 --lr-tau 1", "fastclip-v3 --normalizer batch --rho 4.14 --lr-tau 1",
