@@ -132,6 +132,17 @@ def add_eps(log_values: Tensor, eps: float) -> Tensor:
     return torch.logaddexp(log_values, log_eps)
 
 
+def log_mean(log_total: Tensor, counts: Tensor, eps: float, log_batch: Tensor) -> Tensor:
+    """log(eps + exp(log_total) / counts), (2, b); L where nothing counts.
+
+    Args:
+        log_total: log of each anchor's sum, (2, b).
+        counts: how many terms each sum has, (b,).
+        log_batch: L, (2, b).
+    """
+    return torch.where(counts > 0, add_eps(log_total - counts.clamp(min=1).log(), eps), log_batch)
+
+
 def log_mean_of_directions(log_values: Tensor) -> Tensor:
     """Replace both directions by the log of the mean of exp(log_values) over them, (2, b)."""
     return (log_values.logsumexp(dim=0) - math.log(2)).expand_as(log_values)

@@ -2,9 +2,9 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
-from math import exp, log, sqrt
+from math import exp, log
 
-from open_clip_ext.normalizers.trained import PAPER_STEPS
+from open_clip_ext.normalizers.trained import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
 from training_ext.launch import world_info
 from training_ext.params import starts_from_weights, trains_logit_scale
@@ -84,7 +84,7 @@ def _on_pretrained(args: Namespace, steps: int) -> Iterator[str]:
     """At the low temperature of pretrained weights AdaGrad's first steps must be small."""
     if args.normalizer != "prototypes" or args.npn_opt != "adagrad" or not starts_from_weights(args):
         return
-    rate = min(1.0, sqrt(steps / PAPER_STEPS)) if args.npn_lr is None else args.npn_lr
+    rate = adagrad_rate(steps) if args.npn_lr is None else args.npn_lr
     if rate > PRETRAINED_NPN_LR:
         yield (
             f"--npn-lr: {rate:.2g} with pretrained weights; if their temperature is near 0.01, AdaGrad's first steps "

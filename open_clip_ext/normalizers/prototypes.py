@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from open_clip_ext.batch import Batch, add_eps
+from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import log_sum_over_processes, rank, world_size
 from open_clip_ext.kernels.log_sum import Keys, log_sum, log_sums, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
@@ -182,9 +182,7 @@ class Prototypes(NetworkNormalizer):
         else:
             keys = self._keys(None if batch.keys is None else batch.keys[batch.local])
             log_total = log_sum(*inputs, prototypes, self.surrogate, lengths, keys=keys)
-        counts = self._counts(batch)[batch.local]
-        alpha = add_eps(log_total - counts.clamp(min=1).log(), self.eps)
-        return torch.where(counts > 0, alpha, batch.log_batch)
+        return log_mean(log_total, self._counts(batch)[batch.local], self.eps, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}

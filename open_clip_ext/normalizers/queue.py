@@ -15,13 +15,12 @@ log-normalizers is 0.93 with this rule and 1.27 without it; without mixing, 1.52
 Shapes: m = length of the queue, d = embedding dimension, B = global batch.
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from open_clip_ext.batch import Batch, add_eps
+from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import rank
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
@@ -113,16 +112,12 @@ class Queue(Normalizer):
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         keys: Keys | None = None
-        count: Tensor | None = None
+        counts = batch.positives.new_full(batch.positives.shape, others)
         if batch.keys is not None and self.ring.keys is not None:
             keys = batch.keys[batch.local], self.ring.keys
-            same = number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
-            count = others - same
+            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
         log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen, keys=keys)
-        if count is None:
-            return add_eps(log_total - math.log(others), self.eps)
-        alpha = add_eps(log_total - count.clamp(min=1).to(batch.tau).log(), self.eps)
-        return torch.where(count > 0, alpha, batch.log_batch)
+        return log_mean(log_total, counts, self.eps, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {"queued": torch.tensor(float(self.ring.active))}
