@@ -167,6 +167,33 @@ def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, 
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
+def test_an_anchor_for_which_no_prototype_counts(few_at_a_time):
+    """Its alpha is L, so that it adds nothing to the network's objective, and it has no part in the gradient."""
+    generator = torch.Generator().manual_seed(0)
+    image, text = (side.detach() for side in features(1)[:2])
+    tau = torch.tensor(0.3).double()
+    batch = Batch.of_process(image, text, tau, log_batch=torch.randn(2, 13, generator=generator).double())
+    prototypes = torch.randn(2, 12, DIMENSION, generator=generator).double().requires_grad_()
+    anchors, own = torch.arange(13), torch.full((12,), 3)
+    counted = anchors != 3
+
+    cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
+    alpha = (1e-3 + ((cosines - batch.positives[:, None]) / tau).exp().mean(dim=2)).log()
+    alpha = torch.where(counted, alpha, batch.log_batch)
+    values = tau * NETWORK_OBJECTIVES["unified"].value(batch.log_batch, alpha)
+    (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
+
+    step = prototype_gradient.PrototypeGradient(
+        batch, NETWORK_OBJECTIVES["unified"], Identity(), 1e-3, active=12, own_active=12, split=False,
+        counts=12.0 * counted.double(), keys=(anchors, own),
+    )
+    gradient = torch.empty_like(expected)
+    with torch.no_grad():
+        found = step.write(gradient, prototypes, prototypes.norm(dim=2))
+    torch.testing.assert_close(found, alpha, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
+
+
 def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatch):
     """Else they would wait for each other: they exchange sums once per part."""
     monkeypatch.setattr(streaming, "CPU_PART", 48)
