@@ -19,6 +19,7 @@ cells:
   tune: {rows: 16, shards: 1, epochs: 1, gallery: val}
   main: {rows: 16, shards: 1, epochs: 2, gallery: val}
   short: {rows: 16, shards: 1, epochs: 2, gallery: val, untuned: true}
+  plain: {rows: 16, shards: 1, epochs: 2, gallery: val, compiled: false}
 methods:
   clip: {flags: --loss clip, tau: learned, step_ms: 3600000, untuned: --lr 2e-3, candidates: [--lr 1e-3, --lr 2e-3]}
   queue: {flags: --loss queue, tau: learned, step_ms: 3600000, candidates: [--lr 1e-3]}
@@ -28,6 +29,7 @@ order:
   - {cell: tune, methods: [queue], seeds: [100]}
   - {cell: main, methods: [queue, clip], seeds: [0, 1]}
   - {cell: short, methods: [clip], seeds: [0]}
+  - {cell: plain, methods: [clip], seeds: [0]}
 """
 # In place of a training: what it would leave in its folder.
 TRAINING = """
@@ -96,6 +98,7 @@ def test_order_and_choice(evidence):
     # 16 rows are half a step of 32 pairs, an hour each: the main run does not fit, the tuning run does.
     assert small.next_run(results, set(), None, 0.6).name == "tune-queue-lr-1e-3-s100"
     assert small.next_run(results, set(), None, 0.4) is None
+    assert small.next_run(results, set(), None, 100, ["plain"]).name == "plain-clip-s0"
 
 
 def test_the_declared_grid(evidence):
@@ -111,7 +114,8 @@ def test_the_declared_grid(evidence):
             assert rate == pytest.approx(1e-3 * declared.methods[run.method].get("batches", 1) ** 0.5, rel=0.02)
     for method, about in declared.methods.items():
         is_tuned = any(run.method == method and run.candidate is None for run in declared.runs)
-        assert len(about.get("candidates", [])) == len(declared.tuning(method)) == (5 if is_tuned else 0)
+        tried = 2 if method == "queue, consistency" else 5  # at the queue's own flags
+        assert len(about.get("candidates", [])) == len(declared.tuning(method)) == (tried if is_tuned else 0)
     for cell in declared.cells.values():
         assert cell["rows"] == 10_000 * cell["shards"]
 
@@ -131,7 +135,7 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     _, run, _ = evidence
     begun = []
 
-    def command(one, flags, args, resumed):
+    def command(one, flags, args, resumed, compiled):
         begun.append((one.name, resumed))
         r1 = 0.2 if one.candidate == "--lr 2e-3" else 0.1
         return ["sh", "-c", TRAINING.format(folder=args.logs / one.name, r1=r1)]
@@ -143,7 +147,7 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     lines = [json.loads(text) for text in Path("results.jsonl").read_text().splitlines()]
     (same,) = [result for result in lines if result["run"].startswith("short")]
     lines.remove(same)
-    assert len(begun) == 7 and sorted(name for name, _ in begun) == sorted(result["run"] for result in lines)
+    assert len(begun) == 8 and sorted(name for name, _ in begun) == sorted(result["run"] for result in lines)
     assert [name for name, resumed in begun if resumed] == ["tune-queue-lr-1e-3-s100"]
     results = {result["run"]: result for result in lines}
     assert results["tune-queue-lr-1e-3-s100"]["wall_seconds"] is None
@@ -151,28 +155,44 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     copied = {"run": "short-clip-lr-2e-3-s0", "cell": "short", "same_as": "main-clip-s0"}
     assert same == {**results["main-clip-s0"], **copied}
     assert one["candidate"] == "--lr 2e-3" and one["tau"] == 0.05 and one["seed"] == 1 and one["compiled"]
+    # The same flags as main's, not compiled as its cell says.
+    assert results["plain-clip-s0"]["flags"] == results["main-clip-s0"]["flags"]
+    assert not results["plain-clip-s0"]["compiled"] and "same_as" not in results["plain-clip-s0"]
     assert one["by_epoch"][0]["clip_val_loss"] is None and one["cpu_seconds"] < 5
     assert "{data}/train-{000000..000000}.tar" in one["flags"]  # no path of this machine
-    call(run, monkeypatch, "--data . --jobs 2")
-    assert len(begun) == 7
+    call(run, monkeypatch, "--data . --jobs 2 --torchcompile")
+    assert len(begun) == 8
     assert "0.0 h left" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("compiled", (False, True))
 def test_the_command_of_a_run(evidence, compiled):
     grid, run, _ = evidence
-    args = Namespace(data=Path("icons"), logs=Path("logs"), torchcompile=compiled)
-    words = run.command(grid.Run("main", "clip", 0), "--train-data {data}/a.tar --lr 1e-3", args, resumed=True)
+    args = Namespace(data=Path("icons"), logs=Path("logs"))
+    flags = "--train-data {data}/a.tar --lr 1e-3"
+    words = run.command(grid.Run("main", "clip", 0), flags, args, resumed=True, compiled=compiled)
     assert words[words.index("--train-data") + 1] == "icons/a.tar"
     end = words[words.index("--name") :]
     assert end == ["--name", "main-clip-s0", "--resume", "latest", *["--torchcompile"] * compiled]
+
+
+def test_a_row_names_the_commit_that_pip_installed(evidence, monkeypatch, tmp_path):
+    _, run, _ = evidence
+    folder = tmp_path / "open_clip_ext-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: open-clip-ext\nVersion: 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert run.commit() is None
+    for origin, commit in (({"vcs_info": {"vcs": "git", "commit_id": "abc"}}, "abc"), ({"dir_info": {}}, None)):
+        (folder / "direct_url.json").write_text(json.dumps({"url": "file:///clone", **origin}))
+        assert run.commit() == commit
 
 
 def test_a_run_that_diverges_is_a_result_and_one_that_fails_is_not(evidence, monkeypatch):
     _, run, _ = evidence
     message = "open_clip_ext: error: step 30: the loss is not finite; training cannot go on from here"
 
-    def command(one, flags, args, resumed):
+    def command(one, flags, args, resumed, compiled):
         text = message if one.candidate == "--lr 1e-3" else "No space left"
         folder = args.logs / one.name
         return ["sh", "-c", f"mkdir -p {folder}; touch {folder}/out.log; echo '{text}'; exit 2"]
@@ -201,13 +221,13 @@ def test_a_training_that_outlives_its_command_is_not_begun_twice(evidence, monke
     args = Namespace(logs=Path("."))
     monkeypatch.setattr(run, "command", lambda *_: ["sleep", "60"])
     one = grid.Run("main", "clip", 0)
-    started = run.start(one, "flags", args)
+    started = run.start(one, "flags", args, False)
     started.lock.close()  # as when the command is killed
-    assert run.start(one, "flags", args) is None
+    assert run.start(one, "flags", args, False) is None
     started.process.kill()
     started.process.wait()
     with pytest.raises(SystemExit, match="main-clip-s0 has begun with other flags"):
-        run.start(one, "other flags", args)
+        run.start(one, "other flags", args, False)
 
 
 def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):

@@ -93,9 +93,13 @@ class Grid:
             values[run.candidate] = values.get(run.candidate, 0) + tuning_value(results[run.name])
         return max(values, key=values.get)
 
-    def next_run(self, results: dict[str, dict], begun: set[Run], only: str | None, hours: float) -> Run | None:
+    def next_run(
+        self, results: dict[str, dict], begun: set[Run], only: str | None, hours: float, cells: list[str] | None = None
+    ) -> Run | None:
         """The first run that has neither a result nor begun, whose method is tuned, and that fits in `hours`."""
         for run in self.runs:
+            if cells and run.cell not in cells:
+                continue
             waits = run.candidate is None and any(tuning.name not in results for tuning in self.tuning(run.method))
             if run.name in results or run in begun or waits or (only and run.method != only):
                 continue

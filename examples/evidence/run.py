@@ -5,6 +5,12 @@
 `--data` is the folder of `python -m open_clip_ext.data.make_shards icons` (docs/icons.md). A finished run adds its line
 to results.jsonl beside this file and is not repeated; an interrupted one resumes after its last whole epoch. Several of
 these commands may share the logs. A diverged run is a result, too; any other failure ends the command.
+
+A line names the commit that pip installed the package from. To run one commit while the package is worked on:
+
+    pip install --no-deps --target pkg git+file://$PWD@COMMIT
+    git archive COMMIT examples/evidence | tar -x -C pkg
+    OMP_NUM_THREADS=1 PYTHONPATH=pkg python pkg/examples/evidence/run.py --data icons --results results.jsonl
 """
 
 import argparse
@@ -19,7 +25,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distribution, version
 from pathlib import Path
 from typing import IO
 
@@ -42,6 +48,7 @@ class Started:
     lock: IO
     since: float
     resumed: bool
+    compiled: bool
 
 
 def main() -> None:
@@ -49,6 +56,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder of the icons")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--only", metavar="METHOD", help="only this method's runs")
+    parser.add_argument("--cells", nargs="+", metavar="CELL", help="only the runs of these (default: all)")
     parser.add_argument("--torchcompile", action="store_true",
                         help="compile the model, which computes the same up to rounding; needs a C++ compiler")
     parser.add_argument("--hours", type=float, default=float("inf"), help="start no run that would end later than this")
@@ -64,6 +72,8 @@ def main() -> None:
         grid, results = Grid(args.grid), read_results(args.results)
     if args.only and args.only not in grid.methods:
         parser.error(f"--only: {args.only!r} is not one of {', '.join(map(repr, grid.methods))}")
+    if unknown := sorted(set(args.cells or ()) - set(grid.cells)):
+        parser.error(f"--cells: {unknown[0]!r} is not one of {', '.join(grid.cells)}")
     if args.list:
         return show(grid, results)
     if not (args.data and (args.data / "sizes.json").exists()):
@@ -90,13 +100,16 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
             results = read_results(args.results)
             hours = (end - time.monotonic()) / 3600 / pace(grid, results)
             begun = elsewhere | {started.run for started in running.values()}
-            run = grid.next_run(results, begun, args.only, hours) if len(running) < args.jobs else None
+            run = None
+            if len(running) < args.jobs:
+                run = grid.next_run(results, begun, args.only, hours, args.cells)
             if run:
-                same = next((one for one in results.values() if one["flags"] == grid.flags(run, results)), None)
-                if same:  # tuning has chosen what ran untuned
+                flags, compiled = grid.flags(run, results), grid.cells[run.cell].get("compiled", args.torchcompile)
+                alike = (one for one in results.values() if one["flags"] == flags)
+                if same := next((one for one in alike if one.get("compiled", False) == compiled), None):  # tuning has chosen what ran untuned
                     append_result(args.results, {**same, "run": run.name, "cell": run.cell, "same_as": same["run"]})
                     continue
-                started = start(run, grid.flags(run, results), args)
+                started = start(run, flags, args, compiled)
                 if started:
                     running[started.process.pid] = started
                     print(f"begins {run.name}; {remaining(grid, results):.1f} h left in all", flush=True)
@@ -143,7 +156,7 @@ def remaining(grid: Grid, results: dict[str, dict]) -> float:
     return pace(grid, results) * sum(grid.hours(run) for run in grid.runs if run.name not in results)
 
 
-def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
+def start(run: Run, flags: str, args: argparse.Namespace, compiled: bool) -> Started | None:
     """Start or resume a run; None if another command is running it.
 
     The training inherits the lock, so that it is held while the training lives, even after this command ends.
@@ -163,19 +176,19 @@ def start(run: Run, flags: str, args: argparse.Namespace) -> Started | None:
     resumed = (args.logs / run.name).exists()
     with open(args.logs / f"{run.name}.output", "wb") as output:
         process = subprocess.Popen(
-            command(run, flags, args, resumed),
+            command(run, flags, args, resumed, compiled),
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, "OMP_NUM_THREADS": "1", **KEEP_MEMORY},
             pass_fds=[lock.fileno()],
         )
-    return Started(run, process, lock, time.monotonic(), resumed)
+    return Started(run, process, lock, time.monotonic(), resumed, compiled)
 
 
-def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool) -> list[str]:
+def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool, compiled: bool) -> list[str]:
     words = [word.replace("{data}", str(args.data)) for word in shlex.split(flags)]
     words += ["--logs", str(args.logs), "--name", run.name, *(["--resume", "latest"] if resumed else [])]
-    words += ["--torchcompile"] * args.torchcompile
+    words += ["--torchcompile"] * compiled
     return ["nice", "-n", "19", sys.executable, str(HERE / "train.py"), *words]
 
 
@@ -207,13 +220,20 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
         "diverged": diverged[1] if diverged else None,
-        "compiled": args.torchcompile,
+        "compiled": started.compiled,
         # Unknown for a resumed run, whose earlier part was not timed.
         "wall_seconds": None if resumed else round(wall_seconds, 1),
         "cpu_seconds": None if resumed else round(cpu_seconds, 1),
         "versions": {name: version(name) for name in ("open-clip-ext", "open_clip_torch", "torch")},
+        "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def commit() -> str | None:
+    """The commit that pip installed the package from; None for an installation from a folder, which may change."""
+    origin = json.loads(distribution("open-clip-ext").read_text("direct_url.json") or "{}")
+    return origin.get("vcs_info", {}).get("commit_id")
 
 
 def evaluations(folder: Path) -> list[dict]:
