@@ -21,6 +21,7 @@ from torchvision.transforms import Compose, ToTensor
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import main as ext_main
+from open_clip_ext.normalizers import MovingAverageTable
 from open_clip_ext.normalizers_report import main as report_main
 from training_ext import embeddings
 from training_ext.checkpoint import KEY
@@ -172,6 +173,20 @@ def test_the_flags_come_from_the_recipe_beside_the_checkpoint(report, trained, t
     assert own == expected and "queue normalizer, before --mixing 0.6, is off by a factor of " in own["verdict"]
     assert own["verdict"] in capsys.readouterr().out
     assert torch.equal(load_file(tmp_path / "own/normalizers.safetensors")["queue"], values["queue"])
+
+
+def test_an_estimate_may_contain_the_batchs_own(report, monkeypatch):
+    """Only one that is the batch's own, of the training's size, is none; that size is compared by default."""
+
+    def forward(self, batch, updated=None):
+        return batch.log_batch + torch.tensor([[0.0], [0.5]])
+
+    monkeypatch.setattr(MovingAverageTable, "forward", forward)
+    shown, values = report("table")
+    assert [one["name"] for one in shown["estimators"]] == ["table", "batch of 10"]
+    image, text = values["table"]
+    assert image.isnan().all() and shown["estimators"][0]["image"]["without_estimate"] == 48
+    torch.testing.assert_close(text, values["batch of 10"][1] + 0.5, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("data", ["{}", "{{{};cat 0.tar,1.tar}}"])
@@ -404,7 +419,8 @@ def test_samples_of_a_shard_that_cannot_be_read_are_left_out(trained, tmp_path, 
 def test_equal_pairs_have_the_normalizer_one(report):
     shown, values = report("siglip")
     torch.testing.assert_close(values["exact"], torch.zeros(2, 48, dtype=torch.float64), rtol=0, atol=1e-4)
-    assert shown["loss"] == "siglip" and shown["estimators"] == []
+    (batch,) = shown["estimators"]
+    assert shown["loss"] == "siglip" and (batch["name"], batch["both"]["mse"]) == ("batch of 8", pytest.approx(0, abs=1e-8))
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     parser.add_argument("--anchors", type=int, default=10_000, metavar="INT", help="random anchors (default: 10000)")
     parser.add_argument(
         "--batch-sizes", metavar="INT,INT,...",
-        help="batch sizes of the minibatch estimates to compare with; an empty string for none (default: those of "
-        "64,256,1024 that the data allow)",
+        help="batch sizes of the minibatch estimates to compare with; an empty string for none (default: 64,256,1024 "
+        "and the training's own, as far as the data allow)",
     )
     parser.add_argument(
         "--gradient-batches", type=int, default=0, metavar="INT",

@@ -17,6 +17,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
 from training_ext import checkpoint, row_folders
+from training_ext.advice import global_batch
 from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
@@ -143,7 +144,7 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     num_rows = rows.num_rows if shards is None else shards.num_rows
     if num_rows < 2:
         raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
-    sizes = batch_sizes(options.batch_sizes, num_rows)
+    sizes = batch_sizes(options.batch_sizes, num_rows, global_batch(args))
     if options.gradient_batches > 0 and not sizes:
         raise InputError(f"--batch-sizes: is empty, but --gradient-batches {options.gradient_batches} needs a size")
     out = options.out or default_folder(options.checkpoint)
@@ -166,10 +167,10 @@ def files_of(args: Namespace, shards: Shards | None) -> list[list[int]]:
     return [[file.st_size, file.st_mtime_ns] for file in found]
 
 
-def batch_sizes(given: str | None, num_rows: int) -> list[int]:
-    """The batch sizes of `--batch-sizes`, ascending; None: the default ones up to `num_rows`."""
+def batch_sizes(given: str | None, num_rows: int, trained_with: int) -> list[int]:
+    """The batch sizes of `--batch-sizes`, ascending; None: the default ones and the training's, from 2 to `num_rows`."""
     if given is None:
-        return [size for size in BATCH_SIZES if size <= num_rows]
+        return [size for size in sorted({*BATCH_SIZES, trained_with}) if 2 <= size <= num_rows]
     try:
         sizes = sorted({int(part) for part in given.split(",")}) if given.strip() else []
     except ValueError:

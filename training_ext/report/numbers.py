@@ -25,6 +25,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer, Queue
 from open_clip_ext.surrogates import Identity
+from training_ext.advice import global_batch
 from training_ext.embeddings import Embedded
 from training_ext.report.gradients import Objective, compare_gradients
 from training_ext.report.inputs import Job, Saved
@@ -94,14 +95,19 @@ def compare(
         ))
 
     true = exact_at(tau)
-    estimates = {}
-    if loss is not None and not isinstance(loss.normalizer, BatchNormalizer):
-        estimates[loss.normalizer.name] = checkpoint_estimate(loss, embedded, places, tau, args)
-    for size in sizes:
-        estimates[f"batch of {size}"] = as_estimated(in_parts(
+    trained_with = min(max(global_batch(args), 2), num_read)
+    has_estimator = loss is not None and not isinstance(loss.normalizer, BatchNormalizer)
+    minibatch = {
+        size: as_estimated(in_parts(
             exact.minibatch_log_normalizers, embedded, places, tau, args, unit=exact.group_size(size),
             what=f"Batches of {size}", batch_size=size, seed=options.report_seed, **common,
         ))
+        for size in sorted({*sizes, *([trained_with] if has_estimator else [])})
+    }
+    estimates = {f"batch of {size}": minibatch[size] for size in sizes}
+    if loss is not None and has_estimator:
+        own = checkpoint_estimate(loss, embedded, places, tau, args, minibatch[trained_with])
+        estimates = {loss.normalizer.name: own, **estimates}
     summary = {
         "checkpoint": os.path.abspath(options.checkpoint),
         "epoch": saved.epoch,
@@ -207,17 +213,20 @@ def all_log_normalizers(
 
 
 def checkpoint_estimate(
-    loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace
+    loss: GlobalContrastiveLoss, embedded: Embedded, places: Tensor, tau: Tensor, args: Namespace, minibatch: Tensor
 ) -> Tensor:
     """alpha of all anchors from the checkpoint's normalizer, (2, k) float64; NaN where it has no estimate.
 
     Every process computes all of them in the same order, since a normalizer may communicate.
+
+    Args:
+        minibatch: the anchors' L in batches as large as the training's, (2, k), for normalizers that make use of it.
     """
     image, text = (exact.Rows(side, args.device).take(places) for side in (embedded.image, embedded.text))
     index = embedded.rows[places].to(args.device)
     step, queued = ESTIMATED_AT_ONCE, nearest_places(loss.normalizer, embedded, args.device)
     if queued is not None:
-        step = min(step, args.batch_size * args.accum_freq)
+        step = min(step, global_batch(args))
     parts = []
     with exact.full_precision():
         for start in range(0, len(places), step):
@@ -226,10 +235,12 @@ def checkpoint_estimate(
             if queued is not None and isinstance(normalizer, Queue):
                 normalizer = queue_without(normalizer, torch.isin(queued, places[part]))
             part_tau = tau[:, part] if tau.dim() else tau
-            # A normalizer without an estimate falls back on the batch's own; NaN marks these anchors.
-            unknown = torch.full((2, len(index[part])), math.nan, device=image.device)
-            batch = Batch.of_process(image[part], text[part], part_tau, index[part], log_batch=unknown)
-            parts.append(normalizer(batch).double().cpu())
+            own = minibatch[:, part].to(image)
+            batch = Batch.of_process(image[part], text[part], part_tau, index[part], own.new_full(own.shape, math.nan))
+            alone = normalizer(batch)  # NaN where it uses the batch's own estimate: beside one of its own, or for none
+            batch.all_log_batch = own
+            alpha = normalizer(batch)
+            parts.append(alpha.where((alpha != own) | ~alone.isnan(), math.nan).double().cpu())
     return torch.cat(parts, dim=1)
 
 
