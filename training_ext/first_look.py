@@ -10,7 +10,7 @@ from PIL import Image
 
 from open_clip_ext.errors import InputError
 from training_ext.captions import JsonCaptions
-from training_ext.loading import PAIR_MEMBERS
+from training_ext.loading import PAIR_MEMBERS, missing_of
 from training_ext.shards import is_local
 from training_ext.tars import one_line, read_samples
 
@@ -43,7 +43,7 @@ def look_at_shards(
                     if key is not None:
                         key(sample)
                     return
-                reasons[f"{reason} in {url!r}"] += 1
+                reasons[f"in {url!r} {reason}"] += 1
         except InputError:
             raise
         except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
@@ -55,15 +55,13 @@ def look_at_shards(
 
 def _reason(sample: dict, missing: str) -> str | None:
     """Why a sample is not a usable pair of an image and a caption; None if it is."""
-    suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+    if (lacks := missing_of(sample, missing)) is not None:
+        return f"a sample has {lacks}"
     *images, text = PAIR_MEMBERS
     found = [name for name in images if name in sample]
-    if text not in sample:
-        return f"a sample has {missing} but {suffixes}"
-    if not found:
-        return f"a sample has no image .{', .'.join(images)} but {suffixes}"
     try:
-        sample[text].decode()
+        if not sample[text].decode().strip():
+            return f"a caption .{text} is empty"
         Image.open(io.BytesIO(sample[found[0]])).load()
     except Exception as error:  # image libraries may raise anything
         return f"a .{found[0]} or .{text} cannot be decoded ({one_line(error)})"

@@ -17,6 +17,26 @@ PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
 
 
+def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
+    """What a sample, a dict by suffix, lacks to be a pair, and what it has instead, for messages; None if it is one.
+
+    Args:
+        no_caption: what it lacks if it has no "txt".
+    """
+    *images, text = PAIR_MEMBERS
+    has_image = any(name in sample for name in images)
+    if text in sample and has_image:
+        return None
+    lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
+    suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+    if has_image and "json" in sample:  # the captions may be there
+        return f"{lacks} but {suffixes}"
+    return (
+        f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "
+        "(tar --sort=name --hard-dereference)"
+    )
+
+
 def load_plain(file: Any, **options: Any) -> Any:
     """`torch.load` of plain tensors, numbers and strings, on the CPU; a file with anything else is refused.
 

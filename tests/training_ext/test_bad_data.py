@@ -146,12 +146,34 @@ def test_missing_shards_are_looked_for_without_a_loss_too(refused, shards, tmp_p
         (lambda row, name, content: (name, content) if ".png" in name else None, "no caption .txt but .png"),
         (lambda row, name, content: (name, content) if ".txt" in name else None, "no image"),
         (lambda row, name, content: (name, b"nothing"), "cannot be decoded (cannot identify image file"),
+        (lambda row, name, content: (name, b"" if ".txt" in name else content), "a caption .txt is empty"),
+        (lambda row, name, content: (name, " \u3000\n".encode() if ".txt" in name else content), "caption .txt is empty"),
     ],
-    ids=["json", "no captions", "no images", "broken images"],
+    ids=["json", "no captions", "no images", "broken images", "empty captions", "white space"],
 )
 def test_shards_without_a_pair(refused, shards, loss, change, part):
     line = refused(f"{COMMON} {LOSSES[loss]} {shards(change)}")
     assert "--train-data: none of the first 32 samples can be used" in line and part in line, line
+
+
+def test_a_pair_whose_files_are_apart_or_linked(refused, shards, pairs, tmp_path):
+    """The files of a pair follow each other, and webdataset reads no links."""
+    data = f"{COMMON} --loss clip {shards()}"
+    hint = "must stand next to each other in a shard, and not as links (tar --sort=name --hard-dereference)"
+    for number in range(SHARDS):
+        rows = range(PER_SHARD)
+        images = [(f"{row}.png", pairs[row][0]) for row in rows]
+        tar(tmp_path / f"shards/{number}.tar", images + [(f"{row}.txt", pairs[row][1]) for row in rows])
+    line = refused(data)
+    assert "no caption .txt but .png; the files of a pair" in line and hint in line
+    for number in range(SHARDS):
+        with tarfile.open(tmp_path / f"shards/{number}.tar", "w") as file:
+            link = tarfile.TarInfo("0.png")
+            link.type, link.linkname = tarfile.LNKTYPE, "image.png"
+            file.addfile(link)
+            file.addfile(tarfile.TarInfo("0.txt"), io.BytesIO())
+    line = refused(data)
+    assert "no image .jpg, .png, .jpeg, .webp but .txt; the files of a pair" in line and hint in line
 
 
 @LOSS
