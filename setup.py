@@ -60,8 +60,7 @@ setup(
         "fsspec",
         "pyyaml",
         "tqdm",
-        # From 2.4 on, float() refuses the one-element arrays of OpenCLIP 3.3's zero-shot accuracy.
-        "numpy<2.4",
+        "numpy",
     ],
     extras_require={
         "data": data,

@@ -289,6 +289,15 @@ SEAMS = (
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
         for_ext_loss=False,
     ),
+    Seam(
+        "open_clip_train.zero_shot", "float",
+        why="from NumPy 2.4 on, float refuses an array with one element in a dimension",
+        contract="accuracy makes a number of each of its arrays of one element by float(array), and nothing else there "
+        "uses float",
+        replacement=lambda original, session: lambda array: array.item(),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
     *TASK_SEAMS,
 )
 

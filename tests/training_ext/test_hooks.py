@@ -57,6 +57,16 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
     assert names() == before
 
 
+@pytest.mark.filterwarnings("error")
+def test_zero_shot_accuracy_needs_no_old_numpy():
+    """NumPy warns of float(array), and from 2.4 on refuses it."""
+    session = session_class()(parse_args([]))
+    with scoped(session, RUN):
+        count = importlib.import_module("open_clip_train.zero_shot").accuracy
+        logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
+        assert count(logits, torch.tensor([0, 1]), topk=(1, 2)) == [1.0, 2.0]
+
+
 class Broken(Exception):
     pass
 
