@@ -106,7 +106,8 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
             if run:
                 flags, compiled = grid.flags(run, results), grid.cells[run.cell].get("compiled", args.torchcompile)
                 alike = (one for one in results.values() if one["flags"] == flags)
-                if same := next((one for one in alike if one.get("compiled", False) == compiled), None):  # tuning has chosen what ran untuned
+                # Tuning has chosen what ran untuned.
+                if same := next((one for one in alike if one.get("compiled", False) == compiled), None):
                     append_result(args.results, {**same, "run": run.name, "cell": run.cell, "same_as": same["run"]})
                     continue
                 started = start(run, flags, args, compiled)

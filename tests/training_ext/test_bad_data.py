@@ -147,7 +147,10 @@ def test_missing_shards_are_looked_for_without_a_loss_too(refused, shards, tmp_p
         (lambda row, name, content: (name, content) if ".txt" in name else None, "no image"),
         (lambda row, name, content: (name, b"nothing"), "cannot be decoded (cannot identify image file"),
         (lambda row, name, content: (name, b"" if ".txt" in name else content), "a caption .txt is empty"),
-        (lambda row, name, content: (name, " \u3000\n".encode() if ".txt" in name else content), "caption .txt is empty"),
+        (
+            lambda row, name, content: (name, " \u3000\n".encode() if ".txt" in name else content),
+            "caption .txt is empty",
+        ),
     ],
     ids=["json", "no captions", "no images", "broken images", "empty captions", "white space"],
 )

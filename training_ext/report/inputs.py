@@ -168,7 +168,7 @@ def files_of(args: Namespace, shards: Shards | None) -> list[list[int]]:
 
 
 def batch_sizes(given: str | None, num_rows: int, trained_with: int) -> list[int]:
-    """The batch sizes of `--batch-sizes`, ascending; None: the default ones and the training's, from 2 to `num_rows`."""
+    """The batch sizes of `--batch-sizes`, ascending; None: the default ones and the training's, 2 to `num_rows`."""
     if given is None:
         return [size for size in sorted({*BATCH_SIZES, trained_with}) if 2 <= size <= num_rows]
     try:
