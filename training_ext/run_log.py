@@ -17,11 +17,13 @@ import torch
 from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
+from open_clip_ext.surrogates import PowerHinge
 from training_ext.hosts import host
 from training_ext.loss import TrainingLoss
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
+FEW_WITHIN = 0.01  # of the log-normalizer of a hinge with negatives as similar as their positives
 
 
 @dataclass
@@ -74,6 +76,7 @@ class RunLog:
         self._since = 0.0  # start of the epoch's steps; after them their duration
         self._last: tuple[int, float] = 0, 0.0  # step and time of the latest line
         self._losses: list[float] = []
+        self._has_explained = self._has_warned = False
         self._quiet = False
         self._file_only = False
         self._held: list[Any] | None = None
@@ -120,11 +123,8 @@ class RunLog:
     def begin(self, loss: TrainingLoss) -> None:
         """Start the log of a training with one of this package's losses."""
         self._loss = loss
-        if is_master(self.args) and not self.args.log_all:
-            if hasattr(loss.loss, "online_error"):
-                logging.info("In the lines below, error is the estimated log-normalizers' / the minibatch's")
-            if self.args.save_logs:
-                logging.info(f"All numbers are in {self.path}")
+        if is_master(self.args) and not self.args.log_all and self.args.save_logs:
+            logging.info(f"All numbers are in {self.path}")
 
     def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
         """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""
@@ -205,6 +205,9 @@ class RunLog:
             return
         # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
         if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
+            if "normalizer_mse" in numbers and not self._has_explained:
+                self._has_explained = True
+                logging.info("From here on, error is the estimated log-normalizers' / the minibatch's")
             line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]
             logging.info(" ".join(line))
 
@@ -225,6 +228,15 @@ class RunLog:
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
         mean = sum(self._losses) / len(self._losses)
         logging.info(" ".join([f"{epoch.title} took {duration(self._since)}: mean loss {mean:.4g}", *once]))
+        has_hinge = getattr(self.args, "surrogate", None) == PowerHinge.name and epoch.stage == TRAIN
+        if has_hinge and not self._has_warned:
+            alpha = max(numbers["alpha_image_mean"], numbers["alpha_text_mean"])
+            if alpha < FEW_WITHIN * self.args.margin**self.args.margin_power / numbers["tau"]:
+                self._has_warned = True
+                logging.warning(
+                    f"Hardly any negative is within --margin {self.args.margin:g} of its positive, and the others have "
+                    f"no gradient (mean log-normalizer {alpha:.2g}): a small loss says little here"
+                )
 
     # Evaluations
 

@@ -19,7 +19,7 @@ WHAT = {
     "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
     "data.jsonl": "samples used, by epoch", BEST: "the best weights", START: "metrics before the first step",
     "temperatures.html": "samples by temperature", "confusion": "confusion matrices",
-    "tensorboard": "tensorboard --logdir",
+    "tensorboard": "tensorboard --logdir {}",
 }
 
 
@@ -36,10 +36,16 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     last = f"checkpoints/epoch_{args.epochs}.pt"
     yield f"Files in {folder}:"
     yield f"  {last}: the last checkpoint"
-    yield from (f"  {name}: {what}" for name, what in WHAT.items() if os.path.exists(os.path.join(folder, name)))
+    for name, what in WHAT.items():
+        if os.path.exists(path := os.path.join(folder, name)):
+            yield f"  {name}: {what.format(shlex.quote(path))}"
     yield "Next:"
     module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
-    yield f"{module}.evaluate --checkpoint {given} --data FOLDER --out scores.jsonl"
+    if args.zeroshot_data is None:
+        data = "--data FOLDER"
+    else:
+        data = f"--zeroshot-data {shlex.quote(args.zeroshot_data)}"
+    yield f"{module}.evaluate --checkpoint {given} {data} --out scores.jsonl"
     if has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"
     recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))

@@ -10,6 +10,7 @@ import pytest
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
+from open_clip_ext.surrogates import PowerHinge
 from training_ext import run_log, skips
 from training_ext.run_log import Epoch, RunLog, duration
 from training_ext.summary import summary
@@ -41,10 +42,20 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
             writer.add_scalar(f"train/{name}", number, 32 * 99_999 + 50_999)
         assert not caplog.messages  # of a step that may have more numbers
         next(steps)
-    line = caplog.messages[0]
+    explained, line = caplog.messages[:2]
+    assert explained == "From here on, error is the estimated log-normalizers' / the minibatch's"
     # 1,001 steps of 4,096 in an hour, and 48,999 to go.
     assert line == "Epoch 32 51000/99999 loss -12.35 lr 3.9e-05 tau 0.0512 error 0.31/0.87 1139/s left 48h57m"
     assert len(line) + PREFIX <= 120
+
+
+@pytest.mark.parametrize("similarity, warnings", [(-0.2, 1), (-0.05, 0)])
+def test_negatives_beyond_the_margin_are_told_once(run, monkeypatch, similarity, warnings):
+    """The gaps to the positives are the same for all pairs."""
+    original = PowerHinge.value
+    monkeypatch.setattr(PowerHinge, "value", lambda self, gap: original(self, gap.fill_(similarity)))
+    experiment = run("x", f"{FLAGS} --loss tuneclip --tau-init 0.05 --osr-epochs 0 --epochs 2")
+    assert experiment.log.count("Hardly any negative is within --margin 0.1 of its positive") == warnings
 
 
 @pytest.mark.parametrize(
@@ -88,6 +99,7 @@ def test_a_full_disk_ends_the_file_and_not_the_training(run, monkeypatch):
     experiment = run("x", f"{FLAGS} {LOSSES['queue']}")
     assert experiment.log.count(f"No more lines are added to {experiment.path}/metrics.jsonl: No space left") == 1
     assert "Epoch 0 6/6" in experiment.log and len(experiment.logged()) == 2
+    assert "error" not in experiment.log  # of normalizers; so few steps have none
 
 
 def test_a_file_of_used_samples_that_cannot_be_written_does_not_end_the_training(run, monkeypatch):
@@ -125,9 +137,14 @@ def test_the_best_of_the_summary(tmp_path):
         file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": recall, "clip_val_loss": value})
     file.close()
     args = Namespace(
-        logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False
+        logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
+        zeroshot_data="my classes",
     )
-    lines = [line.split() for line in summary(args, 61.0)]
+    (folder / "tensorboard").mkdir()
+    text = list(summary(args, 61.0))
+    assert f"  tensorboard: tensorboard --logdir {folder}/tensorboard" in text
+    assert any(line.endswith("epoch_3.pt --zeroshot-data 'my classes' --out scores.jsonl") for line in text)
+    lines = [line.split() for line in text]
     assert lines[0][-1] == "1m01s"
     assert ["image_to_text_R@1", "0.2000", "0.3000", "1"] in lines
     assert ["clip_val_loss", "not", "finite", "2.0000", "2"] in lines
