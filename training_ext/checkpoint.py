@@ -231,9 +231,10 @@ def check_entry(
         if rows.kind in ("synthetic", "shapes") and entry["num_rows"] != rows.num_rows:
             num_rows = entry["num_rows"]
             raise InputError(f"--train-num-samples: {rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}")
+        others = "other samples" if rows.captions is None else "other captions, or images below the folder of all"
         raise InputError(
             f"{flag}: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
-            f"{rows.num_rows}, or the same number of other samples); {instead}"
+            f"{rows.num_rows}, or the same number of {others}); {instead}"
         )
     if rows is not None and rows.shards is not None and needs_index(args):
         before = entry.get("shard_keys", {})
@@ -248,7 +249,7 @@ def check_entry(
 def is_same_data(entry: dict[str, Any], rows: DataRows) -> bool:
     """Whether the entry's training had these rows. If one of the two has not counted its shards, by their names alone,
     since then `num_rows` is the length of an epoch."""
-    if rows.digest == entry["data_digest"]:
+    if entry["data_digest"] in (rows.digest, rows.captions):
         return not rows.counted or rows.num_rows == entry["num_rows"]
     listing = entry.get("data_listing", entry["data_digest"])  # absent in older files
     both_counted = rows.counted and entry["data_digest"] != listing

@@ -8,6 +8,7 @@ samples of data without shards are dicts there and have `index` from the start.
 
 import hashlib
 import lzma
+import os
 import re
 import tarfile
 import zipfile
@@ -31,7 +32,7 @@ from open_clip_ext.errors import InputError
 from training_ext.captions import Pictures, captions_of_samples
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import TASKS, host
-from training_ext.keys import Keys, check_column, key_of_samples
+from training_ext.keys import Keys, check_column, columns_of_text, key_of_samples
 from training_ext.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
 
@@ -49,6 +50,7 @@ class DataRows:
         digest: equal for two runs if their rows are the same samples.
         shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
         listing: of a webdataset, equal for two runs if their shards have the same names.
+        captions: of a csv, the digest in checkpoints of earlier versions, which does not cover the images.
     """
 
     kind: str
@@ -56,6 +58,7 @@ class DataRows:
     digest: str
     shards: Shards | None = None
     listing: str | None = None
+    captions: str | None = None
 
     @property
     def counted(self) -> bool:
@@ -115,8 +118,9 @@ def find_rows(args: Namespace) -> DataRows:
         captions = table[args.csv_caption_key]
         if len(captions) == 0:
             raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
-        # Captions but not paths, so that moved images are the same data.
-        lines = hashlib.sha256("\x1f".join(map(str, captions)).encode())
+        lines = hashlib.sha256()
+        for number, caption in enumerate(captions):
+            lines.update(b"\x1f" * bool(number) + str(caption).encode())
         num_rows = len(captions)
         if args.several_captions:
             pictures = Pictures(table[args.csv_img_key].tolist())
@@ -124,13 +128,23 @@ def find_rows(args: Namespace) -> DataRows:
                 pictures.check_alike(table[args.same_key], table[args.csv_img_key])
             num_rows = len(pictures)
             lines.update(pictures.of.astype("<i8").tobytes())
-        return DataRows(kind, num_rows, lines.hexdigest())
+        by_captions = lines.hexdigest()
+        for path in below_common_folder(table[args.csv_img_key]):
+            lines.update(b"\x1f" + path.encode())
+        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions)
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
     seed = args.shapes_seed if kind == "shapes" else None
     shifted = " shifted" if args.shapes_shifted else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
+
+
+def below_common_folder(images: pd.Series) -> Iterator[str]:
+    """Each path without the longest folder that all have, since moved images are the same data; "" of an empty cell."""
+    known = images.dropna()
+    folder = os.path.commonprefix([known.min(), known.max()]).rpartition("/")[0] if len(known) else ""
+    return (path[len(folder):] for path in images.fillna(""))
 
 
 def _look_at_shards(args: Namespace, urls: list[str]) -> None:
@@ -153,15 +167,14 @@ def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
 def read_csv(
     args: Namespace, path: str, flag: str = "--train-data", max_bad: float | None = None
 ) -> pd.DataFrame:
-    """The csv as OpenCLIP reads it.
+    """The csv as OpenCLIP reads it, with images and captions as text.
 
     Raises:
         InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
             `max_bad` of its lines (none by default), or none of its first images can be read.
     """
     try:
-        key = None if args.same_key in (args.csv_img_key, args.csv_caption_key) else args.same_key
-        table = pd.read_csv(path, sep=args.csv_separator, dtype=None if key is None else {key: str})
+        table = pd.read_csv(path, sep=args.csv_separator, dtype=columns_of_text(args))
         # A header with one name fewer than the lines makes labels of the first column.
         table = table.reset_index(drop=True)
     # Several characters are a pattern to pandas; a path may be a URL, and a file compressed.
@@ -350,7 +363,8 @@ class RowLoader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
+        # Not `self.loader`, which would come here again: it is absent while a copy or a pickle is being made.
+        return getattr(object.__getattribute__(self, "loader"), name)
 
     def latest_rows(self) -> Tensor:
         """Rows of the last `keep` batches, one after the other, int64 on the CPU."""

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from training_ext.captions import Cells, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
 from training_ext.hosts import host
-from training_ext.keys import find_keys, key_of_samples
+from training_ext.keys import columns_of_text, find_keys, key_of_samples
 from training_ext.loading import decode_pairs
 from training_ext.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
 from training_ext.shards import ShardRows
@@ -121,6 +121,10 @@ class DataSeams:
             return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
 
         return build
+
+    def read_csv(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        as_text = {} if self.args.loss is None else {"dtype": columns_of_text(self.args)}
+        return original(*args, **kwargs, **as_text)
 
     def _warn_of_joined(self, captions: Cells, path: str) -> None:
         """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""

@@ -10,6 +10,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -29,7 +30,9 @@ from open_clip_ext.files import whole_file
 from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import shapes_dataset
 from training_ext.hosts import host, taken
+from training_ext.keys import columns_of_text
 from training_ext.loading import decode_pairs
+from training_ext.patching import replaced
 from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
 
 BLOCK_ROWS = 4096
@@ -140,7 +143,9 @@ def source_of(args: Namespace, kind: str, shards: Shards | None, transforms: tup
         return ShardSource(shards, transform, tokenizer, captions_of_samples(args))
     if kind == "csv":
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
-        csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
+        as_text = partial(pd.read_csv, dtype=columns_of_text(args))  # as in the training, see `hooks`
+        with replaced({("open_clip_train.data", "pd.read_csv"): as_text}):
+            csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
         index_by_position(csv)
         if args.several_captions:
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())

@@ -98,6 +98,14 @@ SEAMS = (
         for_ext_loss=False,
     ),
     Seam(
+        DATA, "pd.read_csv",
+        why="a column of digits is read as numbers, without their leading zeros",
+        contract="CsvDataset reads its cells by pd.read_csv(path, sep=)",
+        replacement=lambda original, session: partial(session.data.read_csv, original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
         SHARDS, "tarfile_to_samples_nothrow",
         why="a sample's position in its shard is known only where the tar is read; shards that cannot be read are "
         "tried again without end",

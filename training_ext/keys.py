@@ -54,15 +54,20 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
         raise InputError(f"--same-key: {args.train_data!r} has no column {args.same_key!r}; its columns are {columns}")
 
 
+def columns_of_text(args: Namespace) -> dict[str, type]:
+    """pandas' `dtype` for the columns of a csv that are not numbers: as such they lose leading zeros, and with an empty
+    cell among them the last digits."""
+    return dict.fromkeys(filter(None, (args.csv_img_key, args.csv_caption_key, args.same_key)), str)
+
+
 def find_keys(args: Namespace, kind: str) -> Keys | None:
     """The function that finds the keys of a batch; None if no keys were requested."""
     if args.same_key is not None and kind == "webdataset":
         return last_column
     if args.same_key is not None:
         columns = [args.same_key, args.csv_img_key]
-        # As text: with an empty cell among them pandas would round large numbers.
         table = pd.read_csv(
-            args.train_data, sep=args.csv_separator, usecols=columns, dtype={args.same_key: str}
+            args.train_data, sep=args.csv_separator, usecols=columns, dtype=columns_of_text(args)
         ).reset_index(drop=True)
         cells = table[args.same_key]
         if args.several_captions:

@@ -201,6 +201,8 @@ class Session:
         if entry is not None:
             checkpoint.check_reference(entry, path, self.args, self.reference)
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
+            if is_master(self.args) and entry["data_digest"] == self.data.known_rows.captions:
+                logging.warning(f"{path!r} does not say which images its captions had; check that they are the same")
         if epoch >= self.args.epochs:
             self._is_done = True
             logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {self.args.epochs} epochs")

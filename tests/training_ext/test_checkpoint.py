@@ -212,6 +212,7 @@ EPOCH = DataRows("webdataset", 48, "names", listing="names")  # --train-num-samp
         (COUNTED, DataRows("webdataset", 96, "others", object(), listing="other names"), False),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines"), True),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "other lines"), False),
+        (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines and images", captions="lines"), True),
     ],
 )
 @pytest.mark.parametrize("older", [False, True])

@@ -1,8 +1,11 @@
 """The rows that reach the loss are those of the samples that the model saw."""
 
+import copy
+import hashlib
 import io
 import shlex
 import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import open_clip
@@ -11,11 +14,15 @@ import pandas as pd
 import pytest
 import torch
 from conftest import LOSSES
+from PIL import Image
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
+from training_ext.checkpoint import KEY
 from training_ext.data import RowLoader, append_row, find_rows
+from training_ext.keys import find_keys
+from training_ext.osr.recovery import ShortLoader
 from training_ext.params import parse_args
 from training_ext.seeding import AT_BATCH, AT_EPOCH, Start
 
@@ -171,27 +178,89 @@ def test_sources_of_equal_file_names(run, seen, sources, workers, extra):
         assert len(set(rows)) > 40 and {row // 30 for row in rows} == {0, 1}
 
 
-def test_the_digest_of_a_csv_is_that_of_its_captions_in_order(datasets):
-    from types import SimpleNamespace
+PETS = ["cat/1.png", "cat/2.png", "dog/1.png"]
 
-    from training_ext.data import find_rows
 
-    path = shlex.split(datasets["csv"])[1]
-    args = SimpleNamespace(
-        dataset_type="csv", train_data=path, shard_sizes=None, csv_separator="\t",
-        csv_img_key="filepath", csv_caption_key="title", max_bad_samples=None,
-        same_key=None, same_caption=None, several_captions=None, captions_field=None,
-    )
-    rows = find_rows(args)
-    assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 48, None)
-    assert find_rows(args).digest == rows.digest
-    header, first, second, *rest = open(path).read().splitlines()
-    moved = f"{path}.moved.csv"
-    for lines, same in (([first.replace("/images/", "/moved/"), second], True), ([second, first], False)):
-        with open(moved, "w") as file:
-            file.write("\n".join([header, *lines, *rest]))
-        args.train_data = moved
-        assert (find_rows(args).digest == rows.digest) == same
+def rows_of(folder: Path, images: list[str], captions: list[str] = ("a cat", "a cat", "a dog"), flags: str = ""):
+    """The rows of a csv of these images, which are written below the folder."""
+    for image in filter(None, images):
+        (folder / image).parent.mkdir(parents=True, exist_ok=True)
+        Scenes(1, image_size=48)[0][0].save(folder / image)
+    lines = [f"{image and folder / image}\t{caption}" for image, caption in zip(images, captions, strict=True)]
+    (folder / "train.csv").write_text("\n".join(["filepath\ttitle", *lines]))
+    return find_rows(parse_args(f"--loss neuclip --train-data {folder}/train.csv {flags}".split()))
+
+
+def test_the_digest_of_a_csv_is_that_of_its_captions_and_images_in_order(tmp_path):
+    rows = rows_of(tmp_path / "a", PETS)
+    assert (rows.kind, rows.num_rows, rows.shards) == ("csv", 3, None)
+    assert rows.captions == hashlib.sha256(b"a cat\x1fa cat\x1fa dog").hexdigest()  # in earlier checkpoints
+    moved = rows_of(tmp_path / "elsewhere" / "cat", PETS)
+    assert moved == rows
+    others = [
+        rows_of(tmp_path / "a", PETS, ["a cat", "a dog", "a cat"]),
+        rows_of(tmp_path / "a", ["cat/2.png", "cat/1.png", "dog/1.png"]),
+        rows_of(tmp_path / "a", ["dog/1.png", "dog/2.png", "cat/1.png"]),
+        rows_of(tmp_path / "a", PETS, flags="--several-captions"),
+    ]
+    assert len({rows.digest, *(other.digest for other in others)}) == 5
+    assert [other.captions == rows.captions for other in others] == [False, True, True, False]
+
+
+def test_an_empty_cell_does_not_change_the_common_folder(tmp_path):
+    images, flags = ["cat/1.png", "", "dog/1.png"], "--max-bad-samples 0.5"
+    assert rows_of(tmp_path / "a", images, flags=flags) == rows_of(tmp_path / "b" / "c", images, flags=flags)
+
+
+def test_a_training_does_not_resume_on_exchanged_images(run, refused, tmp_path):
+    """Of class names as captions, so that the captions alone are the same."""
+    flags = f"{LOSSES['isogclr']} --batch-size 3 --epochs 2 --workers 0 --train-data {tmp_path}/train.csv"
+    captions = rows_of(tmp_path, PETS).captions
+    path = run("a", flags).path / "checkpoints/epoch_1.pt"
+    rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"])
+    assert "other captions, or images below the folder of all" in refused(f"{flags} --resume {path} --name b")
+    saved = torch.load(path, weights_only=True)
+    saved["optimizer"][KEY]["data_digest"] = captions  # as an earlier version
+    torch.save(saved, path)
+    assert run("b", f"{flags} --resume {path}").log.count("does not say which images its captions had") == 1
+
+
+def test_cells_of_digits_keep_their_zeros(run, tmp_path, monkeypatch):
+    """Captions and names of images, where they are read, trained on, validated with and shown."""
+    texts, paths = set(), set()
+    tokenizer, opened = open_clip.SimpleTokenizer.__call__, Image.open
+    for number in range(8):
+        Scenes(1, image_size=48)[0][0].save(tmp_path / f"{number:03}", "png")
+    (tmp_path / "pairs.csv").write_text("\n".join(["filepath\ttitle", *(f"{n:03}\t{n:06}" for n in range(8))]))
+    monkeypatch.chdir(tmp_path)
+
+    def seen(self, text, *more):
+        texts.update([text] if isinstance(text, str) else text)
+        return tokenizer(self, text, *more)
+
+    def open_image(path, *more, **kwargs):
+        paths.add(path)
+        return opened(path, *more, **kwargs)
+
+    monkeypatch.setattr(open_clip.SimpleTokenizer, "__call__", seen)
+    monkeypatch.setattr(Image, "open", open_image)
+    pairs = "--train-data pairs.csv --val-data pairs.csv --dataset-type csv --workers 0 --epochs 2"
+    experiment = run("a", f"{LOSSES['isogclr']} {pairs}")
+    assert texts == {f"{number:06}" for number in range(8)} and paths == {f"{number:03}" for number in range(8)}
+    assert "<br>000007<" in (experiment.path / "temperatures.html").read_text()
+
+
+def test_images_whose_names_differ_by_a_zero_have_keys_of_their_own(tmp_path):
+    (tmp_path / "pairs.csv").write_text("filepath\ttitle\n1\ta\n01\tb\n")
+    flags = f"--loss neuclip --train-data {tmp_path}/pairs.csv --same-key title --several-captions"
+    keys = find_keys(parse_args(flags.split()), "csv")
+    assert keys(torch.zeros(2, 3), torch.tensor([0, 1]))[1].unique().numel() == 2
+
+
+def test_loaders_can_be_copied():
+    loader = SimpleNamespace(num_samples=2, num_batches=2)
+    for wrapped in (RowLoader(loader, 1, True, 0, seed=print), ShortLoader(loader, 1, 1, print)):
+        assert copy.copy(wrapped).num_batches == copy.deepcopy(wrapped).num_batches == wrapped.num_batches
 
 
 def batch(*rows):

@@ -62,7 +62,8 @@ class ShortLoader:
         return self.num_batches
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        # Not `self._loader`, which would come here again: it is absent while a copy or a pickle is being made.
+        return getattr(object.__getattribute__(self, "_loader"), name)
 
 
 class StatisticsRecovery:
