@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from open_clip_ext.distributed import ShardedRows, rank, world_size
@@ -226,6 +225,8 @@ class RowFiles:
     @contextmanager
     def _open(self, saved: Mapping[str, Any], part: int, parts: int, shape: tuple[int, int]) -> Iterator[Any]:
         """A part, whose rows stay on disk until they are used."""
+        from safetensors import SafetensorError, safe_open  # the library itself needs torch alone
+
         path = self._path(saved["table"], part, parts)
         try:
             with safe_open(path, "pt") as file:

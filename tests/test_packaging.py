@@ -69,6 +69,25 @@ def test_an_editable_install_is_found_beside_the_clone(tmp_path):
     assert shown.stdout == "0\n", shown.stderr
 
 
+def test_the_library_needs_torch_alone():
+    """All of its modules but the generated data and the commands, and a training step."""
+    script = """
+import importlib, pkgutil, sys
+for name in ("open_clip", "open_clip_train", "training_ext", "safetensors", "webdataset", "pandas", "PIL", "yaml", "tqdm"):
+    sys.modules[name] = None
+import torch, open_clip_ext
+for module in pkgutil.walk_packages(open_clip_ext.__path__, "open_clip_ext."):
+    if module.name.split(".")[1] not in ("data", "main", "evaluate", "normalizers_report"):
+        importlib.import_module(module.name)
+loss = open_clip_ext.create_loss("fastclip-v3", num_samples=8, epochs=2)
+loss.set_epoch(0)
+features = torch.nn.functional.normalize(torch.randn(2, 4, 8), dim=2).requires_grad_()
+loss(*features, torch.tensor(10.0), index=torch.arange(4)).backward()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_pages_name_every_loss_and_no_flag_that_is_not_there():
     import re
 
