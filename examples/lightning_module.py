@@ -14,7 +14,7 @@ import open_clip
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from open_clip_ext import MODEL_CONFIGS, create_loss
+from open_clip_ext import MODEL_CONFIGS, InputError, create_loss
 from open_clip_ext.data import Scenes
 
 
@@ -32,11 +32,7 @@ class WithRow(Dataset):
 
 
 class Contrastive(lightning.LightningModule):
-    """An OpenCLIP model and a loss from `create_loss`.
-
-    With `accumulate_grad_batches` the loss would see only one part's negatives: use a larger batch instead
-    (docs/custom-loop.md).
-    """
+    """An OpenCLIP model and a loss from `create_loss`."""
 
     def __init__(self, model: torch.nn.Module, loss: torch.nn.Module, lr: float):
         super().__init__()
@@ -68,6 +64,9 @@ class Contrastive(lightning.LightningModule):
         return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=self.lr)
 
     def on_train_epoch_start(self):
+        if (parts := self.trainer.accumulate_grad_batches) > 1:
+            reason = "parts do not see one another's negatives; give 1 and a larger batch, or see docs/custom-loop.md"
+            raise InputError(f"{parts} {reason}", "accumulate_grad_batches")
         self.held[0].set_epoch(self.current_epoch)
 
     def on_train_batch_end(self, outputs, batch, batch_number):

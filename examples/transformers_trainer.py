@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainerCallback, TrainingArguments
 
-from open_clip_ext import create_loss
+from open_clip_ext import InputError, create_loss
 from open_clip_ext.data import Scenes
 from open_clip_ext.distributed import world_size
 from open_clip_ext.files import whole_file
@@ -38,14 +38,13 @@ class WithRow(Dataset):
 
 
 class ContrastiveTrainer(Trainer):
-    """A Trainer with a loss from `create_loss`.
-
-    With gradient accumulation the loss would see only one part's negatives: use a larger batch instead
-    (docs/custom-loop.md).
-    """
+    """A Trainer with a loss from `create_loss`."""
 
     def __init__(self, *args, contrastive_loss, **kwargs):
         super().__init__(*args, callbacks=[LossState(contrastive_loss)], **kwargs)
+        if (parts := self.args.gradient_accumulation_steps) > 1:
+            reason = "parts do not see one another's negatives; give 1 and a larger batch, or see docs/custom-loop.md"
+            raise InputError(f"{parts} {reason}", "gradient_accumulation_steps")
         self.contrastive_loss = contrastive_loss
         self.can_return_loss = True  # without labels, an evaluation would otherwise compute no loss
 

@@ -3,10 +3,13 @@
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+
+from open_clip_ext import InputError
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -46,6 +49,25 @@ def test_the_trainer_of_transformers():
     resumed = main([*FLAGS, "--resume"])
     check_equal(check_state(resumed.contrastive_loss), state)
     check_equal(resumed.model.state_dict(), trainer.model.state_dict())
+
+
+def test_accumulation_is_refused(monkeypatch):
+    pytest.importorskip("accelerate")
+    import transformers_trainer
+
+    arguments = partial(transformers_trainer.TrainingArguments, gradient_accumulation_steps=2)
+    monkeypatch.setattr(transformers_trainer, "TrainingArguments", arguments)
+    with pytest.raises(InputError, match="^gradient_accumulation_steps: 2 parts do not see one another's negatives"):
+        transformers_trainer.main(FLAGS)
+
+
+def test_accumulation_is_refused_by_lightning(monkeypatch):
+    lightning = pytest.importorskip("lightning")
+    import lightning_module
+
+    monkeypatch.setattr(lightning, "Trainer", partial(lightning.Trainer, accumulate_grad_batches=2))
+    with pytest.raises(InputError, match="^accumulate_grad_batches: 2 parts do not see one another's negatives"):
+        lightning_module.main(FLAGS)
 
 
 def test_the_trainer_of_transformers_on_two_processes():
