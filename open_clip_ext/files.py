@@ -1,9 +1,15 @@
-"""Write files atomically: a file is complete or absent."""
+"""Write files atomically, and let one run at a time use a folder: a file is complete or absent."""
 
 import errno
 import os
+import re
+import secrets
+import socket
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import IO
 
 try:
@@ -12,21 +18,133 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
+TOKEN = 4  # bytes
+OF_A_FILE = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN}}}{re.escape(PARTIAL)}")  # temporary names of `whole_file`
+LENGTH_OF_END = 1 + 2 * TOKEN + len(PARTIAL)
+
+LOCK = ".lock"  # of a folder in use; what it contains names the process
+BEAT, STALE = 30.0, 300.0  # seconds between signs of life on a file system without locks, and until a lock has ended
+_held: set[int] = set()  # file descriptors
+
+
+class InUseError(Exception):
+    """Another process uses the folder; the message names it."""
+
+
+def _close_held() -> None:
+    """In a forked process, which would keep the lock of a run that was killed."""
+    for file in _held:
+        os.close(file)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_held)
+
+
+@contextmanager
+def only_user(folder: str | os.PathLike) -> Iterator[None]:
+    """Make `folder`, and let one process at a time into the block; a killed one leaves no lock behind.
+
+    The kernel keeps the lock. Where the file system has none, the file's modification time shows that its process
+    lives; this does not tell apart two that find a stale file in the same moment.
+
+    Folders that were made are removed at the end if nothing is in them.
+
+    Raises:
+        InUseError: another process is in its block.
+        OSError: the folder cannot be made or written to.
+    """
+    folder = os.path.abspath(folder)
+    made = [folder]
+    while not os.path.exists(made[-1]):
+        made.append(os.path.dirname(made[-1]))
+    path = os.path.join(folder, LOCK)
+    file, has_locks = _locked(path)
+    _held.add(file)
+    ended = threading.Event()
+    if not has_locks:
+        threading.Thread(target=_beat, args=(path, ended), daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        with suppress(OSError):
+            os.remove(path)  # first, since whoever locks it next must find it gone
+        _held.discard(file)
+        os.close(file)
+        with suppress(OSError):
+            for parent in made[:-1]:
+                os.rmdir(parent)
+
+
+def _locked(path: str) -> tuple[int, bool]:
+    """The new lock, an open file, and whether it is the kernel's."""
+    while True:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
+        except FileExistsError:
+            try:
+                file, is_new = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), False
+            except FileNotFoundError:
+                continue
+        try:
+            has_locks = _lock_of_kernel(file)
+            if not has_locks and not is_new and _age(path) < STALE:
+                raise BlockingIOError
+            if os.path.samestat(os.fstat(file), os.stat(path)):  # else its process has just removed it
+                os.ftruncate(file, 0)
+                os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+                return file, has_locks
+        except BlockingIOError:
+            holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+            os.close(file)
+            raise InUseError(holder) from None
+        except FileNotFoundError:
+            pass
+        os.close(file)
+
+
+def _lock_of_kernel(file: int) -> bool:
+    """Lock an open file; False where there are no locks. Raises BlockingIOError if another process has locked it."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
+
+
+def _age(path: str) -> float:
+    """Seconds since a file was last modified, by the clock of its file system."""
+    with tempfile.TemporaryFile(dir=os.path.dirname(path)) as now:
+        return os.fstat(now.fileno()).st_mtime - os.stat(path).st_mtime
+
+
+def _beat(path: str, ended: threading.Event) -> None:
+    while not ended.wait(BEAT):
+        with suppress(OSError):
+            os.utime(path)
 
 
 @contextmanager
 def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
     """Open a new file beside `path`, for bytes or for UTF-8 text, that becomes `path` at the end of the block.
 
-    A kill, a full disk or any exception leaves an older `path` as it was. A link at the temporary name is replaced, not
-    followed.
+    A kill, a full disk or any exception leaves an older `path` as it was. Of several processes that write at the same
+    time each has a temporary file of its own, and the last one's stays. What killed processes left is removed later.
     """
-    partial = f"{os.fspath(path)}{PARTIAL}"
-    with suppress(FileNotFoundError):  # left by an earlier run that was killed
-        os.remove(partial)
+    path = os.fspath(path)
+    _remove_left(os.path.dirname(os.path.abspath(path)))
+    partial = f"{path}.{secrets.token_hex(TOKEN)}{PARTIAL}"
     file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")
     try:
         with file:
+            _lock_of_kernel(file.fileno())
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -35,6 +153,18 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
         raise
+
+
+@lru_cache(maxsize=64)
+def _remove_left(folder: str) -> None:
+    """Remove old temporary files that no process writes; where there are no locks they stay."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        left = [entry.path for entry in entries if OF_A_FILE.fullmatch(entry.name)]
+        for path in left:
+            if not os.path.islink(path) and _age(path) > STALE:
+                with suppress(BlockingIOError), open(path, "rb") as file:
+                    if _lock_of_kernel(file.fileno()):
+                        os.remove(path)
 
 
 @contextmanager

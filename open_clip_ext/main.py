@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -93,11 +93,13 @@ def _run(argv: list[str]) -> Trained:
         plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
-    with _logging_as_before():  # the first logged line adds a handler, which would show every later line twice
-        rows = preflight.check(args)
-    session = hooks.session_class()(args, rows, flags)
-    with _logging_as_before():
-        hooks.run(session)
+    with ExitStack() as alone:
+        preflight.keep_others_out(args, alone)
+        with _logging_as_before():  # the first logged line adds a handler, which would show every later line twice
+            rows = preflight.check(args)
+        session = hooks.session_class()(args, rows, flags, alone)
+        with _logging_as_before():
+            hooks.run(session)
     by_epoch = session.metrics
     del session
     gc.collect()  # frees loader workers and the model's memory

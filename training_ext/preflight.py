@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from open_clip_train import params as open_clip_params
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import InUseError, only_user
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
@@ -38,7 +40,7 @@ from training_ext.latest import bring_up_to_date, find_resumed, resumed_path
 from training_ext.launch import processes_here, world_info
 from training_ext.loading import load_mapped, one_line
 from training_ext.loss import build_loss
-from training_ext.machine import check_machine, check_writable
+from training_ext.machine import check_logs, check_machine, check_writable
 from training_ext.osr import recovered
 from training_ext.osr.recovery import find_unfinished, read_unfinished
 from training_ext.params import SCHEMAS, recovers
@@ -59,6 +61,30 @@ MAY_DIFFER = frozenset(
      "remote_sync_protocol", "report_to", "trackio_project_name", "wandb_notes", "wandb_project_name", "world_size",
      *NOT_FLAGS}
 )  # fmt: skip
+
+
+def keep_others_out(args: Namespace, until: ExitStack) -> None:
+    """Let no other run use this one's folder until `until` ends; called before anything in it is read or written.
+
+    Process 0 does so for all. A run without `--name` gets its name, and calls this again, when its processes have met.
+
+    Raises:
+        InputError: another run uses the folder.
+    """
+    # Processes of horovod do not know their rank yet.
+    if world_info()[1] > 0 or not checkpoint.keeps_files(args) or args.name is None or args.horovod:
+        return
+    check_name(args)
+    check_logs(args)
+    folder = os.path.join(args.logs, args.name)
+    try:
+        until.enter_context(only_user(folder))
+    except InUseError as holder:
+        raise InputError(
+            f"--name: the folder {folder!r} is in use by {holder}; let that run end, or give another name"
+        ) from None
+    except OSError as error:
+        raise InputError(f"--name: {folder!r} cannot be locked: {error.strerror}: {error.filename!r}") from None
 
 
 def check(args: Namespace) -> DataRows | None:
@@ -208,13 +234,17 @@ def prepare_shapes(args: Namespace) -> None:
         setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
+def check_name(args: Namespace) -> None:
+    below = Path(args.name)
+    if below.anchor or ".." in below.parts or not below.parts:
+        raise InputError(f"--name: {args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1")
+
+
 def check_experiment(args: Namespace) -> None:
     """Refuse an existing experiment, for which OpenCLIP returns -1 once the processes have started."""
     if args.name is None:
         return
-    below = Path(args.name)
-    if below.anchor or ".." in below.parts or not below.parts:
-        raise InputError(f"--name: {args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1")
+    check_name(args)
     if args.resume == "latest":
         return
     name = "out-0" if args.log_local else "out.log"

@@ -6,7 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.file_utils import remote_sync
 
 from open_clip_ext.distributed import plain_name
+from open_clip_ext.errors import InputError
 from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
@@ -37,7 +38,7 @@ from training_ext.midepoch import Interruptions
 from training_ext.optimizer import TemperatureGroup, whole
 from training_ext.osr.recovery import remove_unfinished
 from training_ext.params import trains_logit_scale
-from training_ext.preflight import check_alike
+from training_ext.preflight import check_alike, keep_others_out
 from training_ext.rehearsal import train_temperature
 from training_ext.run_log import Epoch, RunLog
 from training_ext.shards import shard_urls
@@ -57,10 +58,15 @@ class Session:
         args: as `params.parse_args` gives them.
         rows: rows of the train data on process 0, which sends them to the others.
         flags: flags to save as the run's recipe, see `recipes.resolved_flags`.
+        alone: until it ends no other run uses the folder, see `preflight.keep_others_out`.
     """
 
-    def __init__(self, args: Namespace, rows: DataRows | None = None, flags: dict[str, Any] | None = None):
+    def __init__(
+        self, args: Namespace, rows: DataRows | None = None, flags: dict[str, Any] | None = None,
+        alone: ExitStack | None = None,
+    ):
         self.args = args
+        self._alone = alone if args.name is None else None  # of a run that gets its name later
         self.data = DataSeams(args, rows)
         self._flags = flags
         self.log = RunLog(args)
@@ -108,6 +114,8 @@ class Session:
                 self.reference = digest_of(model.state_dict())
             return model, *transforms
         self._has_model = True
+        if self._alone is not None:
+            self._keep_others_out(self._alone)
         self.log.has_model(model)
         if not self.args.uses_ext_loss:
             return model, *transforms
@@ -120,6 +128,18 @@ class Session:
             model.logit_scale.data = model.logit_scale.data.float()
         train_temperature(model, trains_logit_scale(self.args))
         return model, *transforms
+
+    def _keep_others_out(self, until: ExitStack) -> None:
+        """Refuse on every process, if process 0 finds another run in the folder."""
+        refused = None
+        try:
+            keep_others_out(self.args, until)
+        except InputError as error:
+            refused = str(error)
+        if self.args.distributed:
+            refused = broadcast_object(self.args, refused)
+        if refused is not None:
+            raise InputError(refused)
 
     # Optimizer
 

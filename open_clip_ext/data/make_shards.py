@@ -63,7 +63,7 @@ SIZES_FILE = "sizes.json"
 _OWN_FILE = re.compile(
     r"((train|val|test)-\d{6}\.tar|sizes\.json|licenses\.tsv"
     r"|zeroshot-(concepts|emoji)/(classnames\.txt|zeroshot_classification_templates\.txt|test/(nshards\.txt|0\.tar)))"
-    r"(\.partial)?"
+    r"(\.([0-9a-f]{8}\.)?partial)?"
 )
 _MAX_SAMPLES = 1_000_000_000
 _MAX_SEED = 2**63 - 1

@@ -306,21 +306,11 @@ def test_an_absolute_name(refused, tmp_path):
     assert f"--name: '{tmp_path}/outside'" in refused(f"{SHAPES} --name {tmp_path}/outside")
 
 
-def test_a_link_under_the_temporary_name(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("as it was")
-    (tmp_path / "a.pt.partial").symlink_to(victim)
-    with whole_file(tmp_path / "a.pt") as file:
-        file.write(b"new")
-    assert victim.read_text() == "as it was"
-    assert (tmp_path / "a.pt").read_bytes() == b"new" and not (tmp_path / "a.pt").is_symlink()
-    assert not (tmp_path / "a.pt.partial").is_symlink()
-
-
-def test_a_link_planted_while_the_file_is_opened(tmp_path, monkeypatch):
-    """What comes between the removal of a link and the opening is not followed either, nor removed."""
-    victim, link = tmp_path / "victim", tmp_path / "a.pt.partial"
-    monkeypatch.setattr(os, "remove", lambda path: link.symlink_to(victim))
+def test_a_link_under_the_temporary_name(tmp_path, monkeypatch):
+    """One who could guess the name gains nothing."""
+    victim, link = tmp_path / "victim", tmp_path / "a.pt.01234567.partial"
+    link.symlink_to(victim)
+    monkeypatch.setattr("secrets.token_hex", lambda length: "01234567")
     with pytest.raises(FileExistsError), whole_file(tmp_path / "a.pt"):
         pass
     assert not victim.exists() and link.is_symlink()

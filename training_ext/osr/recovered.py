@@ -13,7 +13,7 @@ import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import PARTIAL
+from open_clip_ext.files import LENGTH_OF_END
 from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity, PowerHinge
 from training_ext.checkpoint import atomic_save, state_settings
@@ -23,7 +23,7 @@ from training_ext.row_folders import MARK, remove_unnamed
 
 KIND = "open_clip_ext statistics recovery"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
-LONGEST_END = max(len(PARTIAL), len(MARK) + 8)  # of the names beside the file that begin with its own
+LONGEST_END = max(LENGTH_OF_END, len(MARK) + 8)  # of the names beside the file that begin with its own
 SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
 HINGES = {option.name for option in PowerHinge.options}
 TRANSFERS = ("both", "moments", "table", "none")
