@@ -20,7 +20,7 @@ from open_clip_ext.files import is_full, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.data import DataRows, needs_index
 from training_ext.hosts import host
-from training_ext.loading import load_mapped, one_line
+from training_ext.loading import load_verified, one_line
 
 KEY = "open_clip_ext"
 FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
@@ -162,7 +162,7 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
     try:
         if missing:
             raise FileNotFoundError(f"it has no {missing[0]}")
-        return load_mapped(path) if os.path.exists(path) else None
+        return load_verified(path) if os.path.exists(path) else None
     except Exception as error:
         raise InputError(f"--resume: {folder!r} is not a complete checkpoint: {one_line(error)}") from None
 
@@ -176,7 +176,7 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     if os.path.isdir(path):
         return True, read_sharded_entry(path)
     try:
-        checkpoint = load_mapped(path)
+        checkpoint = load_verified(path)
     except FileNotFoundError:
         raise InputError(f"--resume: {path!r} does not exist") from None
     except Exception as error:

@@ -38,7 +38,7 @@ from training_ext.hosts import host
 from training_ext.keys import check_keys
 from training_ext.latest import bring_up_to_date, find_resumed, resumed_path
 from training_ext.launch import processes_here, world_info
-from training_ext.loading import load_mapped, one_line
+from training_ext.loading import load_verified, one_line
 from training_ext.loss import build_loss
 from training_ext.machine import check_logs, check_machine, check_writable
 from training_ext.osr import recovered
@@ -262,9 +262,9 @@ def check_pretrained(flag: str, model: str, given: str | None) -> None:
     if os.path.isfile(given):
         if not given.endswith((".safetensors", ".npz", ".npy")):
             try:
-                load_mapped(given)
+                load_verified(given)
             except Exception as error:
-                raise InputError(f"{flag}: {given!r} has no weights: {one_line(error)}") from None
+                raise InputError(f"{flag}: {given!r} cannot be loaded: {one_line(error)}") from None
         return
     if os.path.isdir(given):
         raise InputError(f"{flag}: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")

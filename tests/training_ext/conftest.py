@@ -20,6 +20,7 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
 from training_ext.hosts import TASKS, choose, host
+from training_ext.loading import load_plain
 
 torch.set_num_threads(1)
 # --legacy-loop in OPEN_CLIP_LOOP trains all tests by the other loop of OpenCLIP 4.x, see `test_versions`.
@@ -100,7 +101,7 @@ class Experiment:
         return re.findall(r"Train Epoch: (\d+) .* Loss: (\S+) \(", self.log)
 
     def checkpoint(self, epoch: int) -> dict:
-        return torch.load(self.path / "checkpoints" / f"epoch_{epoch}.pt", weights_only=True)
+        return load_plain(self.path / "checkpoints" / f"epoch_{epoch}.pt")
 
 
 @pytest.fixture(scope="session", autouse=True)

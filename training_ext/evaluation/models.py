@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.hosts import taken
-from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
+from training_ext.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
 from training_ext.patching import replaced
 
 PARAMS = "params.txt"
@@ -139,7 +139,7 @@ def names_of_weights(path: str) -> list[str]:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 return list(file.keys())
-        content = load_mapped(path)
+        content = load_verified(path)
     except (SafetensorError, Exception) as error:  # a damaged archive may raise anything
         reason = f"is not a complete checkpoint: {one_line(error)}"
         if "TorchScript" in reason:

@@ -18,7 +18,7 @@ from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity, PowerHinge
 from training_ext.checkpoint import atomic_save, state_settings
 from training_ext.data import DataRows, needs_index
-from training_ext.loading import load_mapped, one_line
+from training_ext.loading import load_verified, one_line
 from training_ext.row_folders import MARK, remove_unnamed
 
 KIND = "open_clip_ext statistics recovery"
@@ -86,7 +86,7 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
         InputError: the file is missing, damaged, not one of recovered statistics, or, for --osr-load, not complete.
     """
     try:
-        content = load_mapped(path)
+        content = load_verified(path)
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(
             f"{flag}: there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead"

@@ -22,7 +22,7 @@ from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.flag_ranges import check_ranges
 from training_ext.hosts import taken
 from training_ext.keys import has_keys
-from training_ext.loading import load_mapped, one_line, without_remote_code, without_warnings
+from training_ext.loading import load_verified, one_line, without_remote_code, without_warnings
 from training_ext.loss import build_loss
 from training_ext.machine import check_device
 from training_ext.patching import replaced
@@ -55,7 +55,7 @@ class Saved:
             InputError: the file does not exist, is damaged, or has no CLIP model.
         """
         try:
-            content = load_mapped(path)
+            content = load_verified(path)
         except FileNotFoundError:
             raise InputError(f"--checkpoint: {path!r} does not exist") from None
         except Exception as error:
