@@ -35,6 +35,11 @@ def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
     return captions[seed_of(seed, CAPTION, epoch, picture) % len(captions)]
 
 
+def is_empty(cell: Any) -> bool:
+    """Whether a cell of a csv is empty or white space."""
+    return not cell.strip() if isinstance(cell, str) else bool(pd.isna(cell))
+
+
 class Pictures:
     """The lines of a csv grouped by image, in the order of the images' first lines.
 
@@ -121,7 +126,7 @@ class DrawnCaptions:
 
     def __getitem__(self, picture: int) -> Any:
         captions = [self.captions[line] for line in self.pictures.lines(picture)]
-        usable = [caption for caption in captions if not pd.isna(caption)]
+        usable = [caption for caption in captions if not is_empty(caption)]
         return drawn(usable or captions, self.seed, self.epoch.get_value(), picture)
 
 
@@ -161,7 +166,8 @@ class JsonCaptions:
             value = fields_of(sample).get(self.field)
         except ValueError:
             return
-        captions = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+        entries = value if isinstance(value, list) else [value]
+        captions = [text for text in entries if isinstance(text, str) and text.strip()]
         if captions:
             name = hashlib.blake2b(str(sample["__key__"]).encode(errors="surrogateescape"), digest_size=8).digest()
             picture = int.from_bytes(name, "big")

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, Sampler
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.captions import Pictures, captions_of_samples
+from training_ext.captions import Pictures, captions_of_samples, is_empty
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import TASKS, host
 from training_ext.keys import Keys, check_column, columns_of_text, key_of_samples
@@ -190,9 +190,9 @@ def read_csv(
                 f"{key}: {path!r} has no column {column!r}; its columns with --csv-separator "
                 f"{args.csv_separator!r} are {columns}"
             )
-    cells = table[[args.csv_img_key, args.csv_caption_key]].isna()
+    cells = table[[args.csv_img_key, args.csv_caption_key]].apply(lambda column: column.map(is_empty))
     empty = cells.any(axis=1).to_numpy().nonzero()[0]
-    if len(empty) > (max_bad or 0) * len(table):
+    if len(empty) and len(empty) / len(table) > (max_bad or 0):
         column = cells.columns[cells.iloc[empty[0]]][0]
         instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
         raise InputError(

@@ -17,8 +17,8 @@ from training_ext.hosts import host
 from training_ext.keys import columns_of_text, find_keys, key_of_samples
 from training_ext.loading import decode_pairs
 from training_ext.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
-from training_ext.shards import ShardRows
-from training_ext.skips import Complete, Decode, DecodeImages, Skips, UsableLines, Worded
+from training_ext.shards import ShardRows, shard_urls
+from training_ext.skips import CountIncomplete, Decode, DecodeImages, Skips, UsableLines
 from training_ext.stopping import Outlive
 
 TRAIN_DATA, VAL_DATA = "train data", "validation data"
@@ -85,6 +85,9 @@ class DataSeams:
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
             self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size * args.world_size
+            if self.rows is not None and self.rows.shards is not None and not args.dataset_resampled:
+                listed = self.rows.shards.num_listed(args.train_data)
+                self.skips.num_samples = listed if listed <= self.skips.epoch_samples else 0
         if not is_train or not args.uses_ext_loss:
             return info
         loader = info.dataloader
@@ -116,6 +119,8 @@ class DataSeams:
             first_lines = None
             if is_train and self.args.several_captions:
                 first_lines = self._draw_captions(lines)
+            if is_train:
+                self.skips.num_samples = len(lines)
             if is_train and self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
             return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
@@ -146,13 +151,14 @@ class DataSeams:
         return pictures.first.tolist()
 
     def complete(self, original: Callable) -> Callable:
-        missing = {} if self._recaption is None else {"missing": self._recaption.missing}
-        if host().builds_filter:
-            return lambda **keys: Complete(original(**keys), self.skips, **missing)
-        return Complete(original, self.skips, **missing)
+        def build(**keys: Any) -> CountIncomplete:
+            return CountIncomplete(original(**keys) if host().builds_filter else original, self.skips, self._recaption)
+
+        return build if host().builds_filter else build()
 
     def shard_rows(self) -> Callable:
         shards = self.known_rows.shards if self.args.uses_ext_loss else None
+        self.skips.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
         if self._recaption is not None and is_master(self.args):
             logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
         key = key_of_samples(self.args)
@@ -165,9 +171,6 @@ class DataSeams:
 
     def decode_images(self, original: Callable) -> Callable:
         return DecodeImages(original, self.skips, self.args.batch_size)
-
-    def worded(self, original: Callable) -> Callable:
-        return lambda: Worded(original(), self.skips)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
         self._stream = SampleStream(self.args.seed, self.args.rank, self.skips.pass_over)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
-from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines, index_by_position
+from training_ext.captions import JsonCaptions, captions_of_samples, draw_from_lines, index_by_position, is_empty
 from training_ext.data import shapes_dataset
 from training_ext.hosts import host, taken
 from training_ext.keys import columns_of_text
@@ -70,7 +70,7 @@ class CsvLines(Dataset):
 
     def __getitem__(self, row: int) -> Any:
         for name, cells in (("caption", self.csv.captions), ("image", self.csv.images)):
-            if pd.isna(cells[row]):
+            if is_empty(cells[row]):
                 raise ValueError(f"its {name} is empty")
         return self.csv[row]
 
@@ -106,7 +106,7 @@ class ShardSource:
 
         def wanted(samples: Iterator[dict]) -> Iterator[dict]:
             for sample in samples:
-                if "txt" not in sample:
+                if not sample.get("txt"):
                     continue
                 row = int(sample["txt"].partition(ROW_SEPARATOR.encode())[0])
                 if row >= stop:

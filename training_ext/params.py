@@ -142,8 +142,8 @@ class Parser(argparse.ArgumentParser):
             "--max-bad-samples",
             type=float,
             metavar="SHARE",
-            help="fraction of the train data that may be missing or unusable, 0 to 1; above it the run ends (default: "
-            "0 for data missing at the start, no limit for samples found to be unusable later)",
+            help="fraction of the shards, and of the samples in the others, that may be missing or unusable, 0 to 1; "
+            "above it the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
         )
         group.add_argument(
             "--shapes-seed",

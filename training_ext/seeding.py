@@ -109,7 +109,7 @@ class SampleStream:
                 continue
             # Enough, since the following stages handle one sample at a time.
             seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
-            if "txt" in sample:
+            if sample.get("txt"):  # an empty caption stays empty, so that it can be counted
                 sample["txt"] = f"{self._number}{ROW_SEPARATOR}".encode() + sample["txt"]
             yield sample
 

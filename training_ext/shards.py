@@ -21,8 +21,9 @@ from tqdm import tqdm
 from webdataset.gopen import rewrite_url
 
 from open_clip_ext.errors import InputError
+from training_ext.loading import missing_of
 from training_ext.shard_scan import scan_all, scanned_before
-from training_ext.tars import KeyDigest, one_line, read_samples
+from training_ext.tars import KeyDigest, one_line, samples_before
 
 ROW_SEPARATOR = "\x1f"
 """The separator between row and caption in the text that `ShardRows` writes."""
@@ -224,7 +225,7 @@ def _why_missing(url: str) -> str | None:
 
 
 def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float | None) -> None:
-    if len(bad) <= (max_bad or 0) * len(urls) and len(bad) < len(urls):
+    if len(bad) / len(urls) <= (max_bad or 0) and len(bad) < len(urls):
         return
     named = ", ".join(f"{url!r} ({reason})" for url, reason in list(bad.items())[:_NAMED])
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
@@ -294,7 +295,8 @@ class ShardRows:
     """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row in front of its caption.
 
     It replaces OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
-    are counted but not changed. `split_row` reads a row back.
+    are counted but not changed; an empty caption gets no row, and white space becomes one. The sample in which a shard
+    breaks off is left out if it is no pair. `split_row` reads a row back.
 
     Args:
         shards: the shards that have rows; None: read without rows.
@@ -325,29 +327,34 @@ class ShardRows:
             url = source["url"]
             offset, size = self._place(url)
             position, keys = 0, KeyDigest()
-            samples = read_samples(url)
-            while True:
-                try:
-                    sample = next(samples)
-                except StopIteration:
-                    self._check_whole(url, size, position, keys)
-                    if self.ended is not None:
-                        self.ended(url, position)
-                    break
-                except Exception as error:  # file systems, commands and archives may raise anything
-                    self.failed(url, error, position, size)
-                    break
+            errors: list[Exception] = []
+            for sample in samples_before(url, errors):
                 if size is not None and position >= size:
                     raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
                 keys.add(sample["__key__"])
                 if self.recaption is not None:
                     self.recaption(sample)
-                if self.key is not None and "txt" in sample:
-                    sample["txt"] = _numbered(sample["txt"], self.key(sample))
-                if self.shards is not None and "txt" in sample:
-                    sample["txt"] = _numbered(sample["txt"], offset + position)
+                if errors and missing_of(sample):
+                    break
+                if "txt" in sample:
+                    sample["txt"] = self._with_numbers(sample, offset + position)
                 yield sample
                 position += 1
+            if errors:
+                self.failed(url, errors[0], position, size)
+                continue
+            self._check_whole(url, size, position, keys)
+            if self.ended is not None:
+                self.ended(url, position)
+
+    def _with_numbers(self, sample: dict, row: int) -> bytes:
+        """The caption after its numbers; an empty one without, so that it can be counted."""
+        caption = sample["txt"]
+        if not caption.decode(errors="replace").strip():
+            return b""
+        if self.key is not None:
+            caption = _numbered(caption, self.key(sample))
+        return caption if self.shards is None else _numbered(caption, row)
 
     def _place(self, url: str) -> tuple[int, int | None]:
         if self.shards is None:

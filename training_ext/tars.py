@@ -70,9 +70,14 @@ def read_samples(url: str) -> Iterator[dict]:
     An error of opening or reading, of any type, is raised after the samples before it.
     """
     errors: list[Exception] = []
-    yield from group_by_keys_nothrow(_payloads(url, errors))
+    yield from samples_before(url, errors)
     for error in errors:
         raise error
+
+
+def samples_before(url: str, errors: list[Exception]) -> Iterator[dict]:
+    """As `read_samples`, but an error is added to `errors`, before the sample is yielded in which it may lie."""
+    return group_by_keys_nothrow(_payloads(url, errors))
 
 
 def _payloads(url: str, errors: list[Exception]) -> Iterator[dict]:

@@ -26,15 +26,6 @@ TASK_SEAMS = (
         loop=TASKS,
     ),
     Seam(
-        SHARDS, "FilterNonEmptyText",
-        why="counts what it leaves out",
-        contract="get_wds_dataset selects the samples that have words in UTF-8 by what this class builds",
-        replacement=lambda original, session: session.data.worded(original),
-        scopes=(TRAIN_DATA,),
-        for_ext_loss=False,
-        loop=TASKS,
-    ),
-    Seam(
         MAIN, "create_task",
         why="the loss itself, in a CLIPTask that also gets the batch's rows and clamps the temperature",
         contract="main calls create_task(args, model=, dist_model=, naflex_data_config=) once, before it wraps the "

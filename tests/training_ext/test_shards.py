@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from open_clip_ext.errors import InputError
 from training_ext import shard_scan, tars
-from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, find_shards, split_row
+from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, check_missing, find_shards, split_row
 from training_ext.tars import read_samples, scan
 
 
@@ -512,7 +512,9 @@ def test_samples_before_a_damage_are_openclips(tmp_path, name, caplog):
     assert ("Handling webdataset error" in caplog.text) == ("header" not in name)
     errors = []
     stage = ShardRows(None, lambda *told: errors.append(told[1]))
-    assert read(stage, url) == expected and len(errors) == 1
+    found = read(stage, url)
+    assert found == expected[: len(found)] and len(errors) == 1
+    assert not any("txt" in sample for sample in expected[len(found) :])  # at most the one that has the damage
 
 
 def test_a_shard_that_breaks_off_is_told_and_left(tmp_path):
@@ -521,9 +523,9 @@ def test_a_shard_that_breaks_off_is_told_and_left(tmp_path):
     failed, ended = [], []
     stage = ShardRows(Shards((cut, good), (4, 2)), lambda *told: failed.append(told), lambda *told: ended.append(told))
     samples = read(stage, cut, good)
-    assert [split_row(sample["txt"].decode())[0] for sample in samples if "txt" in sample] == [0, 4, 5]
+    assert [split_row(sample["txt"].decode())[0] for sample in samples] == [0, 4, 5]
     ((url, error, position, size),) = failed
-    assert (url, position, size) == (cut, 2, 4) and "unexpected end of data" in str(error)
+    assert (url, position, size) == (cut, 1, 4) and "unexpected end of data" in str(error)
     assert ended == [(good, 2)]
 
 
@@ -608,6 +610,16 @@ def test_missing_and_damaged_shards_up_to_a_share(tmp_path):
     assert find_shards(train_data, progress=False, max_bad=0.75).sizes == (5, 4, 7, 8)
     os.remove(whole)
     one_line_error(lambda: find_shards(f"{tmp_path}/{{2..3}}.tar", max_bad=1), "2 of 2", "No such file")
+
+
+def test_the_share_that_is_named_is_enough(tmp_path):
+    """Rounding apart: 0.29 x 100 is less than 29."""
+    for number in range(71):
+        write(tmp_path / f"{number}.tar", b"")
+    urls = [f"{tmp_path}/{number}.tar" for number in range(100)]
+    one_line_error(lambda: check_missing(urls), "29 of 100", "--max-bad-samples 0.29 to train")
+    assert len(check_missing(urls, max_bad=0.29)) == 29
+    one_line_error(lambda: check_missing(urls, max_bad=0.289), "29 of 100")
 
 
 def test_unknown_shard(tmp_path):
