@@ -12,7 +12,7 @@ from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
 from training_ext.captions import Cells, captions_of_samples, draw_from_lines, index_by_position
-from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, shapes_dataset
+from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
 from training_ext.hosts import host
 from training_ext.keys import columns_of_text, find_keys, key_of_samples
 from training_ext.loading import decode_pairs
@@ -158,7 +158,8 @@ class DataSeams:
 
     def shard_rows(self) -> Callable:
         shards = self.known_rows.shards if self.args.uses_ext_loss else None
-        self.skips.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
+        if self.args.train_data and kind_of(self.args, self.args.train_data) == "webdataset":
+            self.skips.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
         if self._recaption is not None and is_master(self.args):
             logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
         key = key_of_samples(self.args)
