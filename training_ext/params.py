@@ -38,7 +38,9 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "shapes"]
-        self._add_ours(self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses"))
+        group = self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses")
+        self._add_ours(group)
+        self._ours = group._group_actions
         others = [word for word in args if word not in ("-h", "--help")]
         first = self._parse_known(others)[0]
         recipe = None if first.recipe is None else recipes.find(first.recipe)
@@ -64,6 +66,10 @@ class Parser(argparse.ArgumentParser):
                 parsed.given_flags |= {"batch_size"}
         parsed.recipe_flags = parsed.given_flags - on_command_line
         return parsed
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
+        return [found for found in super()._get_option_tuples(option_string) if found[0] not in self._ours]
 
     def _parse_known(
         self, args: Sequence[str], namespace: argparse.Namespace | None = None

@@ -5,6 +5,11 @@ from types import SimpleNamespace
 import open_clip
 import pytest
 import torch
+from open_clip_train import params as open_clip_params
+from wrong_cases import parser
+
+from open_clip_ext.errors import InputError
+from training_ext.params import parse_args
 
 DATA = "--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --lr 1e-3"
 LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3": "--loss fastclip-v3 --rho 5"}
@@ -88,3 +93,25 @@ def test_a_scripted_model_resumes(run):
     run("x", common)
     resumed = run("x", f"{common.replace('--epochs 1', '--epochs 2')} --resume latest")
     assert resumed.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["steps"] == 8
+
+
+def test_an_abbreviation_means_what_it_means_to_open_clip():
+    """Each beginning of each flag that tells it from OpenCLIP's others; flags of ours have no abbreviation."""
+    made = parser()
+    ours = {flag for action in made._ours for flag in action.option_strings}
+    theirs = {flag for action in made._actions for flag in action.option_strings} - ours
+    for flag in theirs | ours:
+        for abbreviation in {flag[:length] for length in range(3, len(flag))} - theirs - ours:
+            found = {name for _, name, *_ in made._get_option_tuples(abbreviation)}
+            assert found == {other for other in theirs if other.startswith(abbreviation)}, abbreviation
+
+
+def test_a_recipe_with_abbreviations():
+    argv = "--se 5 --no --ca there --ga --zeroshot 3".split()
+    parsed = vars(parse_args(argv))
+    assert {name: parsed[name] for name in vars(open_clip_params.parse_args(argv))} == vars(
+        open_clip_params.parse_args(argv)
+    )
+    for abbreviation in ("--fastclip", "--normali table", "--dry"):
+        with pytest.raises(InputError, match=f"unknown: {abbreviation}"):
+            parse_args(abbreviation.split())
