@@ -173,7 +173,7 @@ def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
     """
     path, found = Path(source), 0
     if path.is_dir():
-        for file in sorted((path / "json").glob("*.json")):
+        for file in sorted((path / "json").glob("[!.]*.json")):
             _check_size(file.name, file.stat().st_size)
             yield file.name, file.read_bytes()
             found += 1
@@ -181,7 +181,7 @@ def read_icon_files(source: str) -> Iterator[tuple[str, bytes]]:
         try:
             with tarfile.open(path, "r:gz") as tar:
                 for member in tar:
-                    if member.isreg() and re.fullmatch(r"package/json/[^/]+\.json", member.name):
+                    if member.isreg() and re.fullmatch(r"package/json/[^./][^/]*\.json", member.name):
                         _check_size(member.name, member.size)
                         content = tar.extractfile(member)
                         assert content is not None  # it is a regular file

@@ -7,11 +7,13 @@ import csv
 import hashlib
 import io
 import json
+import logging
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -109,12 +111,15 @@ class Shards(Source):
         try:
             with open(path, encoding="utf-8") as file:
                 number = int(file.read(32))
+            if number < 1:
+                raise ValueError(f"it has {number}")
         except (OSError, ValueError) as error:
-            raise self.wrong(f"{path!r} must have the number of shards: {one_line(error)}") from None
-        self.shards = [os.path.join(folder, "test", f"{index}.tar") for index in range(number)]
-        missing = next((path for path in self.shards if not os.path.isfile(path)), None)
-        if missing is not None or not self.shards:
-            raise self.wrong(f"{missing or path!r} is missing; nshards.txt says {number} shards")
+            raise self.wrong(f"{path!r} must have the number of shards, at least 1: {one_line(error)}") from None
+        self.shards = []
+        for index in range(number):
+            self.shards.append(os.path.join(folder, "test", f"{index}.tar"))
+            if not os.path.isfile(self.shards[-1]):
+                raise self.wrong(f"{self.shards[-1]!r} is missing; nshards.txt says {number} shards")
         kind = lines_of(self, TYPE) or ["classification"]
         self.type = kind[0].lower()
         if self.type not in TYPES:
@@ -173,22 +178,31 @@ class ClassFolders(Source):
     """A folder of images for each class, as for torchvision's ImageFolder.
 
     Classes are in alphabetical order of the folders; their names are the lines of classnames.txt beside them, or else
-    the folders' names.
+    the folders' names. An image to which several paths lead counts once.
     """
 
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
+        root, once = os.path.realpath(folder), dict[str, tuple[int, str]]()
         try:
             with os.scandir(folder) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-            found = [(name, images_below(os.path.join(folder, name))) for name in names]
+                names = sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
+            tops = {root, *(os.path.realpath(os.path.join(folder, name)) for name in names)}
+            for label, name in enumerate(names):
+                top = os.path.join(folder, name)
+                for path, real in images_below(top, tops - {os.path.realpath(top)}):
+                    # Of the paths that lead to a file, the one without links tells its class.
+                    if real not in once or real == os.path.join(root, os.path.relpath(path, folder)):
+                        once[real] = label, path
         except OSError as error:
             raise self.wrong(f"{error.filename!r} cannot be read: {one_line(error)}") from None
-        empty = [name for name, paths in found if not paths]
-        if not found or empty:
+        self.images = [(path, label) for label, path in sorted(once.values())]
+        labels = {label for _, label in self.images}
+        empty = [name for label, name in enumerate(names) if label not in labels]
+        if not names or empty:
             what = f"no image in {empty[0]!r}" if empty else "neither test/nshards.txt nor folders of images"
             raise self.wrong(f"{folder!r} has {what}; give class folders of images, or shards")
-        self.images = [(path, label) for label, (_, paths) in enumerate(found) for path in paths]
+        self.folders = names
         self.classes = lines_of(self, CLASSNAMES) or [name.replace("_", " ") for name in names]
         if len(self.classes) != len(names):
             raise self.wrong(
@@ -355,8 +369,11 @@ def check_end(tar: tarfile.TarFile) -> None:
 def read_array(source: Source, content: bytes, place: str) -> NDArray:
     try:
         # Not load, which also opens archives.
-        return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        numbers = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+        if numbers.dtype.kind not in "biuf":
+            raise TypeError(f"it has {numbers.dtype}, no numbers")
+        return numbers
+    except Exception as error:  # of a damaged header NumPy raises what its parser and the memory do
         raise source.wrong(f"the .npy of {place!r} cannot be read: {one_line(error)}") from None
 
 
@@ -368,13 +385,45 @@ def read_file(source: Source, path: str) -> bytes:
         raise source.wrong(f"{path!r} cannot be read: {one_line(error)}") from None
 
 
-def _raise(error: OSError) -> NoReturn:
-    raise error
+def images_below(folder: str, seen: set[str]) -> Iterator[tuple[str, str]]:
+    """Path and real path of each image file below a folder, without hidden ones; OSError for an unreadable folder.
+
+    Args:
+        seen: real paths of folders that are not read again when a link leads to them.
+    """
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    with os.scandir(folder) as entries:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if is_hidden(entry.name):
+                continue
+            if entry.is_dir():
+                yield from images_below(entry.path, seen)
+            elif entry.name.lower().endswith(IMAGE_FILES):
+                yield entry.path, os.path.realpath(entry.path) if entry.is_symlink() else os.path.join(real, entry.name)
 
 
-def images_below(folder: str) -> list[str]:
-    """The image files below a folder, in order; OSError for a folder that cannot be read."""
-    found = []
-    for place, _, names in os.walk(folder, followlinks=True, onerror=_raise):  # by default it leaves such a folder out
-        found += [os.path.join(place, name) for name in names]
-    return sorted(path for path in found if path.lower().endswith(IMAGE_FILES))
+def is_hidden(name: str) -> bool:
+    """Whether it is not the user's: a hidden file or folder, or what macOS adds to an archive."""
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def warn_of_order(source: Source) -> None:
+    """Warn if classnames.txt may list class folders by the numbers in their names, which are in order of text."""
+    if not isinstance(source, ClassFolders) or not lines_of(source, CLASSNAMES):
+        return
+    by_number = sorted(source.folders, key=in_order_of_numbers)
+    for line, (name, other) in enumerate(zip(source.folders, by_number, strict=True), 1):
+        if name != other:
+            logging.warning(
+                f"{source.flag}: line {line} of {CLASSNAMES} in {source.folder!r} is the class in folder {name!r}, not "
+                f"{other!r}, since the order is alphabetical; if that is not meant, pad the numbers with zeros"
+            )
+            return
+
+
+def in_order_of_numbers(name: str) -> list[Any]:
+    """A key to sort names by, as numbers where they have digits."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]

@@ -200,7 +200,7 @@ def table_of(source: Source, fields: list[NDArray | None]) -> NDArray:
         table = np.stack([np.empty(0) if one is None else np.atleast_1d(one) for one in fields])
     except ValueError:
         raise source.wrong(f"{source.folder!r}: samples have .npy of different lengths, or none") from None
-    if table.ndim != 2 or table.dtype.kind not in "biuf" or not (np.isfinite(table) & (table == np.rint(table))).all():
+    if table.ndim != 2 or not (np.isfinite(table) & (table == np.rint(table))).all():
         raise source.wrong(f"{source.folder!r}: a .npy has something other than one row of whole numbers")
     return table.astype(np.int64)
 

