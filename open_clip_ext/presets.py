@@ -77,6 +77,14 @@ PRESETS = {
             lr_tau_ratio=1.0,
         ),
         LossPreset(
+            "dcl",
+            "OpenCLIP's softmax loss without the positive in the denominator; no state, learnable temperature",
+            "Yeh et al. 2022, arXiv 2110.06848",
+            temperature="unscaled",
+            defaults={"loss_eps": 1e-300},  # the paper has none
+            lr_tau_ratio=1.0,  # the temperature is the model's parameter, as in `clip`
+        ),
+        LossPreset(
             "sogclr",
             "moving average of each sample's normalizer, constant gamma, fixed temperature",
             "Yuan et al. 2022, PMLR 162",

@@ -200,7 +200,7 @@ class LearnableTemperature(Temperature):
 class UnscaledTemperature(Temperature):
     """One learned tau with FastCLIP-v0's objective: log(eps + g_i) without the factor tau and without rho.
 
-    In plain PyTorch: `equations.fastclip_v0`.
+    In plain PyTorch: `equations.fastclip_v0`; with the batch's own normalizers `equations.dcl`.
     """
 
     name = "unscaled"

@@ -167,6 +167,7 @@ USUAL: dict[str, Range] = {
     "rho": Range(lambda value: value <= 100, "5 to 15"),
     "rho_annealed": Range(lambda value: abs(value) <= 100, "-10 to 10"),
     "margin": Range(lambda value: value <= 2, "0 to 1"),
+    "consistency": Range(lambda value: value <= 100, "0 to 1"),
     "cyclip_inmodal": Range(lambda value: value <= 100, "0 to 1"),
     "cyclip_crossmodal": Range(lambda value: value <= 100, "0 to 1"),
     "amor_positive_weight": Range(lambda value: value <= 100, "0 to 1"),

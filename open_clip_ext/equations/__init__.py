@@ -13,6 +13,7 @@ method      | functions here, in the order of a step  | fast classes            
 ----------- | --------------------------------------- | ----------------------------------------- | ------------------
 clip        | clip                                    | open_clip.loss.ClipLoss                   | equations
 cyclip      | cyclip                                  | CyCLIPLoss                                | cyclip
+dcl         | dcl                                     | BatchNormalizer, UnscaledTemperature      | temperature
 sogclr      | sogclr_u, sogclr                        | MovingAverageTable, FixedTemperature      | temperature
 isogclr     | isogclr_s, isogclr, isogclr_tau         | MovingAverageTable, IndividualTemperature | temperature
 fastclip-v0 | sogclr_u, fastclip_v0                   | MovingAverageTable, UnscaledTemperature   | temperature
@@ -44,16 +45,18 @@ tau, tau_v,i, tau_t,i: temperatures                        | tau: 0-d, or (2, B)
 tau of AmorLIP, an inverse temperature                     | s: 0-d
 S, D: the data set; B: the mini-batch                      | what e1 and e2 hold
 
-Sources: CLIP, arXiv 2103.00020. CyCLIP, arXiv 2205.14459. SogCLR, PMLR 162; its equations and those of FastCLIP, arXiv
-2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP, arXiv 2511.08417. AmorLIP, arXiv 2505.18983.
-TuneCLIP, arXiv 2601.09859. SCENT, arXiv 2602.02877. TempNet, arXiv 2404.04575. DRRho-CLIP, arXiv 2505.06699. Where a
-paper is silent the docstring says what is done here.
+Sources: CLIP, arXiv 2103.00020. CyCLIP, arXiv 2205.14459. DCL, arXiv 2110.06848. SogCLR, PMLR 162; its equations and
+those of FastCLIP, arXiv 2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP, arXiv 2511.08417.
+AmorLIP, arXiv 2505.18983. TuneCLIP, arXiv 2601.09859. SCENT, arXiv 2602.02877. TempNet, arXiv 2404.04575. DRRho-CLIP,
+arXiv 2505.06699. Where a paper is silent the docstring says what is done here.
 """
 
 from open_clip_ext.equations.basics import (
     batch_g,
     clip,
+    consistency,
     cyclip,
+    dcl,
     gaps,
     global_contrastive,
     gradient_of,
@@ -100,10 +103,10 @@ from open_clip_ext.equations.tables import (
 
 __all__ = [
     "amorlip", "amorlip_beta", "amorlip_kernel", "amorlip_lambda", "amorlip_mle", "amorlip_networks",
-    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "cyclip", "drrho_clip", "drrho_gaps",
-    "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v2_tau", "fastclip_v3", "gaps",
-    "global_contrastive", "gradient_of", "isogclr", "isogclr_objective", "isogclr_s", "isogclr_tau", "js", "kl",
-    "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma",
-    "scent_u", "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi",
-    "tuneclip_u", "two_view_gaps",
+    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "consistency", "cyclip", "dcl",
+    "drrho_clip", "drrho_gaps", "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v2_tau",
+    "fastclip_v3", "gaps", "global_contrastive", "gradient_of", "isogclr", "isogclr_objective", "isogclr_s",
+    "isogclr_tau", "js", "kl", "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_alpha",
+    "scent", "scent_gamma", "scent_u", "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip",
+    "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
 ]

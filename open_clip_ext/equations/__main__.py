@@ -40,6 +40,7 @@ def main() -> None:
     values = {
         "clip": eq.clip(e1, e2, tau),
         "cyclip": eq.cyclip(e1, e2, tau),
+        "dcl": eq.dcl(e1, e2, tau),
         "sogclr": eq.sogclr(g, tau, u),
         "isogclr": eq.isogclr(g, taus, eq.isogclr_s(new_rows, g, beta0=1.0), rho),
         "fastclip-v0": eq.fastclip_v0(g, u),

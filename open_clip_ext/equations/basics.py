@@ -1,4 +1,4 @@
-"""Similarity gaps and the batch's normalizers, which all methods use; CLIP and CyCLIP."""
+"""Similarity gaps and the batch's normalizers, which all methods use; CLIP, CyCLIP and DCL."""
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def gradient_of(x: Tensor) -> Tensor:
     return x - x.detach()
 
 
-# CLIP and CyCLIP
+# CLIP, CyCLIP and DCL
 
 
 def clip(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
@@ -55,9 +55,42 @@ def clip(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
     return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
 
 
-def cyclip(e1: Tensor, e2: Tensor, tau: Tensor, lambda1: float = 0.25, lambda2: float = 0.25) -> Tensor:
-    """CyCLIP, Section 3, 0-d: CLIP's loss plus in-modal and cross-modal consistency. Fast: `CyCLIPLoss`."""
+def consistency_terms(e1: Tensor, e2: Tensor) -> tuple[Tensor, Tensor]:
+    """CyCLIP, Section 3: the in-modal and the cross-modal consistency divided by B, 0-d each."""
     cross = e1 @ e2.T
     inmodal = (e1 @ e1.T - e2 @ e2.T).square().sum() / len(e1)
     crossmodal = (cross - cross.T).square().sum() / len(e1)
+    return inmodal, crossmodal
+
+
+def cyclip(e1: Tensor, e2: Tensor, tau: Tensor, lambda1: float = 0.25, lambda2: float = 0.25) -> Tensor:
+    """CyCLIP, Section 3, 0-d: CLIP's loss plus in-modal and cross-modal consistency. Fast: `CyCLIPLoss`."""
+    inmodal, crossmodal = consistency_terms(e1, e2)
     return clip(e1, e2, tau) + lambda1 * inmodal + lambda2 * crossmodal
+
+
+def consistency(e1: Tensor, e2: Tensor, tau: Tensor, lam: float) -> Tensor:
+    """What `--consistency` adds to `global_contrastive` and its estimates, 0-d; not from a paper.
+
+    CLIP's loss is half of the sum of both directions divided by tau, so that CyCLIP's terms get the factor 2 tau. Fast:
+    `GlobalContrastiveLoss`.
+
+    Args:
+        tau: the factor of the objective, a constant here: 0-d, (2, B) where each sample has its own, or 1 for
+            `fastclip_v0` and `dcl`, whose objectives have none.
+        lam: lambda_1 and lambda_2 of CyCLIP.
+    """
+    inmodal, crossmodal = consistency_terms(e1, e2)
+    return 2 * tau.detach().mean() * lam * (inmodal + crossmodal)
+
+
+def dcl(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
+    """DCL's loss, 0-d, with images and texts as the two views: CLIP's without the positive in the denominator.
+
+    The means of both directions are summed; the negatives are of the other modality. With the mean over the negatives
+    in place of their sum it is `fastclip_v0` with the batch's own g and without epsilon: `--loss dcl` reports that
+    value, 2 log(B - 1) less. Fast: `UnscaledTemperature` with `BatchNormalizer`.
+    """
+    s = e1 @ e2.T / tau
+    negatives = s.masked_fill(torch.eye(len(s), dtype=torch.bool, device=s.device), -torch.inf)
+    return (-2 * s.diagonal() + negatives.logsumexp(dim=1) + negatives.logsumexp(dim=0)).mean()

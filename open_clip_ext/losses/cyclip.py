@@ -6,7 +6,8 @@ Goel et al. 2022, arXiv 2205.14459, Section 3; a baseline in the iSogCLR paper:
                + lambda_2 / B * sum_jk (<image_j, text_k> - <text_j, image_k>)^2       cross-modal
 
 over all pairs j, k of the global batch of B, with both lambdas 0.25. The similarities of the two terms are cosines, not
-divided by the temperature. In plain PyTorch: `equations.cyclip`.
+divided by the temperature. In plain PyTorch: `equations.cyclip`. The global contrastive losses add the same terms by
+`--consistency`.
 
 With D = image - text, S = image + text, (B, d), and P = D S^T the two differences are (P + P^T) / 2 and (P - P^T) / 2.
 Their sums of squares need no B x B matrix:
@@ -66,7 +67,7 @@ class CyCLIPLoss(Loss):
         with torch.no_grad():
             batch = Batch.gather(image, text, logit_scale.reciprocal())
             contrastive, grad_image, grad_text, grad_scale = clip_loss(batch, logit_scale)
-            inmodal, crossmodal = self._add_consistency(batch, grad_image, grad_text)
+            inmodal, crossmodal = add_consistency(batch, grad_image, grad_text, self.inmodal, self.crossmodal)
             self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
             value = contrastive + self.inmodal * inmodal + self.crossmodal * crossmodal
@@ -75,25 +76,6 @@ class CyCLIPLoss(Loss):
         gradients = [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in inputs]
         self.note_gradients(grad_image, grad_text)
         return attach_gradients(value, gradients)
-
-    def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the two terms without their lambdas, 0-d each; add the weighted terms' gradient to `grad_image` and
-        `grad_text`, (b, d) each."""
-        difference, total = batch.all_image - batch.all_text, batch.all_image + batch.all_text
-        differences, totals, mixed = difference.T @ difference, total.T @ total, total.T @ difference
-        both, apart = (differences * totals).sum(), (mixed * mixed.T).sum()
-        # Gradient of ((lambda_1 + lambda_2) both + (lambda_1 - lambda_2) apart) / (2 B) in this process's rows of D, S.
-        own_difference, own_total = difference[batch.local], total[batch.local]
-        both_weight = (self.inmodal + self.crossmodal) / batch.size
-        apart_weight = (self.inmodal - self.crossmodal) / batch.size
-        grad_difference = own_difference @ totals.mul_(both_weight)
-        grad_total = own_total @ differences.mul_(both_weight)
-        if apart_weight:
-            grad_difference.addmm_(own_total, mixed.T, alpha=apart_weight)
-            grad_total.addmm_(own_difference, mixed, alpha=apart_weight)
-        grad_image.add_(grad_total).add_(grad_difference)
-        grad_text.add_(grad_total).sub_(grad_difference)
-        return (both + apart) / (2 * batch.size), (both - apart) / (2 * batch.size)
 
     def diagnostics(self) -> dict[str, Tensor]:
         names = ("clip", "inmodal_consistency", "crossmodal_consistency", "tau")
@@ -117,3 +99,29 @@ def clip_loss(batch: Batch, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor
         gradient.mul_(logit_scale / 2)
     grad_scale = tau_terms.sum() / (-2 * logit_scale * batch.size)
     return all_values.mean(dim=1).sum() / 2, grad_image, grad_text, grad_scale
+
+
+def add_consistency(
+    batch: Batch, grad_image: Tensor, grad_text: Tensor, inmodal: float, crossmodal: float, scale: Tensor | float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return the two terms of the global batch without their lambdas, 0-d each; add the gradient of `scale` times the
+    weighted terms to `grad_image` and `grad_text`, (b, d) each.
+
+    Args:
+        inmodal, crossmodal: lambda_1 and lambda_2.
+    """
+    difference, total = batch.all_image - batch.all_text, batch.all_image + batch.all_text
+    differences, totals, mixed = difference.T @ difference, total.T @ total, total.T @ difference
+    both, apart = (differences * totals).sum(), (mixed * mixed.T).sum()
+    # Gradient of ((lambda_1 + lambda_2) both + (lambda_1 - lambda_2) apart) / (2 B) in this process's rows of D, S.
+    own_difference, own_total = difference[batch.local], total[batch.local]
+    scale = scale / batch.size
+    grad_difference = own_difference @ totals.mul_((inmodal + crossmodal) * scale)
+    grad_total = own_total @ differences.mul_((inmodal + crossmodal) * scale)
+    if inmodal != crossmodal:
+        mixed.mul_((inmodal - crossmodal) * scale)
+        grad_difference.addmm_(own_total, mixed.T)
+        grad_total.addmm_(own_difference, mixed)
+    grad_image.add_(grad_total).add_(grad_difference)
+    grad_text.add_(grad_total).sub_(grad_difference)
+    return (both + apart) / (2 * batch.size), (both - apart) / (2 * batch.size)

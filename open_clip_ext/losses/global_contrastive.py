@@ -7,6 +7,7 @@ NeuCLIP, Eq. 1, estimated from one global batch:
     g_2i = mean over j != i of exp(l(s_ji - s_ii) / tau)      text i as anchor, all images j
 
 Both directions are summed, and rho has that scale, as in the papers; FastCLIP's released code halves the sum.
+`consistency` adds CyCLIP's terms in this scale, with tau a constant: 2 * tau * consistency * (in-modal + cross-modal).
 """
 
 import math
@@ -25,9 +26,10 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import GRADIENTS, Loss
+from open_clip_ext.losses.cyclip import add_consistency
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
-from open_clip_ext.options import option, positive
+from open_clip_ext.options import not_negative, option, positive
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperatures import Temperature
 
@@ -52,6 +54,9 @@ class GlobalContrastiveLoss(Loss):
             for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an image
             has its own row and temperature. `views`: the same, but with one s_i, u_i and tau_i per image, as in the
             paper: g_i and tau_i's gradient are means over the image's two views as anchors.
+        consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), as its lambdas, which the
+            objective gets times the constant 2 tau: the mean tau if each sample has its own, 1 if the objective lacks
+            the factor tau. In plain PyTorch: `equations.consistency`.
         reference_gap: subtract from h_ij the same gap of a frozen reference model (DRRho-CLIP), whose features every
             call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
 
@@ -71,6 +76,10 @@ class GlobalContrastiveLoss(Loss):
         "estimate and one temperature for an image's two views (views)",
         choices=("cross", "both", "views"),
         in_state=True,
+    )
+    consistency: float = option(
+        0.0, "weight of CyCLIP's in-modal and cross-modal consistency, times 2 tau; 0.25 in CyCLIP",
+        valid=not_negative, expected="a number >= 0",
     )
     reference_gap: bool = option(
         False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
@@ -99,6 +108,8 @@ class GlobalContrastiveLoss(Loss):
                 raise InputError(f"with {part.name!r}, which takes unit vectors of one model only", "reference_gap")
         if self.reference_gap and self.negatives != "cross":
             raise InputError(f"with negatives {self.negatives!r}; use 'cross'", "reference_gap")
+        if self.reference_gap and self.consistency:
+            raise InputError("with reference_gap, whose features are not unit vectors of one model", "consistency")
         if objective.through_alpha and not normalizer.differentiable:
             raise InputError(
                 f"{objective.name!r} needs a normalizer that is a function of the embeddings; "
@@ -127,6 +138,7 @@ class GlobalContrastiveLoss(Loss):
         # The temperature's rows and the result of the normalizer's update: a step's later calls reuse the first call's.
         self._of_step: tuple[Tensor | None, Any] = (None, None)
         self._last: tuple[Tensor, Tensor, Tensor] | None = None
+        self._last_consistency: dict[str, Tensor] = {}
 
     @property
     def follows_epochs(self) -> bool:  # type: ignore[override]
@@ -208,14 +220,14 @@ class GlobalContrastiveLoss(Loss):
                 self.online_error.observe(batch, all_alpha)
             values = self.objective.value(batch.all_log_batch, all_alpha)
             value = self.temperature.value(batch.all_tau, values)
-            gradients, tau_terms = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
+            gradients, tau_terms, consistency = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
             self.note_gradients(gradients[0][1], gradients[1][1])
             if update_state and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
                 if self.one_per_pair:
                     per_anchor = per_anchor.mean(dim=0).expand(2, -1)
                 self.temperature.update(batch, rows, per_anchor)
-        return attach_gradients(value, gradients)
+        return attach_gradients(value + consistency, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
         """Mix the batch's own L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
@@ -246,7 +258,7 @@ class GlobalContrastiveLoss(Loss):
 
     def _gradients(
         self, batch: Batch, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor
-    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | float]:
         """This process's part of the gradient of the global value.
 
         Args:
@@ -255,7 +267,8 @@ class GlobalContrastiveLoss(Loss):
             all_alpha: (2, B).
 
         Returns:
-            Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b).
+            Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b); the
+            weighted consistency terms, 0-d.
         """
         image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
@@ -264,6 +277,7 @@ class GlobalContrastiveLoss(Loss):
         own = ratio[:, batch.local]
         tau_terms = blocks.add_gradients((image, text), alpha - own.log(), all_alpha - ratio.log())
         tau_terms = (tau_terms + batch.size * grad_tau) / own
+        consistency = self._add_consistency(batch, image, text) if self.consistency else 0.0
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
         # As the temperature's, a parameter's whole gradient is in each of the accum_freq calls.
@@ -272,7 +286,14 @@ class GlobalContrastiveLoss(Loss):
         tau_gradient = self.temperature.gradient(batch.tau, values, tau_terms, batch.size)
         if tau_gradient is not None:
             gradients.append((tau, tau_gradient * ddp_scale))
-        return gradients, tau_terms
+        return gradients, tau_terms, consistency
+
+    def _add_consistency(self, batch: Batch, grad_image: Tensor, grad_text: Tensor) -> Tensor:
+        """Add the consistency terms' gradient, (b, d) each; return their weighted value, 0-d."""
+        scale = self.temperature.scale(batch.all_tau).mean(dim=1).sum()
+        terms = add_consistency(batch, grad_image, grad_text, self.consistency, self.consistency, scale)
+        self._last_consistency = dict(zip(("inmodal_consistency", "crossmodal_consistency"), terms, strict=True))
+        return scale * self.consistency * (terms[0] + terms[1])
 
     def gradient_through_alpha(
         self, batch: Batch, inputs: Batch, alpha: Tensor
@@ -304,9 +325,9 @@ class GlobalContrastiveLoss(Loss):
 
     @property
     def value_name(self) -> str:
-        """The objective F depends on the temperature and the surrogate, not on the estimator."""
+        """The objective F depends on the temperature, the surrogate and the consistency, not on the estimator."""
         surrogate = "" if self.surrogate.name == "identity" else f"_{self.surrogate.name}"
-        return f"objective_{self.temperature.name}{surrogate}"
+        return f"objective_{self.temperature.name}{surrogate}{'_consistency' if self.consistency else ''}"
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication.
@@ -327,6 +348,7 @@ class GlobalContrastiveLoss(Loss):
             "alpha_text_std": deviation[1],
             "max_weight": log_weights.max().exp(),
             "effective_anchors": (2 * log_weights.logsumexp(dim=0) - (2 * log_weights).logsumexp(dim=0)).exp(),
+            **self._last_consistency,
             **self.online_error.diagnostics(),
             **self.normalizer.diagnostics(log_batch, alpha),
         }

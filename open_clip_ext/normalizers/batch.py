@@ -1,7 +1,8 @@
 """The minibatch estimate: alpha_i = log(eps + g_i) over the batch itself.
 
 The "Mini-batch Approximation" of NeuCLIP, Section 3, which is biased for small batches. It is the baseline with the
-global objective and no state. In plain PyTorch: `equations.global_contrastive`.
+global objective and no state. In plain PyTorch: `equations.global_contrastive`; with the
+unscaled temperature `equations.dcl`.
 """
 
 from typing import Any

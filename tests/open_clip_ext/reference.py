@@ -84,7 +84,7 @@ def eq13(e1, e2, tau, u, rho):
 
 
 def cyclip(e1, e2, tau, inmodal, crossmodal):
-    """CLIP's loss by its definition, and CyCLIP's two sums over all pairs of the batch divided by its size."""
+    """CLIP's loss by its definition, and CyCLIP's two terms."""
     size = len(e1)
     total = 0.0
     for i in range(size):
@@ -92,10 +92,27 @@ def cyclip(e1, e2, tau, inmodal, crossmodal):
         logits_2 = torch.stack([torch.dot(e1[j], e2[i]) / tau for j in range(size)])
         for logits in (logits_1, logits_2):
             total = total - (logits[i] - logits.exp().sum().log()) / (2 * size)
+    return total + consistency(e1, e2, inmodal, crossmodal)
+
+
+def consistency(e1, e2, inmodal, crossmodal):
+    """CyCLIP's two sums over all pairs of the batch divided by its size, with their weights."""
+    size = len(e1)
+    total = 0.0
     for j in range(size):
         for k in range(size):
             total = total + inmodal / size * (torch.dot(e1[j], e1[k]) - torch.dot(e2[j], e2[k])) ** 2
             total = total + crossmodal / size * (torch.dot(e1[j], e2[k]) - torch.dot(e2[j], e1[k])) ** 2
+    return total
+
+
+def dcl(e1, e2, tau):
+    """DCL's loss with images and texts as the two views, each other's negatives."""
+    total = 0.0
+    for i in range(len(e1)):
+        for a, b in ((e1, e2), (e2, e1)):
+            negatives = [torch.exp(torch.dot(a[i], b[j]) / tau) for j in range(len(e1)) if j != i]
+            total = total - (torch.dot(a[i], b[i]) / tau - sum(negatives).log()) / len(e1)
     return total
 
 

@@ -65,6 +65,24 @@ def test_clip_and_cyclip(pairs):
         close(equations.cyclip(e1, e2, tau, *lambdas), reference.cyclip(e1, e2, tau, *lambdas))
 
 
+def test_consistency_in_the_scale_of_the_objective(pairs):
+    """2 tau CyCLIP's terms, or the sum of both directions' mean tau; tau is a constant."""
+    e1, e2, tau = pairs
+    for taus, factor in ((tau, 2 * tau.detach()), (individual(tau), individual(tau).detach().mean(dim=1).sum())):
+        actual, expected = equations.consistency(e1, e2, taus, 0.7), factor * reference.consistency(e1, e2, 0.7, 0.7)
+        close(actual, expected)
+        same_gradients(actual, expected, [e1, e2])
+        assert torch.autograd.grad(actual, taus, allow_unused=True) == (None,)
+
+
+def test_dcl(pairs):
+    e1, e2, tau = pairs
+    close(equations.dcl(e1, e2, tau), reference.dcl(e1, e2, tau))
+    g = batch_g(gaps(e1, e2), tau)
+    same_gradients(equations.dcl(e1, e2, tau), equations.fastclip_v0(g, g.detach()), pairs)
+    close(equations.dcl(e1, e2, tau), equations.fastclip_v0(g, g.detach()) + 2 * torch.tensor(4.0).double().log())
+
+
 def test_moving_averages():
     """Two rows, of which one is visited for the first time."""
     u, g = torch.tensor([[2.0, 0.0], [4.0, 0.0]]), torch.tensor([[6.0, 5.0], [8.0, 7.0]])

@@ -8,6 +8,7 @@ from numerics import close, unit, visit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss, equations
 from open_clip_ext.equations import batch_g, gaps
+from open_clip_ext.equations.basics import consistency_terms
 
 SHAPES = [(2, 3, 1.0), (5, 8, 0.07), (17, 64, 0.05), (9, 16, 0.03), (6, 64, 0.01)]
 
@@ -103,6 +104,62 @@ def test_batch_normalizer_has_the_gradient_of_the_minibatch_objective():
     for gradient, expected in zip(actual, torch.autograd.grad(objective, [*double, scale]), strict=True):
         close(gradient, expected, 0.1)
     close(value.detach(), objective.detach(), 0.1)
+
+
+CONSISTENT = {
+    "fastclip-v3": dict(rho=3.0),
+    "fastclip-v1": {},
+    "dcl": {},
+    "neuclip": dict(mixing=0.3),
+    "queue": dict(queue_size=30),
+    "isogclr": dict(tau_lr=0.2, tau_start=0.1, rho=1.0),
+    "fastclip-v2": dict(tau_start=0.1, fastclip_code=True),
+    "sogclr": dict(negatives="both"),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("name", CONSISTENT)
+def test_consistency_is_added_in_the_scale_of_the_objective(name, dtype, request):
+    """In any scheme of temperatures and with gradients through alpha or without; tau gets none of its gradient."""
+    if dtype == torch.float64:
+        request.getfixturevalue("float64_rows")
+    lam, batch, tau = 0.7, 9, 0.1
+    options = dict(num_samples=40, epochs=2, **CONSISTENT[name])
+    with_terms, without = (create_loss(name, **options, **more) for more in ({"consistency": lam}, {}))
+    for loss in (with_terms, without):
+        loss.set_epoch(0)
+    for step in range(2):
+        single, double, logit_scale = inputs(batch, 16, tau, seed=step, dtype=dtype)
+        taus = torch.tensor(tau, dtype=torch.float64)
+        if without.temperature.needs_index and step:
+            taus = without.full_state()["temperature.tau"][:batch].double().T
+            assert name == "fastclip-v2" or taus.std() > 0.1 * taus.mean()
+        if name in ("dcl", "fastclip-v2"):
+            taus = torch.ones((), dtype=torch.float64)
+        results = []
+        for loss in (with_terms, without):
+            value = loss(*single, logit_scale, index=torch.arange(batch))
+            leaves = [*single, logit_scale]
+            results.append([value.detach(), *torch.autograd.grad(value, leaves, allow_unused=True)])
+        (value, *grads, d_scale), (plain, *plain_grads, plain_scale) = results
+        term = equations.consistency(*double, taus, lam)
+        for actual, other, more in zip(grads, plain_grads, torch.autograd.grad(term, double), strict=True):
+            close(actual, other.double() + more, tau)
+        close(value, plain.double() + term.detach(), tau)
+        assert (d_scale is None) == (plain_scale is None) and (d_scale is None or torch.equal(d_scale, plain_scale))
+        shown, (inmodal, crossmodal) = with_terms.diagnostics(), consistency_terms(*double)
+        close(shown["inmodal_consistency"], inmodal.detach(), tau)
+        close(shown["crossmodal_consistency"], crossmodal.detach(), tau)
+    assert with_terms.value_name == f"{without.value_name}_consistency"
+
+
+def test_without_consistency_nothing_of_it_is_computed(monkeypatch):
+    monkeypatch.setattr("open_clip_ext.losses.global_contrastive.add_consistency", lambda *_: pytest.fail("computed"))
+    single, _, logit_scale = inputs(5, 8, 0.1)
+    loss = create_loss("queue")
+    loss(*single, logit_scale).backward()
+    assert "inmodal_consistency" not in loss.diagnostics()
 
 
 @pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])

@@ -265,6 +265,8 @@ def test_a_reference_is_needed_and_refused_where_it_has_no_place():
     ):
         with pytest.raises(InputError, match=f"reference_gap: with .*{what}"):
             create_loss(name, num_samples=ROWS, reference_gap=True, **options)
+    with pytest.raises(InputError, match="consistency: with reference_gap"):
+        create_loss("queue", reference_gap=True, consistency=0.25)
 
 
 # Known false negatives

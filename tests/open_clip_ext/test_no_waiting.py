@@ -14,7 +14,7 @@ LOSSES |= {
     "neuclip, mlp": dict(normalizer="mlp", npn_restart_every=2),
     "neuclip, joint": dict(npn_prototypes=40, npn_joint=True),
     "neuclip, individual": dict(npn_prototypes=40, temperature="individual", mixing=0.5),
-    "queue": dict(queue_size=40),
+    "queue": dict(queue_size=40, consistency=0.25),
     "sogclr, both sides": dict(negatives="both"),
 }
 

@@ -36,6 +36,7 @@ GAMMA = dict(gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=18, loss_eps
             FASTCLIP,
         ),
         ("fastclip-v0", GAMMA | dict(temperature="unscaled"), FASTCLIP),
+        ("dcl", dict(normalizer="batch", temperature="unscaled", encoder_objective="compositional"), "DCL, L_DC"),
         ("fastclip-v1", GAMMA | dict(temperature="fixed"), FASTCLIP),
         ("sogclr", dict(gamma=0.8, gamma_schedule="constant", temperature="fixed"), "the authors' run_sogclrdro.sh"),
         (
@@ -97,6 +98,7 @@ def test_settings(name, published, source):
     "name, ratio, source",
     [
         ("fastclip-v0", 1.0, FASTCLIP + ": none, so --lr"),
+        ("dcl", 1.0, "one learning rate, as in OpenCLIP's loss"),
         ("fastclip-v3", 1e-4 / 4e-4, FASTCLIP + ": CC12M; LAION400M has the same ratio"),
         ("neuclip", 1.25e-4 / 1e-3, "NeuCLIP, Table 3: on all five data sets"),
         ("amorlip", 1e-4 / 4e-4, AMORLIP),

@@ -55,6 +55,27 @@ METHODS = {
 }
 
 
+@pytest.mark.parametrize("tau", [1.0, 0.07, 0.01])
+@pytest.mark.usefixtures("shape")
+def test_dcl_is_its_equation(tau, dtype):
+    """Without an epsilon: at tau 0.01 all normalizers of well matched pairs are below 1e-14."""
+    loss = create_loss("dcl")
+    for seed in range(3):
+        single, (e1, e2), _ = embeddings(seed, dtype)
+        if tau == 0.01:
+            single[1] = single[0].detach().clone().requires_grad_()
+            e2 = e1.detach().clone().requires_grad_()
+        logit_scale = torch.tensor(1 / tau, dtype=dtype, requires_grad=True)
+        scale = logit_scale.detach().double().requires_grad_()
+        objective = equations.dcl(e1, e2, 1 / scale) - 2 * math.log(BATCH - 1)
+        value = loss(*single, logit_scale)
+        for one, other in zip([*single, logit_scale], [e1, e2, scale], strict=True):
+            (actual,) = torch.autograd.grad(value, one, retain_graph=True)
+            (expected,) = torch.autograd.grad(objective, other, retain_graph=True)
+            close(actual, expected, tau)
+        close(value.detach(), objective.detach(), tau)
+
+
 @pytest.mark.parametrize(
     "name, options, surrogate",
     [

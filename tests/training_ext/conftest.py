@@ -42,6 +42,7 @@ LOSSES = {
     "queue": "--loss queue --queue-size 20 --rho 5",
     "amorlip": "--loss amorlip --amor-online-every 2 --amor-ema 0.9",
     "cyclip": "--loss cyclip",
+    "dcl": "--loss dcl --consistency 0.25",
     "joint": "--loss neuclip --normalizer mlp --npn-joint --rho 5",
     "neuclip": "--loss neuclip --npn-prototypes 20 --npn-updates 2 --npn-restart-every 5 --rho 5",
 }

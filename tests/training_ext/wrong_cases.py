@@ -60,9 +60,9 @@ RIGHT = {
     **dict.fromkeys(
         (
             "--amor-beta", "--amor-ema", "--amor-positive-weight", "--amor-reinit-every", "--beta1", "--beta2",
-            "--coca-caption-loss-weight", "--coca-contrastive-loss-weight", "--cyclip-crossmodal", "--cyclip-inmodal",
-            "--epochs-cooldown", "--force-patch-dropout", "--lock-image-unlocked-groups", "--lr-cooldown-end",
-            "--lock-text-unlocked-layers",
+            "--coca-caption-loss-weight", "--coca-contrastive-loss-weight", "--consistency", "--cyclip-crossmodal",
+            "--cyclip-inmodal", "--epochs-cooldown", "--force-patch-dropout", "--lock-image-unlocked-groups",
+            "--lr-cooldown-end", "--lock-text-unlocked-layers",
             "--margin", "--mixing", "--momentum", "--npn-initial-accumulator", "--npn-max-rise",
             "--npn-restart-every", "--npn-updates", "--npn-wd", "--osr-epochs", "--rho", "--rho-annealed-from",
             "--save-frequency", "--seed", "--shapes-seed", "--split-rows-above",
