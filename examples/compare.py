@@ -380,7 +380,7 @@ def draw_bars(axis, results: dict[Cell, list[dict]], variants: list[str], metric
     if metric == "normalizer_mse":
         axis.set_xscale("log")
     else:
-        axis.set_xlim(max(0, min(heights) - 10), 100)
+        axis.set_xlim(0, 100)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ def draw_comparison(file: IO[bytes], labels: Sequence[str], tasks: Rows, average
                 color=COLOURS[number % len(COLOURS)], marker=MARKERS[number % len(MARKERS)],
             )
     axis.set_yticks(places, [plain(name) for name, _ in rows])
+    axis.scatter(0, 0, s=0)  # the axis begins at zero, so that a difference is seen in proportion
     axis.set(ylim=(-0.6, len(rows) - 0.4), xlabel="score, percent")
     axis.grid(color=GRID, linewidth=0.6)
     axis.set_axisbelow(True)

@@ -15,7 +15,7 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.evaluate import main as evaluate
-from training_ext.evaluation import command
+from training_ext.evaluation import command, pictures
 from training_ext.evaluation.results import Results, Row, table
 from training_ext.evaluation.tasks import DATACOMP_TASKS
 
@@ -287,6 +287,14 @@ def test_several_checkpoints_are_compared(tasks, checkpoints, tmp_path, capsys):
     assert first["evalset/retrieval"]["checkpoint"] != second["evalset/retrieval"]["checkpoint"]
     with Image.open(out / "comparison.png") as picture:
         assert picture.size[0] > 500
+
+
+def test_the_comparison_begins_at_zero(monkeypatch):
+    figures, new_figure = [], pictures.new_figure
+    monkeypatch.setattr(pictures, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    pictures.draw_comparison(io.BytesIO(), ["a", "b"], [("task", [0.095, 0.1])], [], "Scores")
+    low, high = figures[0].axes[0].get_xlim()
+    assert low <= 0 and high > 10
 
 
 def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):
