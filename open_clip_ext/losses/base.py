@@ -217,7 +217,8 @@ class Loss(Part, nn.Module):
             try:
                 value = self.compute(image, text, scale, index, update_state, **more)
             except BaseException:
-                self._calls = 0  # a caller who tries again begins a step
+                if trains:  # a caller who tries again begins this step again, the first one with its checks
+                    self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value
 

@@ -195,20 +195,45 @@ def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):
     assert step(loss) == step(make("queue"))
 
 
+def fail(loss, seed: int = 0) -> None:
+    """A step whose computation raises."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+        step(loss, seed)
+
+
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_step_that_failed_may_be_tried_again(name, monkeypatch):
+def test_a_step_that_failed_may_be_tried_again(name):
     """The try begins a step; as a step's second call it would get the normalizers of the step before."""
     loss, twin = (make(name, accum_freq=2) for _ in range(2))
     for one in (loss, twin):
         for seed in (0, 0):
             step(one, seed)
-    compute = type(loss).compute
-    monkeypatch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(MemoryError):
-        step(loss, 1)
-    monkeypatch.setattr(type(loss), "compute", compute)
-    twin.steps += 1  # the failed one counts, as the network's dropout shows
+    fail(loss, 1)
     assert [step(loss, 1) for _ in range(2)] == [step(twin, 1) for _ in range(2)]
+    assert loss.steps == twin.steps == 2
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_the_first_step_is_checked_when_it_is_tried_again(calls):
+    """Whichever of its calls failed."""
+    loss = make("queue", accum_freq=2)
+    for _ in range(calls):
+        step(loss)
+    fail(loss)
+    image, text, scale = features()
+    with pytest.raises(ValueError, match="image_features must be unit vectors"):
+        loss(2 * image.detach(), text, scale, index=torch.arange(4))
+
+
+def test_an_evaluation_that_fails_does_not_end_a_step():
+    loss = make("queue", accum_freq=2)
+    step(loss)
+    loss.eval()
+    fail(loss)
+    loss.train()
+    step(loss)
+    assert loss.steps == 1
 
 
 @pytest.mark.parametrize("name", ["neuclip", "queue", "fastclip-v3"])
