@@ -5,6 +5,7 @@ up when it uses it, so it finds the value that replaces the name for the duratio
 is changed or copied.
 """
 
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -201,6 +202,13 @@ SEAMS = (
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
         "alone it tells the step, and asks for the next batch when the optimizer's step is done",
         replacement=lambda original, session: partial(session.enumerate, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        TRAIN, "time.time",
+        why="while the machine's clock is set back, durations and rates are negative",
+        contract="train_one_epoch uses time.time() for durations only",
+        replacement=lambda original, session: time.monotonic,
         for_ext_loss=False,
     ),
     Seam(

@@ -5,6 +5,7 @@ stands in for the writer to receive them, and logs its own line in place of Open
 """
 
 import logging
+import math
 import os
 import time
 from argparse import Namespace
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from open_clip_train.distributed import is_master
 
+from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.hosts import host
@@ -79,16 +81,16 @@ class RunLog:
         self._has_explained = self._has_warned = False
         self._quiet = False
         self._file_only = False
-        self._held: list[Any] | None = None
+        self._held: list[tuple[Any, ...]] | None = None
 
     # Lines of OpenCLIP's main
 
     def of_main(self, original: Callable, message: Any, *args: Any) -> None:
         """Replaces `logging.info` in OpenCLIP's main."""
         if self._held is not None:
-            self._held.append(message)
+            self._held.append((message, *args))
         elif self._file_only:
-            record = logging.LogRecord("root", logging.INFO, "", 0, str(message), None, None)
+            record = logging.LogRecord("root", logging.INFO, "", 0, message, args, None)
             for handler in logging.root.handlers:
                 if isinstance(handler, logging.FileHandler):
                     handler.handle(record)
@@ -115,8 +117,8 @@ class RunLog:
     def release(self) -> None:
         """Log the lines that were held back."""
         held, self._held = self._held, None
-        for message in held or ():
-            logging.info(message)
+        for line in held or ():
+            logging.info(*line)
 
     # Lines of OpenCLIP's loop
 
@@ -130,6 +132,11 @@ class RunLog:
         """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""
         if not self._quiet and (self._epoch is None or self._has_open_clips_lines):
             original(message, *args)
+
+    @property
+    def in_epoch(self) -> bool:
+        """Whether an epoch of a training with --loss, or of its recovery, is in progress."""
+        return self._epoch is not None
 
     @property
     def _has_open_clips_lines(self) -> bool:
@@ -196,7 +203,10 @@ class RunLog:
         numbers, self._numbers = self._numbers, {}
         numbers["throughput"] = throughput  # OpenCLIP's samples_per_second covers the last step only
         numbers.setdefault("tau", 1 / numbers[host().scale_name])
-        self._losses.append(numbers[self.loss_name or "loss"])
+        loss = numbers[self.loss_name or "loss"]
+        if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
+            raise NonFiniteError(f"step {epoch.before + self._step}: the loss is {loss}; training cannot continue")
+        self._losses.append(loss)
         self._add(
             epoch.stage, epoch.number, self._step, steps=epoch.steps,
             samples=(epoch.before + self._step) * global_batch, **numbers,

@@ -144,11 +144,16 @@ class Session:
     # Optimizer
 
     def enumerate(self, original: Callable, batches: Any) -> Iterable:
-        """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and each completed step is logged."""
+        """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and each completed step is logged.
+
+        OpenCLIP's loop computes a learning rate for batches that are too few for a step, too, which after the last step
+        may divide by zero; they are read, but not passed on.
+        """
+        if not self.log.in_epoch:  # without --loss, or in OpenCLIP's evaluation
+            return original(batches)
         first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
-        numbered = original(batches, first)
-        if self.args.loss is None:
-            return numbered
+        end = batches.num_batches // self.args.accum_freq * self.args.accum_freq
+        numbered: Iterable = ((number, batch) for number, batch in original(batches, first) if number < end)
         if self.loss is not None and not is_master(self.args):
             numbered = self.loss.watched(numbered, self.args.log_every_n_steps)
         return self.log.steps(numbered, first)

@@ -1,17 +1,22 @@
 """What a training says: one short line a step, all numbers in a file, and a summary."""
 
 import errno
+import itertools
 import logging
 import re
+import time
 from argparse import Namespace
 from math import inf, nan
 
 import pytest
+import torch
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.surrogates import PowerHinge
 from training_ext import run_log, skips
+from training_ext.data import RowLoader
+from training_ext.hosts import host
 from training_ext.run_log import Epoch, RunLog, duration
 from training_ext.summary import summary
 
@@ -127,6 +132,60 @@ def test_the_summary(run, loss):
     assert re.search(rf"image_to_text_R@1 +{value} +{value} +1$", end, re.MULTILINE)
     for line in re.findall(r"  (\S+): ", end):
         assert (experiment.path / line).exists(), line
+
+
+def test_the_time_left_is_that_of_steps_not_of_the_evaluation_before_them(run, monkeypatch):
+    """A step takes a second, the evaluation a thousand."""
+    clock = [0.0]
+    iterate, metrics = RowLoader.__iter__, host().train_module.get_clip_metrics
+
+    def steps(loader):
+        for batch in iterate(loader):
+            clock[0] += 1
+            yield batch
+
+    def evaluated(*args, **kwargs):
+        clock[0] += 1000
+        return metrics(*args, **kwargs)
+
+    first = run("first", f"{FLAGS} {LOSSES['queue']}")
+    monkeypatch.setattr(RowLoader, "__iter__", steps)
+    monkeypatch.setattr(host().train_module, "get_clip_metrics", evaluated)
+    monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: clock[0], time=lambda: 0.0))
+    weights = f"--pretrained {first.path}/checkpoints/epoch_1.pt"
+    log = run("second", f"{FLAGS} {LOSSES['queue']} {weights} --val-num-samples 8").log
+    assert re.findall(r"Epoch 0 1/6 .* left (\S+)", log) == ["5s"]
+
+
+def test_lines_of_open_clip_s_main_keep_their_arguments(tmp_path, caplog):
+    """Whether they are held back, go to the file only, or neither."""
+    caplog.set_level(logging.INFO)
+    log = RunLog(Namespace(loss="queue", log_all=False, rank=0, model="ViT-test", log_path="out.log"))
+    file = logging.FileHandler(tmp_path / "out.log")
+    logging.root.addHandler(file)
+    try:
+        log.of_main(logging.info, "%d of %s", 1, "shown")
+        log.hold()
+        log.of_main(logging.info, "%d of %s", 2, "held")
+        log.release()
+        log.has_model(torch.nn.Linear(1, 1))
+        log.of_main(logging.info, "%d of %s", 3, "the file")
+    finally:
+        logging.root.removeHandler(file)
+        file.close()
+    shown = [message for message in caplog.messages if " of " in message]
+    assert shown == ["1 of shown", "2 of held"]
+    assert (tmp_path / "out.log").read_text().endswith("3 of the file\n")
+
+
+def test_a_clock_that_is_set_back_makes_no_rate_negative(run, monkeypatch):
+    ticks = itertools.count(2e9, -1000)
+    monkeypatch.setattr(time, "time", lambda: next(ticks))
+    experiment = run("x", f"{FLAGS} {LOSSES['queue']} --log-all")
+    lines = read_metrics(experiment.path, "train")
+    rates = ("samples_per_second", "samples_per_second_per_gpu", "batch_time", "data_time", "throughput")
+    assert len(lines) == 6 and all(line[name] > 0 for line in lines for name in rates)
+    assert not re.search(r"Batch \(t\): -", experiment.log)
 
 
 def test_the_best_of_the_summary(tmp_path):
