@@ -1,6 +1,7 @@
 """Exceptions that end a command, and helpers that word their messages."""
 
 import difflib
+import signal
 from collections.abc import Collection
 
 
@@ -27,10 +28,19 @@ def last_line(error: Exception) -> str:
 
 
 class Stopped(Exception):
-    """SIGTERM stopped the run, and its state is saved; the message is one line that says how to resume it.
+    """A signal stopped the run, and its state is saved; the message is one line that says how to resume it.
 
-    The command prints the line and exits with code 143 = 128 + 15, which schedulers read as ended by SIGTERM.
+    The command prints the line and exits with `code`, which shells and schedulers read as ended by the signal: 143
+    after SIGTERM, 130 after Ctrl-C.
+
+    Args:
+        after: number of the signal.
+        where: the place in the training, and how to resume there.
     """
+
+    def __init__(self, after: int, where: str):
+        super().__init__(f"stopped by {signal.Signals(after).name} {where}")
+        self.code = 128 + after
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:

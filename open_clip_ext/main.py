@@ -18,8 +18,6 @@ from open_clip_ext.files import is_full
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
-STOPPED = 143  # 128 + SIGTERM; 0 would tell a script that the training is done
-
 # Pillow passes PostScript to ghostscript whatever the file's extension. Set at import, which loader workers repeat.
 EpsImagePlugin.gs_binary = False
 
@@ -71,7 +69,7 @@ def train(flags: Iterable[object]) -> Trained:
             where only the run itself shows it: data that turn out to be unusable, recovered statistics of other weights
             (all cases are in docs/wrong-flags.md).
         NonFiniteError: the training met a NaN or an infinity.
-        Stopped: SIGTERM stopped it, and its state is saved.
+        Stopped: SIGTERM or Ctrl-C stopped it, and its state is saved.
     """
     return _run([str(flag) for flag in flags])
 
@@ -130,8 +128,8 @@ def _logging_as_before() -> Iterator[None]:
 def exit_code(command: Callable[[], object]) -> int:
     """Run a command and return its exit code: 0, or another one after one line on stderr.
 
-    2: bad input or non-finite numbers, and what to change; 1: another process of the run has ended; 130: interrupted
-    (only process 0 prints the line); 143: stopped by SIGTERM, with the state saved.
+    2: bad input or non-finite numbers, and what to change; 1: another process of the run has ended; 143 or 130: stopped
+    by SIGTERM or Ctrl-C, with the state saved, or 130: ended by Ctrl-C at once (only process 0 prints the line).
     """
     try:
         command()
@@ -150,11 +148,11 @@ def exit_code(command: Callable[[], object]) -> int:
         return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
-            print("open_clip_ext: interrupted; the checkpoints are complete", file=sys.stderr, flush=True)
+            print("open_clip_ext: interrupted; what was not yet saved is lost", file=sys.stderr, flush=True)
         return 130
     except Stopped as stopped:
         print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
-        return STOPPED
+        return stopped.code
     except BrokenPipeError:  # of a reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -363,7 +363,7 @@ def run(session: Session) -> None:
     Raises:
         InputError: OpenCLIP ended early.
         NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
-        Stopped: after a SIGTERM.
+        Stopped: after SIGTERM or Ctrl-C.
     """
     try:
         with scoped(session, RUN):

@@ -29,14 +29,18 @@ IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 
-def known_metrics(args: Namespace) -> list[str]:
-    """Names of the metrics that this command line evaluates."""
+def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
+    """Names of the metrics that this command line evaluates; after `epoch` epochs, if given."""
+
+    def due(frequency: int) -> bool:
+        return frequency > 0 and (epoch is None or epoch % frequency == 0 or epoch == args.epochs)
+
     names = []
-    if args.val_data and args.val_frequency:
+    if args.val_data and due(args.val_frequency):
         names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
-    if args.zeroshot_data and args.val_frequency:
+    if args.zeroshot_data and due(args.val_frequency):
         names += OWN_CLASSES
-    if args.zeroshot_frequency:
+    if due(args.zeroshot_frequency):
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
     return names
 

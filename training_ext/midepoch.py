@@ -70,7 +70,7 @@ def order_of(args: Namespace, streams: int) -> dict[str, Any]:
 
 
 class Interruptions:
-    """Saves checkpoints within epochs, and ends the run at one after a SIGTERM.
+    """Saves checkpoints within epochs, and ends the run at one after SIGTERM or Ctrl-C.
 
     Args:
         args: completed by OpenCLIP.
@@ -89,7 +89,8 @@ class Interruptions:
 
     @contextmanager
     def epoch(
-        self, number: int, batches: int, saved: dict[str, Any] | None, save: Callable[[dict[str, Any]], None]
+        self, number: int, batches: int, saved: dict[str, Any] | None, save: Callable[[dict[str, Any]], None],
+        saves_last: bool = False,
     ) -> Iterator[None]:
         """Context of one epoch of OpenCLIP's, after the loss's `set_epoch`.
 
@@ -98,8 +99,9 @@ class Interruptions:
             batches: number of batches of the whole epoch.
             saved: "order" and "position" of the checkpoint from which the run resumes in this epoch, or None.
             save: called by every process with "order" and "position" to save a checkpoint.
+            saves_last: whether to save one after the last step, because an evaluation may fail or be killed.
         """
-        self._epoch, self._batches, self._save = number, batches, save
+        self._epoch, self._batches, self._save, self._saves_last = number, batches, save, saves_last
         loader = self.loss.loader
         loader.start_at(None if saved is None else self._start_from(saved))
         yield
@@ -137,15 +139,17 @@ class Interruptions:
         step, steps = batches // self.args.accum_freq, self._batches // self.args.accum_freq
         stops = self._request.agreed(at_once=step == steps)  # an evaluation may follow the last step
         every = self.args.save_every_steps
-        if not stops and (every is None or (self._epoch * steps + step) % every > 0):
+        is_due = every is not None and (self._epoch * steps + step) % every == 0
+        if not (stops or is_due or (self._saves_last and step == steps)):
             return
         self._save({"order": self.order, "position": self._position(batches)})
         if self.args.distributed:
             dist.barrier()  # the file exists before any process ends
         if stops:
             raise Stopped(
-                f"stopped by SIGTERM after step {step} of {steps} of an epoch; the checkpoint is saved, and "
-                f"--name {self.args.name} --resume latest resumes there"
+                stops,
+                f"after step {step} of {steps} of an epoch; the checkpoint is saved, and --name {self.args.name} "
+                "--resume latest resumes there",
             )
 
     def _position(self, batches: int) -> dict[str, Any]:

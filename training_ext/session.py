@@ -31,7 +31,7 @@ from training_ext.data_checks import samples_per_epoch
 from training_ext.data_seams import DataSeams
 from training_ext.evaluation import during_training
 from training_ext.hugging_face import built
-from training_ext.keep_best import Monitor
+from training_ext.keep_best import Monitor, known_metrics
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
@@ -86,7 +86,6 @@ class Session:
         self._is_done = False  # the restored checkpoint has all epochs
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
         self._entry_to_save: dict[str, Any] | None = None
-        self._save_epoch: Callable[[], None] | None = None  # between an epoch and its checkpoint
         self._sync: tuple[Any, tuple[str, ...]] | None = None
         self.completed = False  # whether OpenCLIP's main has come to its end
 
@@ -291,7 +290,7 @@ class Session:
         optimizer: torch.optim.Optimizer, scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace,
         tb_writer: Any = None,
     ) -> Any:
-        self._entry_to_save = self._save_epoch = None
+        self._entry_to_save = None
         saved, self._restored = self._restored, None
         if self.temperature is not None:
             self.temperature.begin()
@@ -326,30 +325,27 @@ class Session:
         shown = Epoch(
             TRAIN, epoch, args.epochs, epoch * steps, epoch * steps, steps, (args.epochs - epoch - 1) * steps, tb_writer
         )
+        saves = args.loss is not None and checkpoint.saves_after(args, epoch + 1)
+        saves_first = saves and bool(known_metrics(args, epoch + 1))  # OpenCLIP saves after the evaluation
         with (
-            self.interruptible(epoch, data["train"].dataloader.num_batches, saved, save),
+            self.interruptible(epoch, data["train"].dataloader.num_batches, saved, save, saves_first),
             self.log.epoch(shown) as writer,
         ):
             result = original(
                 model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
             )
         report_epoch(self.data.skips, args, epoch, data["train"].dataloader, tb_writer)
-        if self._interruptions is not None:
+        if args.loss is not None:
             self._raise_if_not_finite(model)
-            if checkpoint.saves_after(args, epoch + 1):
-                state = self._prepare_entry(f"epoch_{epoch + 1}.pt", self._interruptions.order)
-                if epoch + 1 == args.epochs and "temperature.tau" in state:
-                    self._show_temperatures(state["temperature.tau"])
-        saves = args.loss is not None and checkpoint.saves_after(args, epoch + 1)
-        if saves and args.rank == 0 and not self.divides_model:
-            self._save_epoch = partial(self.write_epoch, epoch + 1, model, optimizer, scaler)
+        if saves and self._interruptions is not None:
+            state = self._prepare_entry(f"epoch_{epoch + 1}.pt", self._interruptions.order)
+            if epoch + 1 == args.epochs and "temperature.tau" in state:
+                self._show_temperatures(state["temperature.tau"])
+        elif saves_first and args.rank == 0 and not self.divides_model:
+            path = os.path.join(args.checkpoint_path, checkpoint.name_after(args, epoch + 1))
+            midepoch.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
+            logging.info(f"Saved before the evaluation: {path}")
         return result
-
-    def write_epoch(self, epoch: int, *state: Any) -> None:
-        """Write the checkpoint of a completed epoch, as OpenCLIP does after the evaluation."""
-        path = os.path.join(self.args.checkpoint_path, checkpoint.name_after(self.args, epoch))
-        midepoch.save_checkpoint(torch.save, self.content(epoch, *state), path)
-        logging.info(f"Saved before the run ends: {path}")
 
     def write_within(
         self, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
@@ -440,10 +436,8 @@ class Session:
     ) -> dict[str, Any]:
         try:
             metrics = original(model, data, epoch, args, **kwargs)
-        except Exception as error:  # OpenCLIP saves the epoch's checkpoint after the evaluation
-            if not isinstance(error, OSError) or not is_full(error):
-                if self._save_epoch is not None:
-                    self._save_epoch()
+        except OSError as error:  # do not lose the training for a log
+            if not is_full(error):
                 raise
             logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
             return {}
@@ -482,11 +476,11 @@ class Session:
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""
-        assert self.loss is not None
-        loss = self.loss.loss
-        loss.raise_if_not_finite()
+        when = f"epoch {self.data.epoch}"
+        if self.loss is not None:
+            self.loss.loss.raise_if_not_finite()
+            when = f"step {self.loss.loss.steps}"
         for name, parameter in model.named_parameters():
             if not whole(parameter.isfinite().all()):
-                name = plain_name(name)
-                raise NonFiniteError(f"step {loss.steps}: {name} is not finite; training cannot continue")
+                raise NonFiniteError(f"{when}: {plain_name(name)} is not finite; training cannot continue")
 

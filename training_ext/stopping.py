@@ -1,42 +1,57 @@
-"""End a run after SIGTERM, which announces preemption: between two steps, the same on all processes."""
+"""End a run after SIGTERM, which announces preemption, or Ctrl-C: between two steps, the same on all processes."""
 
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from open_clip_ext.distributed import world_size
+from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.errors import InputError
+
+SAME_KEY = 0.5  # seconds: launchers such as timeout(1) pass on a Ctrl-C that the run has had from the terminal, too
 
 
 class StopRequest:
-    """Records a SIGTERM and agrees with the other processes on the step to stop after; every process creates one.
+    """Records SIGTERM and Ctrl-C and agrees with the other processes on the step to stop after; all create one.
 
     The all-reduce is asynchronous: it starts after one step and is read after the next. It runs over gloo, so nothing
-    waits for a GPU.
+    waits for a GPU. A second Ctrl-C raises KeyboardInterrupt.
 
     Raises:
         InputError: gloo does not connect the processes.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = 0  # number of the signal
+        self._interrupted: float | None = None  # when, first
         self._group: Any = _gloo_group() if world_size() > 1 else None
         self._asked: tuple[dist.Work, torch.Tensor] | None = None
-        self._handler: Any = None
+        self._handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, self._request)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                # A shell's background jobs ignore Ctrl-C.
+                if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._request)
 
-    def _request(self, *_: Any) -> None:
-        self.requested = True
+    def _request(self, number: int, *_: Any) -> None:
+        self.requested = number
+        if number != signal.SIGINT:
+            return
+        if self._interrupted is None:
+            self._interrupted = time.monotonic()
+            if rank() == 0:  # written at once: a log or a print may be what the signal interrupts
+                os.write(2, b"open_clip_ext: stopping after this step or evaluation; Ctrl-C again ends at once\n")
+        elif time.monotonic() - self._interrupted > SAME_KEY:
+            raise KeyboardInterrupt
 
-    def agreed(self, at_once: bool = False) -> bool:
-        """Whether to stop after this step; every process calls it after each step.
+    def agreed(self, at_once: bool = False) -> int:
+        """The number of the signal after which to stop now, or 0; every process calls it after each step.
 
         Args:
             at_once: wait for this step's all-reduce, for example at the end of an epoch, before a long pause.
@@ -46,21 +61,22 @@ class StopRequest:
         earlier, self._asked = self._asked, self._ask()
         question = self._asked if at_once else earlier
         if question is None:
-            return False
+            return 0
         work, anyone = question
         work.wait()
-        return bool(anyone)
+        return int(anyone)
 
     def _ask(self) -> tuple[dist.Work, torch.Tensor]:
-        anyone = torch.tensor(int(self.requested))
+        anyone = torch.tensor(self.requested)
         work = dist.all_reduce(anyone, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         return work, anyone
 
     def close(self) -> None:
-        """Restore the previous handler of SIGTERM."""
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
+        """Restore the previous handlers."""
+        for number, handler in self._handlers.items():
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def _gloo_group() -> Any:
@@ -75,16 +91,16 @@ def _gloo_group() -> Any:
         given = os.environ.get("GLOO_SOCKET_IFNAME", "")
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"{given!r} does not connect the processes over gloo, which they use to agree on SIGTERM; set it to the "
+            f"{given!r} does not connect the processes over gloo, which they use to agree on a stop; set it to the "
             f"network interface between the machines, such as eth0: {reason}", "GLOO_SOCKET_IFNAME"
         ) from error
 
 
 class Outlive:
-    """A loader's `worker_init_fn`: its workers ignore SIGTERM until the run has ended.
+    """A loader's `worker_init_fn`: its workers ignore Ctrl-C, and SIGTERM until the run has ended.
 
-    Slurm may signal the whole process group, and the step in progress still needs its batches. Workers end by
-    themselves if their parent process is gone.
+    A terminal signals the whole process group, Slurm may do so, and the step in progress still needs its batches.
+    Workers end by themselves if their parent process is gone.
     """
 
     def __init__(self) -> None:
@@ -93,6 +109,7 @@ class Outlive:
 
     def __call__(self, worker: int) -> None:
         signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def workers_of(self, loader: Any) -> None:
         """Let the workers of a loader of torch's or webdataset's, or in a `RowLoader`, outlive SIGTERM."""

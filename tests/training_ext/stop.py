@@ -1,10 +1,10 @@
-"""SIGTERM at a batch, in this process or in another that gets this object."""
+"""A signal at a batch, in this process or in another that gets this object."""
 
 import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from training_ext.data import RowLoader
 
@@ -13,6 +13,10 @@ ITERATE = RowLoader.__iter__
 
 class Killed(BaseException):
     """In place of a kill: nothing catches it."""
+
+
+def kill(*args: Any, **kwargs: Any) -> NoReturn:
+    raise Killed
 
 
 @dataclass

@@ -501,7 +501,17 @@ def test_a_batch_that_is_not_finite(stopped, datasets, monkeypatch, log_every, a
         assert len(calls) == bad
 
 
-def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
+@pytest.mark.parametrize("loss", ["clip", "siglip"])
+def test_a_loss_of_open_clips_that_is_not_finite(stopped, loss):
+    line, folder = stopped(f"{SHAPES} --loss {loss} --lr 1e30 --warmup 0 --epochs 2")
+    assert "step 2: the loss is nan" in line and "the likely cause is --lr 1e+30" in line
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "loss, when", [("neuclip --npn-prototypes 8", "step 1"), ("clip", "epoch 0"), ("siglip", "epoch 0")]
+)
+def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch, loss, when):
     encode = open_clip.CLIP.encode_text
 
     def broken(self, *args, **kwargs):
@@ -511,8 +521,8 @@ def test_a_last_step_that_breaks_the_parameters(stopped, monkeypatch):
         return features
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
-    line, folder = stopped(f"{NEUCLIP} --npn-prototypes 8 --batch-size 16 --warmup 0")
-    assert "step 1: positional_embedding is not finite" in line
+    line, folder = stopped(f"{SHAPES} --loss {loss} --batch-size 16 --warmup 0")
+    assert f"{when}: positional_embedding is not finite" in line
     assert not list(folder.iterdir())
 
 
@@ -550,7 +560,7 @@ def test_a_full_disk(stopped):
 
 
 def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
-    """Ctrl-C during the second step; no checkpoint is there yet."""
+    """Ctrl-C during the second step with OpenCLIP's own loss, whose order of the data cannot be repeated."""
     encode, calls = open_clip.CLIP.encode_text, []
 
     def interrupted(self, *args, **kwargs):
@@ -563,7 +573,7 @@ def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(open_clip.CLIP, "encode_text", interrupted)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
-        assert run_main(ext_main, f"{NEUCLIP} --name stopped", tmp_path / "logs") == 130
+        assert run_main(ext_main, f"{SHAPES} --loss clip --name stopped", tmp_path / "logs") == 130
     finally:
         signal.signal(signal.SIGINT, handler)
     error = capsys.readouterr().err

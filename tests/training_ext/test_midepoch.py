@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from conftest import LOSSES, Experiment, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
-from stop import ITERATE, Killed, StopAt
+from stop import ITERATE, Killed, StopAt, kill
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -21,6 +21,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext import stopping
 from training_ext.data import RowLoader
+from training_ext.hosts import host
 from training_ext.midepoch import NAME
 from training_ext.osr.recovery import UNFINISHED
 from training_ext.session import Session
@@ -34,16 +35,26 @@ def logs(tmp_path):
     return tmp_path / "logs"
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """Ctrl-C has its usual handler; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def stopped(logs, monkeypatch, capsys):
-    """stopped(name, arguments, stop) -> the experiment, stopped by SIGTERM."""
+    """stopped(name, arguments, stop) -> the experiment, stopped by the signal."""
 
     def stopped(name: str, arguments: str, stop: StopAt) -> Experiment:
         with monkeypatch.context() as patch:
             patch.setattr(RowLoader, "__iter__", stop)
             capsys.readouterr()
-            assert run_main(ext_main, f"{arguments} --name {name}", logs) == 143
-            assert f"--name {name} --resume latest resumes there" in capsys.readouterr().err
+            assert run_main(ext_main, f"{arguments} --name {name}", logs) == 128 + stop.signal
+            error = capsys.readouterr().err
+            assert f"stopped by {stop.signal.name} after step" in error
+            assert f"--name {name} --resume latest resumes there" in error
         assert stop.seen >= stop.batch
         return Experiment(logs, name)
 
@@ -108,6 +119,36 @@ def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datas
     equal(resumed, whole)
 
 
+def test_ctrl_c_stops_a_run_as_sigterm_does(run, stopped, datasets):
+    common = f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 2"
+    whole = run("whole", common)
+    stopped("resumed", common, StopAt(8, signal=signal.SIGINT))
+    equal(run("resumed", f"{common} --resume latest"), whole)
+
+
+def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, logs, monkeypatch):
+    """After the last epoch, too; one after which nothing is saved or evaluated is saved at its end only."""
+    often = "--epochs 3 --save-frequency 2 --val-num-samples 8 --val-frequency 3"
+    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
+    whole = run("whole", common)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(host().train_module, "get_clip_metrics", kill)
+        run_main(ext_main, f"{common} --name resumed", logs)
+    resumed = run("resumed", f"{common} --resume latest")
+    assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1
+    assert steps_of(resumed) == steps_of(whole)
+    same(resumed.checkpoint(3), whole.checkpoint(3))
+
+
+@pytest.mark.parametrize("loss", ["fastclip-v3", "clip"])
+@pytest.mark.parametrize("schedule", ["", "--lr-scheduler const-cooldown --epochs-cooldown 0"])
+def test_a_schedule_that_ends_at_the_last_step(run, datasets, loss, schedule):
+    """Two batches of each epoch are left over, which after the last one are beyond the schedule."""
+    common = f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 2 --accum-freq 4"  # as many steps as --warmup
+    experiment = run("x", f"{common} {schedule}")
+    assert len(experiment.logged()) == 2 and experiment.checkpoint(2)["epoch"] == 2
+
+
 def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
     """normalizer_mse is shown from the 10th step on: of 12; the run is stopped after 4."""
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 2 --batch-size 4"
@@ -157,7 +198,8 @@ def test_a_half_written_checkpoint_of_a_step_does_not_stay(run, killed, datasets
     assert [path.name for path in folder.iterdir()] == ["epoch_1.pt"]
 
 
-def test_the_workers_of_an_evaluation_outlive_sigterm(logs, datasets, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, number):
     """They persist; the signal comes to the whole process group in the epoch after it."""
     val = datasets["shards"].split()[1].replace("train-{000000..000005}", "val-000000")
     common = f"{datasets['shards']} --val-data {val} {LOSSES['fastclip-v3']} --workers 1 --epochs 2 --name x"
@@ -168,14 +210,14 @@ def test_the_workers_of_an_evaluation_outlive_sigterm(logs, datasets, monkeypatc
             workers = set(multiprocessing.active_children()) - others
             if len(workers) == 2:  # of both loaders
                 # From another process: torch's workers take one from their parent for the usual end.
-                subprocess.run(["kill", *(str(worker.pid) for worker in workers)], check=True)
+                subprocess.run(["kill", f"-{number}", *(str(worker.pid) for worker in workers)], check=True)
                 time.sleep(0.5)
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             yield item
 
     with monkeypatch.context() as patch:
         patch.setattr(RowLoader, "__iter__", iterate)
-        assert run_main(ext_main, common, logs) == 143
+        assert run_main(ext_main, common, logs) == 128 + number
     assert (logs / "x/checkpoints/epoch_1_step_1.pt").exists()
 
 
@@ -266,6 +308,7 @@ PAIRS = [
 @pytest.mark.parametrize("loss, data, extra, batch, rank", PAIRS)
 def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank):
     """One gets the signal; both end after the same step."""
+    number = signal.SIGINT if loss == "neuclip" else signal.SIGTERM
     flags = LOSSES.get(loss, f"--loss {loss}")
     common = f"{datasets[data]} {flags} --epochs 2 --force-patch-dropout 0.25 {extra}"
     place = "training_ext.data.RowLoader.__iter__"
@@ -273,11 +316,11 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
         [process.code for process in pair(f"{common} --name {name}", tmp_path, **patches)]
         for name, patches in (
             ("whole", {}),
-            ("resumed", {place: StopAt(batch, rank)}),
+            ("resumed", {place: StopAt(batch, rank, number)}),
             ("resumed --resume latest", {}),
         )
     ]
-    assert codes == [[0, 0], [143, 143], [0, 0]]
+    assert codes == [[0, 0], [128 + number] * 2, [0, 0]]
     equal(Experiment(tmp_path, "resumed"), Experiment(tmp_path, "whole"))
 
 
@@ -332,14 +375,36 @@ def test_workers_end_with_the_run():
     outlive.close()
 
 
-def test_sigterm_does_what_it_did_once_a_run_is_over():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_does_what_it_did_once_a_run_is_over(number):
+    before = signal.getsignal(number)
     request = StopRequest()
     assert not request.agreed()
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert request.agreed()
+    os.kill(os.getpid(), number)
+    assert request.agreed() == number
     request.close()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_ctrl_c_ends_at_once(monkeypatch, capfd):
+    request = StopRequest()
+    try:
+        for _ in range(2):  # the terminal's and a launcher's
+            os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err.count("Ctrl-C again ends at once") == 1
+        monkeypatch.setattr(stopping, "SAME_KEY", 0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        request.close()
+
+
+def test_a_run_in_the_background_ignores_ctrl_c():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request = StopRequest()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert not request.agreed()
+    request.close()
 
 
 def test_a_network_that_gloo_does_not_find(monkeypatch):
