@@ -94,6 +94,17 @@ def pairs_of(kind: str, datasets, shifted: bool = False) -> list[tuple[Image.Ima
     return pairs
 
 
+def moved(csv: str, folder: Path) -> tuple[Path, list[Path]]:
+    """The same data elsewhere: a copy of a csv with copies of its images, and these."""
+    header, *lines = Path(csv).read_text().splitlines()
+    images, captions = zip(*(line.split("\t") for line in lines), strict=True)
+    (folder / "images").mkdir()
+    copies = [Path(shutil.copy(image, folder / "images")) for image in images]
+    pairs = [f"{image}\t{caption}" for image, caption in zip(copies, captions, strict=True)]
+    (folder / "own.csv").write_text("\n".join([header, *pairs]) + "\n")
+    return folder / "own.csv", copies
+
+
 def embed(experiment: Experiment, pairs) -> tuple[torch.Tensor, torch.Tensor]:
     """Float64 unit embeddings by OpenCLIP alone."""
     path = str(experiment.path / "checkpoints/epoch_1.pt")
@@ -353,13 +364,10 @@ def test_workers_read_the_same_rows(report, tmp_path, monkeypatch):
 
 def test_rows_that_cannot_be_read_are_left_out_and_counted(trained, tmp_path, datasets):
     experiment, arguments = trained("csv")
-    lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
-    broken = tmp_path / "broken.png"
-    broken.write_bytes(b"not an image")
-    lines[6] = f"{broken}\t" + lines[6].split("\t")[1]
-    moved = tmp_path / "moved.csv"
-    moved.write_text("\n".join(lines))
-    arguments = arguments.replace(datasets["csv"].split()[1], str(moved))
+    given = datasets["csv"].split()[1]
+    table, images = moved(given, tmp_path)
+    images[5].write_bytes(b"not an image")
+    arguments = arguments.replace(given, str(table))
     path = experiment.path / "checkpoints/epoch_1.pt"
     assert run_main(report_main, f"{arguments} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
     shown, values = (json.loads((tmp_path / "out/normalizers.json").read_text()), tmp_path / "out")
@@ -546,17 +554,15 @@ def test_embeddings_of_another_run_are_refused(report, refused, tmp_path):
 
 
 def test_embeddings_of_other_images_are_refused(trained, datasets, refused, tmp_path):
-    """The captions, and so the digest by which a training resumes, are the same."""
+    """Their names, and so the digest by which a training resumes, are the same."""
     experiment, arguments = trained("csv")
-    given, table, more = datasets["csv"].split()[1], tmp_path / "own.csv", f"--out {tmp_path}/out"
-    header, *lines = Path(given).read_text().splitlines()
-    table.write_text("\n".join([header, *lines]) + "\n")
+    given, more = datasets["csv"].split()[1], f"--out {tmp_path}/out"
+    table, _ = moved(given, tmp_path)
     path = experiment.path / "checkpoints/epoch_1.pt"
     own = f"{arguments.replace(given, str(table))} --checkpoint {path} {more}"
     assert run_main(report_main, own, tmp_path) == run_main(report_main, own, tmp_path) == 0
-    images, captions = zip(*(line.split("\t") for line in lines), strict=True)
-    turned = ["\t".join(pair) for pair in zip(images[::-1], captions, strict=True)]
-    table.write_text("\n".join([header, *turned]) + "\n")
+    (tmp_path / "other").mkdir()
+    table.write_text(moved(given, tmp_path / "other")[0].read_text())
     assert "were computed with other files" in refused("csv", more, change=(given, str(table)))
 
 
@@ -583,11 +589,11 @@ def test_default_batch_sizes_are_at_most_the_rows_that_can_be_read(trained, data
     from training_ext.report import inputs
 
     experiment, arguments = trained("csv")
-    header, *lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
-    table = tmp_path / "own.csv"
-    table.write_text("\n".join([header, "missing.png\t" + lines[0].split("\t")[1], *lines[1:]]) + "\n")
+    given = datasets["csv"].split()[1]
+    table, images = moved(given, tmp_path)
+    images[0].unlink()
     monkeypatch.setattr(inputs, "BATCH_SIZES", (16, 48))
-    own = arguments.replace(datasets["csv"].split()[1], str(table))
+    own = arguments.replace(given, str(table))
     path = experiment.path / "checkpoints/epoch_1.pt"
     assert run_main(report_main, f"{own} --checkpoint {path} --out {tmp_path}/out", tmp_path) == 0
     names = [one["name"] for one in json.loads((tmp_path / "out/normalizers.json").read_text())["estimators"]]
