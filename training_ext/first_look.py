@@ -1,9 +1,14 @@
-"""Check the first samples before a run starts, and refuse data in which none of them is usable."""
+"""Check the first samples before a run starts: refuse data in which none of them is usable, and warn of images that
+reach the model otherwise than they look."""
 
 import io
+import logging
 from collections import Counter
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import chain, islice
+from typing import Any
 
 import pandas as pd
 from PIL import Image
@@ -15,13 +20,15 @@ from training_ext.shards import is_local
 from training_ext.tars import one_line, read_samples
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
+COMPARED = 20  # images
+ORIENTATION = 0x0112  # EXIF's number of it
 
 
 def look_at_shards(
     urls: list[str], key: Callable[[dict], object] | None = None, recaption: JsonCaptions | None = None,
     flag: str = "--train-data",
 ) -> None:
-    """Read local shards up to the first usable pair, which is normally the first sample.
+    """Read local shards up to the first usable pair, which is normally the first sample, and warn of the next images.
 
     Args:
         key: called with that sample, a dict of bytes.
@@ -35,13 +42,15 @@ def look_at_shards(
     reasons: Counter[str] = Counter()
     for url in urls[:LOOKED_AT]:
         try:
-            for sample in islice(read_samples(url), LOOKED_AT):
+            samples = islice(read_samples(url), LOOKED_AT)
+            for sample in samples:
                 if recaption is not None:
                     recaption(sample)
                 reason = _reason(sample, "no caption .txt" if recaption is None else recaption.missing)
                 if reason is None:
                     if key is not None:
                         key(sample)
+                    warn_of_images(_images(chain([sample], samples)), url, flag)
                     return
                 reasons[f"in {url!r} {reason}"] += 1
         except InputError:
@@ -68,8 +77,46 @@ def _reason(sample: dict, missing: str) -> str | None:
     return None
 
 
+def _images(samples: Iterable[dict]) -> Iterator[tuple[str, io.BytesIO]]:
+    for sample in samples:
+        for name in PAIR_MEMBERS[:-1]:
+            if name in sample:
+                yield f"{sample['__key__']}.{name}", io.BytesIO(sample[name])
+
+
+def warn_of_images(images: Iterable[tuple[str, Any]], path: str, flag: str) -> None:
+    """Warn once of each kind of change between the first images of `path`, names and files, and what the model sees."""
+    found: dict[str, list[str]] = {}
+    looked_at = 0
+    with suppress(Exception):  # a cut shard
+        for name, file in islice(images, COMPARED):
+            looked_at += 1
+            with suppress(Exception), Image.open(file) as image:  # the run counts images that cannot be read
+                for change in _changes(image):
+                    found.setdefault(change, []).append(name)
+    for change, names in found.items():
+        _warn(f"{flag}: {len(names)} of the first {looked_at} images of {path!r} {change}. The first is {names[0]!r}")
+
+
+_warn = cache(logging.warning)  # the same data may be looked at several times
+
+
+def _changes(image: Image.Image) -> Iterator[str]:
+    """What OpenCLIP, which converts images to RGB, changes in this one."""
+    if image.mode.startswith(("I", "F")):
+        # Pillow has no extrema of big-endian numbers.
+        extrema: Any = (image if image.mode == "F" else image.convert("I")).getextrema()
+        low, high = extrema
+        if low < high and not 1 < high <= 255:
+            yield "lose values in RGB, which keeps 0 to 255 and makes others black or white; scale them"
+    elif image.has_transparency_data and image.getcolors(1) is None and image.convert("RGB").getcolors(1) is not None:
+        yield "become one colour in RGB, which leaves out transparency; put them on a background"
+    if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) > 1:  # Pillow itself applies that of TIFF
+        yield "are turned by their EXIF orientation, which OpenCLIP does not apply; turn their pixels"
+
+
 def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
-    """Open the first images of a csv up to the first readable one.
+    """Open the first images of a csv up to the first readable one, and warn of the next.
 
     Raises:
         InputError: none of them can be read.
@@ -79,6 +126,7 @@ def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "-
     for row, image in images.items():
         try:
             Image.open(str(image)).load()
+            warn_of_images(((str(image), str(image)) for image in images.loc[row:]), path, flag)
             return
         except Exception as error:
             first = first or f"line {row + 2} names {str(image)!r}: {one_line(error)}"

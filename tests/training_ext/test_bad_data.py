@@ -15,17 +15,20 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import open_clip_train.main
 import pandas as pd
 import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
+from PIL import Image
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext import skips
 from training_ext.data import read_csv
 from training_ext.data_seams import DataSeams
+from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import host
 from training_ext.shards import ShardRows
 
@@ -315,6 +318,43 @@ def test_a_damaged_shard_for_validation(refused, shards, tmp_path):
     zero_header(tmp_path / "val.tar", 6)
     line = refused(f"{COMMON} --loss clip {data} --val-data {tmp_path}/val.tar")
     assert f"--val-data: shard '{tmp_path}/val.tar' is damaged: " in line and "repair or remove it" in line
+
+
+def seen_otherwise() -> dict[str, tuple[Image.Image, str]]:
+    """Images by name and format, with what they lose on their way to the model, if anything."""
+    gray = np.linspace(1000, 60000, 64).reshape(8, 8)
+    glyph, red = Image.new("RGBA", (8, 8)), Image.new("RGB", (8, 8), "red")
+    glyph.putpixel((3, 3), (0, 0, 0, 255))
+    values, alpha = "lose values in RGB", "become one colour in RGB"
+    return {
+        "red.PNG": (red, ""), "ghost.PNG": (Image.new("RGBA", (8, 8), (0, 0, 0, 9)), ""), "turned.TIFF": (red, ""),
+        "labels.TIFF": (Image.fromarray(np.eye(8, dtype="i4") * 200), ""), "turned.JPEG": (red, "are turned by"),
+        "glyph.PNG": (glyph, alpha), "la.PNG": (glyph.convert("LA"), alpha), "palette.PNG": (glyph.convert("P"), alpha),
+        "gray.PNG": (Image.fromarray(gray.astype("u2")), values),
+        "integers.TIFF": (Image.fromarray(gray.astype("i4")), values),
+        "big-endian.TIFF": (Image.fromarray(gray.astype(">u2")), values),
+        "float.TIFF": (Image.fromarray((gray / 65535).astype("f4")), values),
+    }
+
+
+@pytest.mark.parametrize("name, image, loses", [(name, *of) for name, of in seen_otherwise().items()])
+def test_images_that_the_model_sees_otherwise_are_told_once(name, image, loses, tmp_path, caplog):
+    """Of a csv and of shards, also if the first image is as it looks."""
+    paths = [tmp_path / f"{number}.png" for number in range(3)]  # Pillow goes by the contents
+    Image.new("RGB", (8, 8), "blue").save(paths[0])
+    orientation = Image.Exif()
+    orientation[0x0112] = 6 if "turned" in name else 1
+    image.save(paths[1], name.partition(".")[2], exif=orientation)
+    shutil.copy(paths[1], paths[2])
+    pairs = [((path.name, path.read_bytes()), (f"{path.stem}.txt", b"a caption")) for path in paths]
+    tar(tmp_path / "0.tar", [member for pair in pairs for member in pair])
+    for _ in range(2):
+        look_at_lines(pd.DataFrame({"filepath": ["gone.png", *map(str, paths)]}), "filepath", "x.csv")
+        look_at_shards([f"{tmp_path}/0.tar"], flag="--val-data")
+    places = (("--train-data", "x.csv", paths[1]), ("--val-data", f"{tmp_path}/0.tar", "1.png")) if loses else ()
+    for record, (flag, path, first) in zip(caplog.records, places, strict=True):
+        assert record.message.startswith(f"{flag}: 2 of the first 3 images of '{path}' {loses}")
+        assert record.message.endswith(f"The first is '{first}'")
 
 
 def test_a_csv_whose_archive_is_cut_off(refused, datasets, tmp_path):

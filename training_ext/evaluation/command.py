@@ -18,7 +18,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
 from training_ext.evaluation.aggregates import averages
-from training_ext.evaluation.folders import Source, open_own_classes, warn_of_order
+from training_ext.evaluation.folders import Source, open_own_classes, warn_of_contents
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.models import Checkpoint, find_checkpoint, load_model
 from training_ext.evaluation.own_classes import KEY, name_of, score_own_classes, write_confusion
@@ -176,7 +176,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         raise InputError(f"--tasks: {' '.join(args.tasks)} has no effect without --data; give the folder of the tasks")
     if args.zeroshot_data is not None:
         own = open_own_classes("--zeroshot-data", args.zeroshot_data)
-        warn_of_order(own)
+        warn_of_contents(own)
         sources[KEY + name_of(own)] = own
     by_key = {task.key: task for task in tasks}
     digests = {key: digest_of(by_key.get(key), source) for key, source in sources.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from open_clip_ext.errors import InputError, last_line
-from training_ext.evaluation.folders import ClassFolders, open_own_classes, warn_of_order
+from training_ext.evaluation.folders import ClassFolders, open_own_classes, warn_of_contents
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.own_classes import IMAGES, METRICS, score_own_classes, write_confusion
 
@@ -25,7 +25,7 @@ def check_own_classes(args: Namespace) -> None:
     if not args.val_frequency:
         raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave out one of the two")
     source = open_own_classes(FLAG, args.zeroshot_data)
-    warn_of_order(source)
+    warn_of_contents(source)
     if isinstance(source, ClassFolders):
         source.check_headers()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_ext.errors import InputError
+from training_ext.first_look import COMPARED, warn_of_images
 from training_ext.loading import one_line
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
@@ -410,9 +411,14 @@ def is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def warn_of_order(source: Source) -> None:
-    """Warn if classnames.txt may list class folders by the numbers in their names, which are in order of text."""
-    if not isinstance(source, ClassFolders) or not lines_of(source, CLASSNAMES):
+def warn_of_contents(source: Source) -> None:
+    """Warn of class folders whose images look otherwise than to the model, or whose classnames.txt may list them by the
+    numbers in their names, which are in order of text."""
+    if not isinstance(source, ClassFolders):
+        return
+    spread = source.images[:: len(source.images) // COMPARED or 1]
+    warn_of_images(((path, path) for path, _ in spread), source.folder, source.flag)
+    if not lines_of(source, CLASSNAMES):
         return
     by_number = sorted(source.folders, key=in_order_of_numbers)
     for line, (name, other) in enumerate(zip(source.folders, by_number, strict=True), 1):

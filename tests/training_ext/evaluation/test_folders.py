@@ -258,3 +258,14 @@ def test_numbers_in_the_order_of_text(tmp_path, caplog):
         check_own_classes(Namespace(zeroshot_data=str(folder), val_frequency=1))
         assert [record.message.count("line 3 of classnames.txt") for record in caplog.records] == [1] * told
         assert all("'10', not '2'" in record.message for record in caplog.records)
+
+
+def test_images_of_a_class_that_the_model_sees_otherwise(tmp_path, caplog):
+    for name in ("plain", "scan"):
+        (tmp_path / name).mkdir()
+        for number in range(30):
+            (tmp_path / name / f"{number}.png").write_bytes(png())
+    Image.fromarray(np.linspace(1000, 60000, 64).astype("u2").reshape(8, 8)).save(tmp_path / "scan/0.png")
+    check_own_classes(Namespace(zeroshot_data=str(tmp_path), val_frequency=1))
+    (record,) = caplog.records
+    assert "lose values in RGB" in record.message and record.message.endswith(f"'{tmp_path}/scan/0.png'")
