@@ -79,7 +79,7 @@ def _run(argv: list[str]) -> Trained:
 
     hosts.installed()
     try:
-        from training_ext import checkpoint, hooks, params, preflight, recipes
+        from training_ext import checkpoint, hooks, loading, params, preflight, recipes
         from training_ext.recipes import plan
 
         args = params.parse_args(argv)
@@ -93,9 +93,10 @@ def _run(argv: list[str]) -> Trained:
     flags = recipes.resolved_flags(args)  # before the session adds to them
     with ExitStack() as alone:
         preflight.keep_others_out(args, alone)
-        with _logging_as_before():  # the first logged line adds a handler, which would show every later line twice
+        with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
             rows = preflight.check(args)
         session = hooks.session_class()(args, rows, flags, alone)
+        session.told = told
         with _logging_as_before():
             hooks.run(session)
     by_epoch = session.metrics

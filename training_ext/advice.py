@@ -2,11 +2,19 @@
 
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from math import exp, log
+
+import open_clip
 
 from open_clip_ext.normalizers.trained import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
+from training_ext.captions import SeenCaptions
+from training_ext.hugging_face import load_tokenizer
+from training_ext.keys import has_keys
 from training_ext.launch import world_info
+from training_ext.loading import without_warnings
+from training_ext.loss import build_loss
 from training_ext.params import starts_from_weights, trains_logit_scale
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
@@ -36,6 +44,41 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         *_on_rho(args, num_samples),
         *_on_sizes(args, num_samples, steps_per_epoch),
     ]
+
+
+def advise_on_captions(args: Namespace, seen: SeenCaptions | None) -> list[str]:
+    """Warnings about the captions of the train data; [] if all is well, or if they are not known.
+
+    Args:
+        args: as `params.parse_args` gives them.
+    """
+    return [] if seen is None or not seen.first else [*_on_cut(args, seen), *_on_repeated(args, seen)]
+
+
+def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
+    with suppress(Exception), without_warnings():  # what is wrong with the tokenizer others tell
+        if args.model.startswith("hf-hub:"):
+            return
+        name = args.model if ":" in args.model else args.model.replace("/", "-")
+        tokenizer = load_tokenizer(args, open_clip.get_model_config(name)["text_cfg"])
+        length = tokenizer.context_length
+        longer = tokenizer(seen.first, context_length=2 * length)
+        padding = tokenizer([""], context_length=2 * length)[0, -1]
+        # The last token before the cut may be an end of the text.
+        cut = (longer[:, :length] != tokenizer(seen.first)).any(1) | (longer[:, length] != padding)
+        if share := cut.double().mean().item():
+            yield (
+                f"--model: {100 * share:.2g} % of the first {len(cut)} captions are longer than the {length} tokens "
+                f"that {args.model} reads, and are cut there"
+            )
+
+
+def _on_repeated(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
+    if seen.repeated and args.uses_ext_loss and not has_keys(args) and build_loss(args, 1, "cpu").takes_keys:
+        yield (
+            f"--same-caption: {seen.repeated} of {seen.where} are those of another pair, too, and so false negatives; "
+            "give the flag to leave these out"
+        )
 
 
 def global_batch(args: Namespace) -> int:

@@ -8,6 +8,8 @@ key.
 import hashlib
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from open_clip_ext.options import flag_of
 from training_ext.sample_json import fields_of
 from training_ext.seeding import CAPTION, seed_of
 
+FIRST = 1000  # captions by which the share that is longer than the context is estimated
 FLAGS = {"several_captions": "csv", "captions_field": "webdataset"}  # with the kind of data that each needs
 
 
@@ -38,6 +41,30 @@ def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
 def is_empty(cell: Any) -> bool:
     """Whether a cell of a csv is empty or white space."""
     return not cell.strip() if isinstance(cell, str) else bool(pd.isna(cell))
+
+
+@dataclass(frozen=True)
+class SeenCaptions:
+    """Captions of the train data that are read before the start, without empty ones.
+
+    Args:
+        first: the first of them, at most `FIRST`.
+        repeated: how many of all that were read another pair has, too.
+        where: all that were read, in words.
+    """
+
+    first: list[str]
+    repeated: int
+    where: str
+
+
+def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:
+    """The captions that were read, of these images if a caption may stand beside others of its image."""
+    known = captions[~captions.map(is_empty)]
+    first = [str(caption) for caption in islice(known, FIRST)]
+    if images is not None:
+        known = known[~pd.DataFrame({0: known, 1: images}).duplicated()]
+    return SeenCaptions(first, int(known.duplicated(keep=False).sum()), where.format(len(known)))
 
 
 class Pictures:

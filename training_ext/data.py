@@ -16,7 +16,7 @@ import zlib
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch.utils.data import Dataset, Sampler
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.captions import Pictures, captions_of_samples, is_empty
+from training_ext.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.first_look import look_at_lines, look_at_shards
 from training_ext.hosts import TASKS, host
 from training_ext.keys import Keys, check_column, columns_of_text, key_of_samples
@@ -51,6 +51,7 @@ class DataRows:
         shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
         listing: of a webdataset, equal for two runs if their shards have the same names.
         captions: of a csv, the digest in checkpoints of earlier versions, which does not cover the images.
+        seen: captions of a csv or of local shards.
     """
 
     kind: str
@@ -59,6 +60,7 @@ class DataRows:
     shards: Shards | None = None
     listing: str | None = None
     captions: str | None = None
+    seen: SeenCaptions | None = field(default=None, compare=False)
 
     @property
     def counted(self) -> bool:
@@ -76,8 +78,11 @@ def needs_index(args: Namespace) -> bool:
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
 
 
-def check_usable(args: Namespace) -> None:
+def check_usable(args: Namespace) -> SeenCaptions | None:
     """Check that the train data exist and that the first samples have usable pairs.
+
+    Returns:
+        The captions of the first samples of local shards.
 
     Raises:
         InputError: more shards or lines are missing than --max-bad-samples allows, or nothing is usable.
@@ -88,7 +93,8 @@ def check_usable(args: Namespace) -> None:
     elif kind == "webdataset":
         urls = shard_urls(args.train_data)
         missing = check_missing(urls, max_bad=args.max_bad_samples)
-        _look_at_shards(args, [url for url in urls if url not in missing])
+        return look_at_first(args, [url for url in urls if url not in missing])
+    return None
 
 
 def find_rows(args: Namespace) -> DataRows:
@@ -104,12 +110,12 @@ def find_rows(args: Namespace) -> DataRows:
         if args.train_num_samples is not None and not needs_index(args):
             if args.shard_sizes:
                 raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
-            check_usable(args)
+            seen = check_usable(args)
             listing = digest_of_list(args.train_data)
-            return DataRows(kind, args.train_num_samples, listing, listing=listing)
+            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
-        _look_at_shards(args, [url for url in shards.urls if shards.size_of(url)])
-        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data))
+        seen = look_at_first(args, [url for url in shards.urls if shards.size_of(url)])
+        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
     if args.shard_sizes:
         raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
     if kind == "csv":
@@ -131,7 +137,9 @@ def find_rows(args: Namespace) -> DataRows:
         by_captions = lines.hexdigest()
         for path in below_common_folder(table[args.csv_img_key]):
             lines.update(b"\x1f" + path.encode())
-        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions)
+        images = table[args.csv_img_key] if args.several_captions else None
+        seen = see(captions, images, "the {} captions")
+        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
     seed = args.shapes_seed if kind == "shapes" else None
@@ -147,8 +155,9 @@ def below_common_folder(images: pd.Series) -> Iterator[str]:
     return (path[len(folder):] for path in images.fillna(""))
 
 
-def _look_at_shards(args: Namespace, urls: list[str]) -> None:
-    look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
+def look_at_first(args: Namespace, urls: list[str]) -> SeenCaptions | None:
+    """As `look_at_shards`, for the train data."""
+    return look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
 
 
 def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:

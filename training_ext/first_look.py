@@ -14,7 +14,7 @@ import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
-from training_ext.captions import JsonCaptions
+from training_ext.captions import JsonCaptions, SeenCaptions, see
 from training_ext.loading import PAIR_MEMBERS, missing_of
 from training_ext.shards import is_local
 from training_ext.tars import one_line, read_samples
@@ -27,18 +27,21 @@ ORIENTATION = 0x0112  # EXIF's number of it
 def look_at_shards(
     urls: list[str], key: Callable[[dict], object] | None = None, recaption: JsonCaptions | None = None,
     flag: str = "--train-data",
-) -> None:
-    """Read local shards up to the first usable pair, which is normally the first sample, and warn of the next images.
+) -> SeenCaptions | None:
+    """Check that local shards have a usable pair, which is normally the first sample, and warn of the next images.
 
     Args:
         key: called with that sample, a dict of bytes.
         recaption: puts the captions of samples in their place first.
 
+    Returns:
+        The captions of the first samples of its shard; None if the shards are not local.
+
     Raises:
         InputError: none of the first samples of the first shards is usable, or `key` raises it.
     """
     if not all(map(is_local, urls)):
-        return
+        return None
     reasons: Counter[str] = Counter()
     for url in urls[:LOOKED_AT]:
         try:
@@ -51,7 +54,7 @@ def look_at_shards(
                     if key is not None:
                         key(sample)
                     warn_of_images(_images(chain([sample], samples)), url, flag)
-                    return
+                    return _captions_of(url, recaption)
                 reasons[f"in {url!r} {reason}"] += 1
         except InputError:
             raise
@@ -60,6 +63,18 @@ def look_at_shards(
     if reasons:
         (first, _), *_ = reasons.items()
         raise InputError(f"{flag}: none of the first {reasons.total()} samples can be used, as {first}")
+    return None
+
+
+def _captions_of(url: str, recaption: JsonCaptions | None) -> SeenCaptions:
+    """The captions of a shard's first samples."""
+    captions = []
+    with suppress(Exception):  # it may be damaged further down
+        for sample in islice(read_samples(url), LOOKED_AT):
+            if recaption is not None:
+                recaption(sample)
+            captions.append(sample.get("txt", b"").decode(errors="replace"))
+    return see(pd.Series(captions, dtype=object), None, f"the first {{}} captions of {url!r}")
 
 
 def _reason(sample: dict, missing: str) -> str | None:

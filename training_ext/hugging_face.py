@@ -30,8 +30,8 @@ STAND_IN = {"width": 64, "heads": 1, "layers": 1}
 FIRST_POSITION = {"bert": 0, "roberta": 2, "xlm-roberta": 2}
 
 
-def check_tokenizer(args: Namespace, config: dict[str, Any]) -> None:
-    """Load a tokenizer of Hugging Face if that needs no download.
+def load_tokenizer(args: Namespace, config: dict[str, Any]) -> Any:
+    """The model's tokenizer; None if that needs a download.
 
     Args:
         config: the configuration of the text tower in OpenCLIP's.
@@ -40,10 +40,11 @@ def check_tokenizer(args: Namespace, config: dict[str, Any]) -> None:
         InputError: it cannot be loaded.
     """
     name = config.get("hf_tokenizer_name")
-    if not name or not args.model.startswith("local-dir:") and _can_be_downloaded(name):
-        return
+    if name and not args.model.startswith("local-dir:") and _can_be_downloaded(name):
+        return None
+    options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
     with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
-        open_clip.get_tokenizer(args.model, **taken(open_clip.get_tokenizer, cache_dir=args.cache_dir))
+        return open_clip.get_tokenizer(args.model, **options)
 
 
 def text_tower(args: Namespace, config: dict[str, Any]) -> dict[str, Any]:

@@ -183,6 +183,19 @@ def without_warnings() -> Iterator[None]:
         logging.disable(level)
 
 
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """The warnings that are logged within the block; they are shown nowhere else."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    before, logging.root.handlers = logging.root.handlers, [handler]
+    try:
+        yield told
+    finally:
+        logging.root.handlers = before
+
+
 def one_line(error: Exception) -> str:
     """An exception's message on one line, of at most 200 characters."""
     return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]

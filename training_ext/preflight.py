@@ -1,5 +1,6 @@
 """Check a command line on process 0, before anything is written."""
 
+import logging
 import os
 from argparse import Namespace
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, keep_best, midepoch, row_folders
+from training_ext.advice import advise_on_captions
 from training_ext.captions import check_captions
 from training_ext.data import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
 from training_ext.data_checks import (
@@ -120,6 +122,8 @@ def check(args: Namespace) -> DataRows | None:
         check_upsampling(args)
         check_size_known(args)
         found = find_rows(args)
+        for sentence in advise_on_captions(args, found.seen):
+            logging.warning(sentence)
         check_shards(args, found, world_size)
         check_steps(args, found.kind, samples_per_epoch(args, found), world_size)
         if args.uses_ext_loss:

@@ -24,7 +24,7 @@ from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.data import trains
 from training_ext.hosts import TASKS, host, taken
-from training_ext.hugging_face import check_tokenizer, local_config, lock_text, text_tower
+from training_ext.hugging_face import load_tokenizer, local_config, lock_text, text_tower
 from training_ext.loading import load_mapped, one_line
 from training_ext.osr.recovered import FORCED
 from training_ext.params import SCHEMAS, trains_logit_scale
@@ -102,7 +102,7 @@ def check_model(args: Namespace) -> nn.Module | None:
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
         raise InputError(f"--pretrained-image: --model {args.model} has no image tower of timm's; leave it out")
     with quiet():
-        check_tokenizer(args, config["text_cfg"])
+        load_tokenizer(args, config["text_cfg"])
     tower = None
     if config["text_cfg"].get("hf_model_name"):
         if "multimodal_cfg" in config:  # its decoder takes the tokens of the text tower itself

@@ -87,6 +87,7 @@ class Session:
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
         self._entry_to_save: dict[str, Any] | None = None
         self._sync: tuple[Any, tuple[str, ...]] | None = None
+        self.told: list[str] = []  # warnings from before the log was there
         self.completed = False  # whether OpenCLIP's main has come to its end
 
     # Start-up of the processes and the model
@@ -235,6 +236,8 @@ class Session:
 
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         self.log.has_start()
+        for sentence in self.told if is_master(args) else ():
+            logging.warning(sentence)
         self.tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
         if self._flags is not None and is_master(args) and not self._is_done and checkpoint.keeps_files(args):

@@ -2,10 +2,12 @@
 
 import math
 
+import pandas as pd
 import pytest
 
 from open_clip_ext.presets import drrho_gamma
-from training_ext.advice import advise
+from training_ext.advice import advise, advise_on_captions
+from training_ext.captions import SeenCaptions, see
 from training_ext.loss import build_loss
 from training_ext.params import parse_args
 
@@ -14,6 +16,31 @@ COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch
 
 def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[str]:
     return advise(parse_args(f"{COMMON} {flags}".split()), num_samples, steps_per_epoch)
+
+
+@pytest.mark.parametrize("length, share", [(30, ""), (31, "25 %"), (60, "25 %"), (64, "25 %"), (65, "25 %")])
+def test_captions_that_are_cut(length, share):
+    """ViT-test reads 32 tokens, a start and an end among them."""
+    args = parse_args(f"{COMMON} --loss clip".split())
+    (line, *more) = advise_on_captions(args, SeenCaptions(["x " * length, *"abc"], 2, "")) or [""]
+    assert not more and ("--model: " + share in line if share else line == "")
+
+
+@pytest.mark.parametrize(
+    "loss, named",
+    [("sogclr", True), ("sogclr --same-caption", False), ("sogclr --same-key title", False), ("cyclip", False)],
+)
+def test_captions_that_repeat(loss, named):
+    args = parse_args(f"{COMMON} --loss {loss}".split())
+    captions = pd.Series(["a", "b", "a", "", None, "", "c", "b", "a"])
+    told = advise_on_captions(args, see(captions, None, "the {} captions"))
+    assert len(told) == named
+    assert not named or "--same-caption: 5 of the 6 captions are those of another pair" in told[0]
+
+
+def test_captions_of_one_image_do_not_repeat():
+    captions, images = pd.Series(["a", "b", "a", "a", "c"]), pd.Series(list("xxxyz"))
+    assert see(captions, images, "{}").repeated == 2 and see(captions, None, "{}").repeated == 3
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ import shlex
 import shutil
 import textwrap
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,14 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, data_checks, preflight
-from training_ext.advice import advise
-from training_ext.data import find_rows, kind_of, needs_index, trains
+from training_ext.advice import advise, advise_on_captions
+from training_ext.data import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
 from training_ext.launch import world_info
 from training_ext.loss import build_loss
 from training_ext.recipes.recipe import Recipe, find
 from training_ext.recipes.resolved import resolved_flags
 from training_ext.rehearsal import known_config
+from training_ext.shards import shard_urls
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -59,12 +62,20 @@ def lines(args: Namespace, processes: int) -> list[str]:
         args.train_data = "DATA.tar"
     preflight.check_flags(args, processes)
     kind = kind_of(args, args.train_data or "")
-    samples = number_of_samples(args, recipe, kind if has_data else None)
+    find_once = cache(partial(find_rows, args))  # a large csv takes long to read
+    samples = number_of_samples(args, recipe, kind if has_data else None, find_once)
     steps = data_checks.check_steps(args, kind, samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
-    num_rows = number_of_rows(args, samples) if has_data else samples
-    if args.uses_ext_loss and (warnings := advise(args, num_rows, steps)):
+    num_rows = number_of_rows(args, samples, find_once) if has_data else samples
+    warnings = []
+    with suppress(InputError):  # the data may be on another machine
+        if has_data and kind in ("csv", "webdataset"):
+            seen = find_once().seen if kind == "csv" else look_at_first(args, shard_urls(args.train_data))
+            warnings += advise_on_captions(args, seen)
+    if args.uses_ext_loss:
+        warnings += advise(args, num_rows, steps)
+    if warnings:
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
@@ -82,11 +93,14 @@ def lines(args: Namespace, processes: int) -> list[str]:
     return [*text, *memory(parts, left_out(args, parts)), "", *files(args, saved if "model" in parts else None)]
 
 
-def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) -> int:
+def number_of_samples(
+    args: Namespace, recipe: Recipe | None, kind: str | None, find: Callable[[], DataRows]
+) -> int:
     """Number of pairs in an epoch: counted, unless --train-num-samples decides; the recipe's if there are no data here.
 
     Args:
         kind: of the train data; None without.
+        find: finds their rows.
     """
     declared = args.train_num_samples or (None if recipe is None else recipe.samples)
     if args.train_num_samples is not None and kind != "csv":  # in a csv OpenCLIP trains on all lines
@@ -97,20 +111,20 @@ def number_of_samples(args: Namespace, recipe: Recipe | None, kind: str | None) 
         return declared
     try:
         data_checks.check_size_known(args)
-        return data_checks.samples_per_epoch(args, find_rows(args))
+        return data_checks.samples_per_epoch(args, find())
     except InputError:
         if declared is None:
             raise
         return declared
 
 
-def number_of_rows(args: Namespace, samples: int) -> int:
+def number_of_rows(args: Namespace, samples: int, find: Callable[[], DataRows]) -> int:
     """n of a loss with state per sample, which --train-num-samples does not change; else, and where the data cannot be
     counted here, `samples`."""
     if not needs_index(args):
         return samples
     try:
-        return find_rows(args).num_rows
+        return find().num_rows
     except InputError:
         return samples
 
