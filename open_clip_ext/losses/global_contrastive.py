@@ -72,14 +72,13 @@ class GlobalContrastiveLoss(Loss):
     )
     negatives: str = option(
         "cross",
-        "which samples are negatives: those of the other modality (cross), of both (both), or of both with one "
-        "estimate and one temperature for an image's two views (views)",
+        "which samples are negatives: the other modality's, both's, or both's with one estimate and one temperature "
+        "for an image's two views",
         choices=("cross", "both", "views"),
         in_state=True,
     )
     consistency: float = option(
-        0.0, "weight of CyCLIP's in-modal and cross-modal consistency, times 2 tau; 0.25 in CyCLIP",
-        valid=not_negative, expected="a number >= 0",
+        0.0, "weight of CyCLIP's consistency, times 2 tau", valid=not_negative, expected="a number >= 0"
     )
     reference_gap: bool = option(
         False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True

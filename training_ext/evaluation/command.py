@@ -20,7 +20,7 @@ from open_clip_ext.options import flag_of
 from training_ext.evaluation.aggregates import averages
 from training_ext.evaluation.folders import Source, open_own_classes, warn_of_contents
 from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.models import Checkpoint, find_checkpoint, load_model
+from training_ext.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
 from training_ext.evaluation.own_classes import KEY, name_of, score_own_classes, write_confusion
 from training_ext.evaluation.pictures import draw_comparison
 from training_ext.evaluation.results import Results, Row, table
@@ -33,6 +33,7 @@ PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")
 LINES = ".jsonl"
 COMPARISON = "comparison.png"
+ALPHAS = "0,0.25,0.5,0.75,1"
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +55,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--checkpoint", required=True, nargs="+", metavar="PATH", help="weights of OpenCLIP models"
+    )
+    parser.add_argument(
+        "--interpolate", metavar="START", help="score weights between these and those of --checkpoint (WiSE-FT)"
+    )
+    parser.add_argument(
+        "--alphas", metavar="LIST", help=f"shares of --checkpoint in them, in [0, 1] (default: {ALPHAS})"
+    )
+    parser.add_argument(
+        "--save-best", metavar="FILE.pt",
+        help="save the interpolated weights with the best average of the tasks, or accuracy of --zeroshot-data",
     )
     parser.add_argument(
         "--model", metavar="NAME", help="OpenCLIP's name of the model (default: from params.txt beside the checkpoint)"
@@ -94,6 +105,7 @@ class Job:
         folders: by task key, the folder; tasks without one are left out.
         todo: for each checkpoint the keys to evaluate; the user's own classes have a key, too.
         stale: for each checkpoint the keys that are not to be evaluated, though their data or task have changed.
+        own: key of the user's own classes, or None.
     """
 
     checkpoints: list[Checkpoint]
@@ -104,6 +116,7 @@ class Job:
     folders: dict[str, str]
     todo: list[list[str]]
     stale: list[list[str]]
+    own: str | None
 
 
 def run(argv: list[str]) -> None:
@@ -134,6 +147,8 @@ def run(argv: list[str]) -> None:
             evaluate_checkpoint(args, device, job, number, results[number] if args.rank == 0 else None)
     if args.rank == 0:
         finish(job, results)
+        if args.save_best is not None:
+            save_best(job, results, args.save_best)
     if args.distributed:
         dist.barrier()
         dist.destroy_process_group()
@@ -151,13 +166,18 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
     if args.data is None and args.zeroshot_data is None:
         raise InputError("--data: is missing, and there is nothing to evaluate on; give it, or --zeroshot-data")
-    several = len(args.checkpoint) > 1
+    alphas = check_interpolation(args)
+    number = len(alphas or args.checkpoint)
+    several = number > 1
     if several and args.out.endswith(LINES):
-        raise InputError(f"--out: {args.out!r} is one file for {len(args.checkpoint)} checkpoints; give a folder")
+        raise InputError(f"--out: {args.out!r} is one file for {number} checkpoints; give a folder")
     if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
         raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
     check_writable("--out", os.path.dirname(args.out) if args.out.endswith(LINES) else args.out)
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
+    if args.interpolate is not None:
+        checkpoints = interpolated(checkpoints[0], args.interpolate, alphas)
+        load_model(checkpoints[0], Namespace(precision="fp32", device="cpu"))  # raises unless both are of the model
     labels = [one.label for one in checkpoints]
     if len({label.replace("/", "-") for label in labels}) < len(labels):
         raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, since results are filed by name")
@@ -168,6 +188,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     results = [Results(out, about(args, one)) for out, one in zip(outs, checkpoints, strict=True)]
     name, tasks, folders = DATACOMP, list[Task](), dict[str, str]()
     sources: dict[str, Source] = {}
+    own_key = None
     if args.data is not None:
         name, tasks, folders = find_tasks(args)
         wanted = [task for task in tasks if task.key in folders and is_wanted(task, args)]
@@ -177,7 +198,8 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
     if args.zeroshot_data is not None:
         own = open_own_classes("--zeroshot-data", args.zeroshot_data)
         warn_of_contents(own)
-        sources[KEY + name_of(own)] = own
+        own_key = KEY + name_of(own)
+        sources[own_key] = own
     by_key = {task.key: task for task in tasks}
     digests = {key: digest_of(by_key.get(key), source) for key, source in sources.items()}
     todo, stale = [], []
@@ -185,7 +207,32 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         todo.append([key for key, own in sources.items() if is_to_do(own, found.rows.get(key), digests[key], out)])
         stale.append([key for key in found.rows if key not in sources and is_stale(by_key.get(key), found, folders)])
     picture = os.path.join(args.out, COMPARISON) if several and tasks else None
-    return Job(checkpoints, outs, picture, name, tasks, folders, todo, stale), results
+    return Job(checkpoints, outs, picture, name, tasks, folders, todo, stale, own_key), results
+
+
+def check_interpolation(args: argparse.Namespace) -> list[float]:
+    """The alphas of --interpolate; empty without it."""
+    if args.interpolate is None:
+        for setting in ("alphas", "save_best"):
+            if (value := getattr(args, setting)) is not None:
+                raise InputError(f"{flag_of(setting)}: {value} has no effect without --interpolate; give the start")
+        return []
+    if len(args.checkpoint) > 1:
+        raise InputError(f"--checkpoint: {len(args.checkpoint)} files with --interpolate; give one, the end")
+    text = ALPHAS if args.alphas is None else args.alphas
+    try:
+        alphas = [float(word) for word in text.split(",")]
+    except ValueError:
+        alphas = [-1.0]
+    if not all(0 <= alpha <= 1 for alpha in alphas):
+        raise InputError(f"--alphas: {text!r} must be numbers in [0, 1] with commas between them, such as {ALPHAS}")
+    if (path := args.save_best) is not None:
+        if not path.endswith(".pt") or os.path.isdir(path):
+            raise InputError(f"--save-best: {path!r} must be a file whose name ends in .pt")
+        if os.path.realpath(path) in map(os.path.realpath, (*args.checkpoint, args.interpolate)):
+            raise InputError(f"--save-best: {path!r} is one of the two that are interpolated; give another file")
+        check_writable("--save-best", os.path.dirname(path))
+    return alphas
 
 
 def digest_of(task: Task | None, source: Source) -> str:
@@ -335,3 +382,17 @@ def finish(job: Job, results: list[Results]) -> None:
             draw_comparison(file, labels, shown, means, f"Zero-shot scores, {job.table} tasks")
         print(job.picture)
     print("\n".join(job.outs), flush=True)
+
+
+def save_best(job: Job, results: list[Results], path: str) -> None:
+    """Save the weights with the highest average of the tasks, or without tasks the highest accuracy of own classes."""
+    if job.tasks:
+        name, values = averages(job.table, job.tasks, [own.scores() for own in results])[0]
+    else:
+        assert job.own is not None
+        name, values = "accuracy", [own.rows[job.own].metrics["acc1"] for own in results]
+    best = job.checkpoints[values.index(max(values))]
+    model, _, _ = load_model(best, Namespace(precision="fp32", device="cpu"))
+    with whole_file(path) as file:
+        torch.save({"state_dict": model.state_dict(), "alpha": best.alpha}, file)
+    print(f"{path}: {best.label}, {name} {100 * max(values):.2f}", flush=True)

@@ -6,8 +6,8 @@ import json
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import open_clip
@@ -40,6 +40,8 @@ class Checkpoint:
         digest: SHA-256 (hex) of the file.
         has_logit_bias: whether the weights have SigLIP's logit_bias.
         flags: the training's values of `MODEL_FLAGS`, and the preprocessing of the pretrained weights it started from.
+        start: the file of weights to interpolate with, or None.
+        alpha: share of `path` in every weight, in [0, 1]; the rest is `start`'s.
     """
 
     path: str
@@ -48,25 +50,58 @@ class Checkpoint:
     digest: str
     has_logit_bias: bool
     flags: dict[str, Any] = field(default_factory=dict)
+    start: str | None = None
+    alpha: float = 1.0
 
 
-def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Checkpoint:
+def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Checkpoint]:
+    """The weights alpha * end + (1 - alpha) * start for each alpha: WiSE-FT, arXiv 2109.01903.
+
+    Args:
+        path: the file of the start's weights; its own params.txt, if there is one, must name the same model.
+
+    Raises:
+        InputError: the file does not exist or has no weights, or is another model's.
+    """
+    model = read_params(os.path.join(experiment_of(path), PARAMS)).get("model", end.model)
+    if model != end.model:
+        raise InputError(f"--interpolate: {path!r} is of {model!r} and --checkpoint of {end.model!r}; give one model's")
+    start = find_checkpoint(path, model, flag="--interpolate")
+    return [
+        replace(
+            end, start=path, alpha=alpha, label=f"{end.label}@{alpha:g}",
+            digest=f"{alpha!r} of {end.digest}, else {start.digest}",
+        )
+        for alpha in alphas
+    ]
+
+
+def experiment_of(path: str) -> str:
+    """The folder of the training that wrote a checkpoint, which also has its params.txt."""
+    folder = os.path.dirname(os.path.abspath(path))
+    return os.path.dirname(folder) if os.path.basename(folder) == "checkpoints" else folder
+
+
+def find_checkpoint(
+    path: str, model: str | None, tag: str | None = None, flag: str = "--checkpoint"
+) -> Checkpoint:
     """Describe a checkpoint without loading its weights.
 
     Args:
         model: OpenCLIP's name of the model; None: from params.txt beside the checkpoint.
         tag: OpenCLIP's tag of the pretrained weights whose preprocessing is used; None: from params.txt, or else the
             model's own preprocessing.
+        flag: names the path in messages.
 
     Raises:
         InputError: the file does not exist or has no weights, the model's name is not known, or the tag is not one of
             the model's.
     """
     if not os.path.isfile(path):
-        raise InputError(f"--checkpoint: {path!r} is not a file")
+        raise InputError(f"{flag}: {path!r} is not a file")
     folder, name = os.path.split(os.path.abspath(path))
-    inside = os.path.basename(folder) == "checkpoints"
-    experiment = os.path.dirname(folder) if inside else folder
+    experiment = experiment_of(path)
+    inside = experiment != folder
     params = read_params(os.path.join(experiment, PARAMS))
     if model is None and not isinstance(params.get("model"), str):
         raise InputError(f"--model: there is no {PARAMS} with the model's name beside {path!r}; give the name")
@@ -90,7 +125,7 @@ def find_checkpoint(path: str, model: str | None, tag: str | None = None) -> Che
         f"{os.path.basename(experiment)}/{label}" if inside or params else label,  # best.pt is beside params.txt
         name_of_model,
         digest.hexdigest(),
-        any(name.endswith("logit_bias") for name in names_of_weights(path)),
+        any(name.endswith("logit_bias") for name in names_of_weights(path, flag)),
         preprocessing | {name: params[name] for name in MODEL_FLAGS if own and params.get(name) is not None},
     )
 
@@ -134,7 +169,7 @@ def read_params(path: str) -> dict[str, Any]:
     return found
 
 
-def names_of_weights(path: str) -> list[str]:
+def names_of_weights(path: str, flag: str) -> list[str]:
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
@@ -144,14 +179,14 @@ def names_of_weights(path: str) -> list[str]:
         reason = f"is not a complete checkpoint: {one_line(error)}"
         if "TorchScript" in reason:
             reason = "is a TorchScript archive, which would execute what it contains; give a file of its state_dict"
-        raise InputError(f"--checkpoint: {path!r} {reason}") from None
+        raise InputError(f"{flag}: {path!r} {reason}") from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not (
         isinstance(weights, dict)
         and weights
         and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items())
     ):
-        raise InputError(f"--checkpoint: {path!r} has no weights of a model")
+        raise InputError(f"{flag}: {path!r} has no weights of a model")
     return [plain_name(name) for name in weights]
 
 
@@ -164,7 +199,7 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
     Raises:
         InputError: OpenCLIP does not know the model, or the weights belong to another.
     """
-    given = f"--model: {checkpoint.model!r}"
+    given = f"--model: {checkpoint.model!r} with the weights of {checkpoint.path!r}"
     seams = {
         ("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer),
         ("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path),
@@ -182,6 +217,11 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
                 **taken(open_clip.create_model_and_transforms, load_weights=False, pretrained_text=False), **flags,
             )
             open_clip.load_checkpoint(model, checkpoint.path)
+            if checkpoint.start is not None:
+                end = {name: value.clone() for name, value in model.state_dict().items()}
+                given = f"--interpolate: {checkpoint.model!r} with the weights of {checkpoint.start!r}"
+                open_clip.load_checkpoint(model, checkpoint.start)
+                model.load_state_dict(interpolate(model.state_dict(), end, checkpoint.alpha))
             length = checkpoint.flags.get("force_context_length")
             tokenizer = open_clip.get_tokenizer(checkpoint.model, context_length=length)
     except InputError:
@@ -190,5 +230,16 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
         reason = str(error).strip().splitlines()[-1].strip()[:200] if str(error).strip() else repr(error)
         if open_clip.get_model_config(checkpoint.model) is None and ":" not in checkpoint.model:
             reason = "OpenCLIP does not know it"
-        raise InputError(f"{given} with the weights of {checkpoint.path!r}: {reason}") from None
+        raise InputError(f"{given}: {reason}") from None
     return model.eval(), transform, tokenizer
+
+
+def interpolate(start: dict[str, torch.Tensor], end: dict[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """alpha * end + (1 - alpha) * start, computed in float32 or float64; integers, such as counts of steps, are the
+    end's."""
+    mixed = {}
+    for name, value in start.items():
+        precision = torch.promote_types(value.dtype, torch.float32)
+        other = end[name].to(precision)
+        mixed[name] = torch.lerp(value.to(precision), other, alpha) if value.is_floating_point() else end[name]
+    return mixed

@@ -297,6 +297,81 @@ def test_the_comparison_begins_at_zero(monkeypatch):
     assert low <= 0 and high > 10
 
 
+def test_weights_between_two_checkpoints(evalset, checkpoints, tmp_path, capsys):
+    """At 0 and 1 the scores of the two; between them those of the mean of the weights, which the file then has."""
+    mean = tmp_path / "mean.pt"
+    start, end = (torch.load(path, weights_only=True)["state_dict"] for path in checkpoints)
+    torch.save({name: (start[name] + 3 * end[name]) / 4 for name in start}, mean)
+    common = f"--data {evalset} --tasks evalset/retrieval evalset/background"
+    run(f"--checkpoint {checkpoints[0]} {checkpoints[1]} {mean} {common} --model ViT-test --out {tmp_path}/each")
+    best = tmp_path / "best.pt"
+    arguments = f"--checkpoint {checkpoints[1]} --interpolate {checkpoints[0]} {common} --out {tmp_path}/out"
+    capsys.readouterr()
+    run(f"{arguments} --alphas 0,0.75,1 --save-best {best}")
+    shown = capsys.readouterr().out
+    assert f"{best}: run/epoch_2@" in shown and "run/epoch_2@0.75" in shown
+
+    def scores(path):
+        return {key: line["metrics"]["main_metric"] for key, line in lines_of(path).items()}
+
+    alphas = {0: "run-epoch_1", 0.75: "mean", 1: "run-epoch_2"}
+    found = {alpha: scores(tmp_path / "out" / f"run-epoch_2@{alpha}.jsonl") for alpha in alphas}
+    for alpha, name in alphas.items():
+        assert found[alpha] == scores(tmp_path / "each" / f"{name}.jsonl")
+    assert found[0] != found[0.75] != found[1]
+    saved = torch.load(best, weights_only=True)
+    alpha = max(found, key=lambda one: sum(found[one].values()))
+    assert saved["alpha"] == alpha
+    for name, value in saved["state_dict"].items():
+        first, last = start[f"module.{name}"], end[f"module.{name}"]
+        torch.testing.assert_close(value, (1 - alpha) * first + alpha * last)
+    assert "run/epoch_2@0.75: Retrieval" in shown
+    run(f"{arguments} --alphas 0.75")
+    assert "run/epoch_2@0.75: Retrieval" not in capsys.readouterr().out  # is there already
+
+
+def test_interpolated_weights_with_the_best_accuracy_of_own_classes(evalset, checkpoints, tmp_path, capsys):
+    """The default alphas; the file has float32 weights whatever the precision."""
+    own = evalset / "wds_evalset-background_test"
+    run(f"--checkpoint {checkpoints[1]} --interpolate {checkpoints[0]} --zeroshot-data {own} --out {tmp_path}/out "
+        f"--precision pure_bf16 --save-best {tmp_path}/best.pt")
+    accuracies = {}
+    for alpha in (0, 0.25, 0.5, 0.75, 1):
+        (line,) = lines_of(tmp_path / "out" / f"run-epoch_2@{alpha}.jsonl").values()
+        accuracies[alpha] = line["metrics"]["acc1"]
+    saved = torch.load(tmp_path / "best.pt", weights_only=True)
+    assert accuracies[saved["alpha"]] == max(accuracies.values())
+    assert saved["state_dict"]["visual.proj"].dtype == torch.float32
+
+
+def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, refused):
+    start, end = checkpoints
+    good = f"--checkpoint {end} --data {evalset} --out {tmp_path}/new"
+    both = f"{good} --interpolate {start}"
+    assert "--interpolate: 's3://bucket/x.pt' is not a file" in refused(f"{good} --interpolate s3://bucket/x.pt")
+    for wrong in ("0,1.5", "-0.1", "nan", "half", "", "0,,1"):
+        assert f"--alphas: {wrong!r} must be numbers in [0, 1]" in refused(f"{both} --alphas={wrong}")
+    assert "@0.5, run/epoch_2@0.5 must differ" in refused(f"{both} --alphas 0.5,0.50")
+    assert "--alphas: 0.5 has no effect without --interpolate" in refused(f"{good} --alphas 0.5")
+    assert "--save-best: x.pt has no effect without --interpolate" in refused(f"{good} --save-best x.pt")
+    assert "--checkpoint: 2 files with --interpolate" in refused(f"{both} --checkpoint {end} {start}")
+    assert "is one file for 5 checkpoints; give a folder" in refused(f"{both} --out {tmp_path}/new.jsonl")
+    assert "must be a file whose name ends in .pt" in refused(f"{both} --save-best {tmp_path}/best.safetensors")
+    assert "is one of the two that are interpolated" in refused(f"{both} --save-best {start}")
+    assert "--save-best: " in refused(f"{both} --save-best {start}/best.pt")
+    (tmp_path / "params.txt").write_text("model: ViT-B-32\n")
+    other = tmp_path / "other.pt"
+    other.symlink_to(start)
+    assert "is of 'ViT-B-32' and --checkpoint of 'ViT-test'" in refused(f"{good} --interpolate {other}")
+    (tmp_path / "params.txt").unlink()
+    weights = torch.load(start, weights_only=True)["state_dict"]
+    torch.save({**weights, "module.visual.proj": torch.zeros(3, 3)}, tmp_path / "reshaped.pt")
+    line = refused(f"{good} --interpolate {tmp_path}/reshaped.pt")
+    assert "--interpolate: 'ViT-test' with the weights of" in line and "size mismatch for visual.proj" in line
+    torch.save({"state_dict": {"a": Path("x")}}, tmp_path / "pickled.pt")
+    assert "--interpolate: " in (line := refused(f"{good} --interpolate {tmp_path}/pickled.pt")) and "pickled" in line
+
+
 def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):
     """aggregate_scores.py takes the lines whose metrics have a main_metric, 38 of them, and averages them by name."""
     pandas = pytest.importorskip("pandas")
