@@ -11,8 +11,9 @@ from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
-from training_ext.captions import Cells, captions_of_samples, draw_from_lines, index_by_position
+from training_ext.captions import Cells, Pictures, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
+from training_ext.evaluation.scores import ANY_CAPTION
 from training_ext.hosts import host
 from training_ext.keys import columns_of_text, find_keys, key_of_samples
 from training_ext.loading import decode_pairs
@@ -35,6 +36,7 @@ class DataSeams:
         epoch: number that seeds the order, the augmentation and the captions of the data.
         skips: counts of the skipped train samples.
         loader: the train loader, once it is built, for this package's losses.
+        val_pictures: the lines of a validation csv by image, once it is read, if they are evaluated so; else None.
     """
 
     def __init__(self, args: Namespace, rows: DataRows | None):
@@ -42,6 +44,7 @@ class DataSeams:
         self.rows = rows
         self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
+        self.val_pictures: Pictures | None = None
         self._seeded_epochs: SeededEpochs | None = None
         self._stream: SampleStream
         self._shared_epoch = SharedEpoch()
@@ -121,6 +124,10 @@ class DataSeams:
                 first_lines = self._draw_captions(lines)
             if is_train:
                 self.skips.num_samples = len(lines)
+            else:
+                pictures = Pictures(list(lines.images))
+                if len(pictures) < len(lines) or self.args.keep_best in ANY_CAPTION:
+                    self.val_pictures = pictures
             if is_train and self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
             return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)

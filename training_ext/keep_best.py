@@ -15,16 +15,14 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from training_ext import zero_shot
 from training_ext.checkpoint import atomic_save, keeps_files
-from training_ext.data import trains
+from training_ext.data import kind_of, trains
 from training_ext.evaluation.own_classes import IMAGES as OWN_IMAGES
 from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
+from training_ext.evaluation.scores import ANY_CAPTION, NUM_IMAGES, VALIDATION
 from training_ext.loading import load_mapped, one_line
 
 START, BEST = "starting_point.json", "best.pt"  # in the experiment's folder, where `--resume latest` does not look
-COUNTS = ("epoch", "num_samples", OWN_IMAGES)
-SIDES = ("image_to_text", "text_to_image")
-VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
-VALIDATION += ("clip_val_loss",)
+COUNTS = ("epoch", "num_samples", OWN_IMAGES, NUM_IMAGES)
 IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
@@ -37,7 +35,8 @@ def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
 
     names = []
     if args.val_data and due(args.val_frequency):
-        names += [*VALIDATION, *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
+        names += [*VALIDATION, "clip_val_loss", *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
+        names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") == "csv" else ()
     if args.zeroshot_data and due(args.val_frequency):
         names += OWN_CLASSES
     if due(args.zeroshot_frequency):
@@ -47,9 +46,9 @@ def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
 
 def check_metric(args: Namespace) -> None:
     """Raise InputError unless --keep-best names a metric of the evaluation."""
-    names = known_metrics(args)
     if args.keep_best is None:
         return
+    names = known_metrics(args)
     given = f"--keep-best: {args.keep_best!r}"
     if not trains(args):
         raise InputError(f"{given} without training; give --train-data")
@@ -77,7 +76,7 @@ def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int
     for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
         if metric in names:
             return len(data[key].dataloader.dataset)
-    return metrics.get("num_samples")
+    return metrics.get(NUM_IMAGES if metric in ANY_CAPTION and metric.startswith("image") else "num_samples")
 
 
 def standard_error(share: float, items: int) -> float:

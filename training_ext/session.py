@@ -30,6 +30,7 @@ from training_ext.data import DataRows, trains
 from training_ext.data_checks import samples_per_epoch
 from training_ext.data_seams import DataSeams
 from training_ext.evaluation import during_training
+from training_ext.evaluation.scores import validation_metrics
 from training_ext.hugging_face import built
 from training_ext.keep_best import Monitor, known_metrics
 from training_ext.loading import load_resumed
@@ -476,6 +477,13 @@ class Session:
                 model, self._transforms[1], tokenizer, epoch, args, self.data.outlive
             )
         return metrics
+
+    def clip_metrics(self, image_features: Any, text_features: Any, **unused: Any) -> dict[str, Any]:
+        given = image_features, text_features
+        image, text = (torch.cat(features) if isinstance(features, list) else features for features in given)
+        device = torch.device(self.args.device)
+        on_gpu = device.type == "cuda"  # others may lack float64
+        return validation_metrics(image, text, self.data.val_pictures, device if on_gpu else image.device)
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""

@@ -1,17 +1,25 @@
-"""Compute a task's metrics, under DataComp's names."""
+"""Compute a task's metrics, under DataComp's names, and those of validation pairs, under OpenCLIP's."""
 
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.retrieval import retrieval_ranks
+from training_ext.captions import Pictures
 from training_ext.evaluation import metrics
 from training_ext.evaluation.folders import Candidates, Shards, Source
 from training_ext.evaluation.inference import RANKED, Answers, Encoder, associate, classify, retrieve
 from training_ext.evaluation.tasks import Task
 
 RECALLS = (1, 5, 10)
+SIDES = ("image_to_text", "text_to_image")
+NUM_IMAGES = "num_images"
+VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
+ANY_CAPTION = (*(f"{side}_any_R@{k}" for side in SIDES for k in RECALLS),)
 Metrics = dict[str, Any]
 
 
@@ -99,8 +107,39 @@ def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
 
 
 def retrieval_metrics(image: NDArray, text: NDArray, image_of_text: NDArray) -> Metrics:
-    found: Metrics = metrics.retrieval_recall(image, text, image_of_text, RECALLS)
-    return found | {"mean_recall@1": (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2}
+    """Recalls in both directions, under clip_benchmark's names; any of an image's texts counts.
+
+    Args:
+        image: (images, d). text: (texts, d).
+        image_of_text: (texts,) index of each text's image.
+    """
+    embeddings = torch.from_numpy(image), torch.from_numpy(text)
+    images, texts = retrieval_ranks(*embeddings, torch.from_numpy(image_of_text))
+    found: Metrics = {}
+    for k in RECALLS:
+        found |= {f"image_retrieval_recall@{k}": texts.recall(k), f"text_retrieval_recall@{k}": images.recall(k)}
+    return found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}
+
+
+def validation_metrics(image: Tensor, text: Tensor, pictures: Pictures | None, device: torch.device) -> Metrics:
+    """What OpenCLIP's `get_clip_metrics` gives for pairs, and `ANY_CAPTION` and the number of images.
+
+    Args:
+        image: (n, d). text: (n, d).
+        pictures: the pairs grouped by image; None: without the recalls that know an image's other captions.
+    """
+    found: Metrics = {}
+    for side, ranks in zip(SIDES, retrieval_ranks(image, text, device=device), strict=True):
+        expected = ranks.expected()
+        found |= {f"{side}_mean_rank": float(expected.mean()) + 1}
+        found |= {f"{side}_median_rank": float(expected.quantile(0.5).floor()) + 1}
+        found |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
+    if pictures is None:
+        return found
+    first, of = torch.from_numpy(pictures.first), torch.from_numpy(pictures.of)
+    for side, ranks in zip(SIDES, retrieval_ranks(image[first], text, of, device), strict=True):
+        found |= {f"{side}_any_R@{k}": ranks.recall(k) for k in RECALLS}
+    return found | {NUM_IMAGES: len(pictures)}
 
 
 def association_metrics(similarities: list[NDArray], source: Candidates) -> Metrics:

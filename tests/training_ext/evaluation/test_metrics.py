@@ -67,29 +67,6 @@ def test_mean_average_precision():
     assert metrics.mean_average_precision(scores, targets) == pytest.approx(sum(expected) / 4, abs=1e-12)
 
 
-@pytest.mark.parametrize("chunk", [1, 1 << 24])
-def test_retrieval(monkeypatch, chunk):
-    """Some images have several texts, and the order of the texts is not that of the images."""
-    monkeypatch.setattr(metrics, "CHUNK", chunk)
-    image_of_text = RANDOM.permutation(np.concatenate([np.arange(30), RANDOM.integers(0, 30, 40)]))
-    image = RANDOM.normal(size=(30, 5)).astype(np.float32)
-    text = image[image_of_text] + RANDOM.normal(size=(70, 5)).astype(np.float32)
-    similarity = text.astype(np.float64) @ image.astype(np.float64).T
-    found = metrics.retrieval_recall(image, text, image_of_text, (1, 5, 10))
-    for k in (1, 5, 10):
-        images = [image_of_text[t] in np.argsort(-similarity[t])[:k] for t in range(70)]
-        texts = [i in image_of_text[np.argsort(-similarity[:, i])[:k]] for i in range(30)]
-        assert found[f"image_retrieval_recall@{k}"] == pytest.approx(np.mean(images), abs=1e-12)
-        assert found[f"text_retrieval_recall@{k}"] == pytest.approx(np.mean(texts), abs=1e-12)
-    assert found["image_retrieval_recall@1"] < found["image_retrieval_recall@10"] < 1
-
-
-def test_a_collapsed_model_retrieves_by_chance():
-    same = np.ones((10, 3), np.float32)
-    found = metrics.retrieval_recall(same, same, np.arange(10), (1, 5))
-    assert found == {f"{side}_retrieval_recall@{k}": k / 10 for side in ("image", "text") for k in (1, 5)}
-
-
 def test_jaccard_of_picks():
     for _ in range(20):
         similarities = RANDOM.normal(size=12)

@@ -1,0 +1,103 @@
+"""Retrieval between images and texts: the rank of each one's positive among all candidates, and recall at k.
+
+An image may have several texts, each of which is a positive of it. Similarities are computed in float64, a tile at a
+time (`kernels.streaming`), so memory grows with the number of embeddings and not of their pairs.
+
+Similarities that differ by no more than float64 rounds are equal, and equal candidates stand in random order: ranks and
+recalls are the expected ones. One other candidate that is as similar as the positive thus counts half, and embeddings
+that are all equal, or not finite, score as chance.
+
+Shapes: I images, T texts, d = dimension; the q queries are all images, and the candidates all texts, or vice versa.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.kernels.streaming import tiles
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where the most similar positive of each query stands; each (q,) int64, on the CPU.
+
+    Args:
+        above: number of candidates that are more similar.
+        equal: number of other candidates as similar, positives not counted.
+        positives: number of positives as similar, at least 1.
+    """
+
+    above: Tensor
+    equal: Tensor
+    positives: Tensor
+
+    def expected(self) -> Tensor:
+        """The expected rank of the first positive, from 0, (q,) float64."""
+        return self.above + self.equal.double() / (self.positives + 1)
+
+    def recall(self, k: int) -> float:
+        """Expected fraction of the queries that have a positive among the k most similar candidates."""
+        missed = torch.ones(len(self.above), dtype=torch.float64)
+        for place in range(k):
+            others = (self.above + self.equal - place).clamp(min=0).double()  # that could stand here, of equal ones
+            missed *= torch.where(place < self.above, 1.0, others / (others + self.positives))
+        return float((1 - missed).mean())
+
+
+@torch.no_grad()
+def retrieval_ranks(
+    image: Tensor, text: Tensor, image_of_text: Tensor | None = None, device: torch.device | str | None = None
+) -> tuple[Ranks, Ranks]:
+    """The ranks of the images' texts, and of the texts' images.
+
+    Args:
+        image: embeddings (I, d) of any floating type. text: (T, d).
+        image_of_text: (T,) int64, the index of each text's image; each image has at least one. By default text i
+            belongs to image i.
+        device: where similarities are computed, by default where the images are.
+    """
+    place = image.device if device is None else torch.device(device)
+    of = torch.arange(len(text), device=image.device) if image_of_text is None else image_of_text
+    rows, columns = tiles(len(image), [slice(0, len(text))], place)
+    own = torch.cat([(image[of[part]].double() * text[part].double()).sum(dim=1) for part in columns])
+    best = own.new_full((len(image),), -torch.inf).scatter_reduce(0, of, own, "amax")
+    # Two sums of d products in different order differ by at most d epsilons of the product of the norms.
+    slack = text.shape[1] * torch.finfo(own.dtype).eps * image.norm(dim=1).max() * text.norm(dim=1).max()
+    as_good = ~(own < (best - slack)[of])
+    images = _Side(best, slack, of.new_zeros(len(image)).scatter_add(0, of, as_good.long()), 1, place)
+    texts = _Side(own, slack, torch.ones_like(of), 0, place)
+    for row in rows:
+        some = image[row].to(place).double()
+        for column in columns:
+            similarities = some @ text[column].to(place).double().T
+            images.count(similarities, row)
+            texts.count(similarities, column)
+    return images.ranks(len(text)), texts.ranks(len(image))
+
+
+class _Side:
+    """Counts the candidates of the queries of one direction.
+
+    Args:
+        level: similarity of each query and its best positive, (q,).
+        slack: difference up to which similarities are equal.
+        positives: as in `Ranks`.
+        dim: the candidates' dimension in a tile of similarities.
+    """
+
+    def __init__(self, level: Tensor, slack: Tensor, positives: Tensor, dim: int, device: torch.device):
+        self.low, self.high = (level - slack).to(device), (level + slack).to(device)
+        self.positives = positives
+        self.dim = dim
+        self.above, self.below = torch.zeros(2, len(level), dtype=torch.int64, device=device)
+
+    def count(self, similarities: Tensor, queries: slice) -> None:
+        """Count the candidates of a tile."""
+        low, high = (bound[queries].unsqueeze(self.dim) for bound in (self.low, self.high))
+        self.above[queries] += (similarities > high).sum(self.dim)
+        self.below[queries] += (similarities < low).sum(self.dim)
+
+    def ranks(self, candidates: int) -> Ranks:
+        above, below, positives = self.above.cpu(), self.below.cpu(), self.positives.cpu()
+        return Ranks(above, candidates - above - below - positives, positives)

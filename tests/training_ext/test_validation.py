@@ -1,0 +1,82 @@
+"""Metrics of validation pairs: OpenCLIP's, and those that know the other captions of an image."""
+
+import json
+import shlex
+
+import pandas as pd
+import pytest
+import torch
+
+from training_ext import session
+from training_ext.evaluation.scores import ANY_CAPTION, validation_metrics
+from training_ext.hosts import host
+from training_ext.keep_best import BEST, num_items
+
+FLAGS = "--epochs 1 --workers 0 --lr 1e-3"
+SIDES = ("image_to_text", "text_to_image")
+
+
+def test_open_clips_numbers_where_no_two_similarities_are_equal():
+    draws = torch.Generator().manual_seed(0)
+    text = torch.nn.functional.normalize(torch.randn(700, 16, generator=draws, dtype=torch.float64), dim=1)
+    image = torch.nn.functional.normalize(text + torch.randn(700, 16, generator=draws, dtype=torch.float64) / 3, dim=1)
+    for size in (700, 699):
+        features = {"image_features": image[:size], "text_features": text[:size]}
+        expected = host().train_module.get_clip_metrics(**features, logit_scale=torch.tensor(100.0))
+        found = validation_metrics(image[:size], text[:size], None, image.device)
+        assert found == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-12)
+        assert 0.1 < found["image_to_text_R@1"] < found["text_to_image_R@10"] < 1
+
+
+@pytest.fixture(scope="module")
+def lines(datasets, tmp_path_factory) -> pd.DataFrame:
+    """48 lines of 12 pictures, whose lines are not beside one another."""
+    table = pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t")
+    table["filepath"] = [table["filepath"][row % 12] for row in range(len(table))]
+    return table
+
+
+def evaluated(experiment) -> dict:
+    return json.loads((experiment.path / "checkpoints/results.jsonl").read_text().splitlines()[-1])
+
+
+@pytest.mark.parametrize("loss, workers", [("", 0), ("--loss neuclip --npn-prototypes 20 --rho 5", 2)])
+def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypatch, loss, workers):
+    lines.to_csv(tmp_path / "val.csv", sep="\t", index=False)
+    features = []
+
+    def recorded(image, text, *rest):
+        features[:] = image.double(), text.double()
+        return validation_metrics(image, text, *rest)
+
+    monkeypatch.setattr(session, "validation_metrics", recorded)
+    found = evaluated(run("x", f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv {loss} --workers {workers}"))
+    assert found["num_images"] == 12 and found["num_samples"] == 48
+    image, text = features
+    similarities = image[:12] @ text.T
+    for k in (1, 5, 10):
+        images = [{t % 12 for t in row.topk(k).indices.tolist()} for row in similarities]
+        texts = [row.topk(k).indices.tolist() for row in similarities.T]
+        hits = [i in own for i, own in enumerate(images)], [t % 12 in own for t, own in enumerate(texts)]
+        for side, own in zip(SIDES, hits, strict=True):
+            assert found[f"{side}_any_R@{k}"] == pytest.approx(sum(own) / len(own))
+        for side in SIDES:
+            assert found[f"{side}_R@{k}"] <= found[f"{side}_any_R@{k}"]
+
+
+def test_the_best_weights_by_a_recall_that_knows_all_captions(run, datasets, lines, tmp_path):
+    lines[:12].to_csv(tmp_path / "val.csv", sep="\t", index=False)
+    flags = f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv --loss clip"
+    found = evaluated(run("x", flags))
+    assert not found.keys() & set(ANY_CAPTION)  # one caption an image
+    metric = "text_to_image_any_R@5"
+    experiment = run("y", f"{flags} --keep-best {metric}")
+    found = evaluated(experiment)
+    assert found[metric] == found["text_to_image_R@5"]
+    assert torch.load(experiment.path / BEST, weights_only=True)["metrics"][metric] == found[metric]
+
+
+def test_images_and_captions_have_standard_errors_of_their_own():
+    metrics = {"num_samples": 48, "num_images": 12}
+    names = ("image_to_text_any_R@1", "text_to_image_any_R@1", "image_to_text_R@1")
+    assert [num_items(name, metrics, {}) for name in names] == [12, 48, 48]
