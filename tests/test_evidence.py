@@ -1,5 +1,6 @@
 """examples/evidence: which run comes next, what a run leaves behind, and the intervals."""
 
+import io
 import json
 import math
 import signal
@@ -8,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from zero_shot_folder import write_zero_shot
 
 EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
@@ -44,7 +46,7 @@ echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metr
 @pytest.fixture
 def evidence(monkeypatch, tmp_path):
     """The modules grid, run and report, and a small grid in an empty folder."""
-    for name in ("grid", "run", "report"):
+    for name in ("grid", "run", "report", "gallery"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(EVIDENCE))
     monkeypatch.setenv("PYTHONPATH", str(EVIDENCE.parent.parent))
@@ -59,7 +61,7 @@ def evidence(monkeypatch, tmp_path):
     yield grid, run, report
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in ("grid", "run", "report"):
+    for name in ("grid", "run", "report", "gallery"):
         sys.modules.pop(name, None)
 
 
@@ -114,10 +116,40 @@ def test_the_declared_grid(evidence):
             assert rate == pytest.approx(1e-3 * declared.methods[run.method].get("batches", 1) ** 0.5, rel=0.02)
     for method, about in declared.methods.items():
         is_tuned = any(run.method == method and run.candidate is None for run in declared.runs)
-        tried = 2 if method == "queue, consistency" else 5  # at the queue's own flags
+        tried = 3 if method == "queue, consistency" else 5  # at the queue's own flags
         assert len(about.get("candidates", [])) == len(declared.tuning(method)) == (tried if is_tuned else 0)
     for cell in declared.cells.values():
         assert cell["rows"] == 10_000 * cell["shards"]
+
+
+def test_a_gallery_of_icons_that_no_run_has_used(evidence, monkeypatch):
+    """Of 5 new images one is a near duplicate of a training row, one of an earlier one, and one has a caption again."""
+    import gallery
+    from webdataset import TarWriter
+
+    data = Path("data")
+    data.mkdir()
+    image = {shade: Image.new("RGB", (32, 32), (shade, 100, 200)) for shade in (0, 64, 70, 128, 160, 192)}
+    image[192].putpixel((0, 0), (0, 0, 0))
+    shards = [[(0, "a")], [(255, "b")], [(1, "c"), (64, "d"), (70, "e"), (128, "d"), (160, "f"), (192, "a")]]
+    image[1], image[255] = image[0].copy(), Image.new("RGB", (32, 32))
+    image[1].putpixel((3, 3), (30, 110, 200))
+    for number, shard in enumerate(shards):
+        with TarWriter(str(data / f"train-{number:06}.tar"), encoder=False) as tar:
+            for shade, caption in shard:
+                buffer = io.BytesIO()
+                image[shade].save(buffer, "png")
+                tar.write({"__key__": f"set_{shade}", "png": buffer.getvalue(), "txt": caption.encode()})
+    cells = "cells: {isolation: {shards: 1, gallery: fresh/gallery}, large: {shards: 2}}"
+    Path("cells.yaml").write_text(f"{cells}\nrecipe: x\nbatch: 1\nwarmup: 0\nmethods: {{}}\norder: []\n")
+    monkeypatch.setattr(sys, "argv", ["", "--data", "data", "--grid", "cells.yaml", "--samples", "3"])
+    gallery.main()
+    found = list(gallery.samples(data / "fresh" / "gallery-000000.tar"))
+    assert [sample["__key__"] for sample in found] == ["set_64", "set_160", "set_192"]
+    assert json.loads((data / "fresh" / "sizes.json").read_text()) == {"gallery-000000.tar": 3}
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:-1], "4"])
+    with pytest.raises(SystemExit, match="2"):
+        gallery.main()
 
 
 def test_a_torn_last_line_is_dropped_and_replaced(evidence):
