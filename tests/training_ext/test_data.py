@@ -22,6 +22,7 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.checkpoint import KEY
 from training_ext.data import RowLoader, append_row, find_rows
 from training_ext.keys import find_keys
+from training_ext.osr import recovered
 from training_ext.osr.recovery import ShortLoader
 from training_ext.params import parse_args
 from training_ext.seeding import AT_BATCH, AT_EPOCH, Start
@@ -205,6 +206,16 @@ def test_the_digest_of_a_csv_is_that_of_its_captions_and_images_in_order(tmp_pat
     ]
     assert len({rows.digest, *(other.digest for other in others)}) == 5
     assert [other.captions == rows.captions for other in others] == [False, True, True, False]
+
+
+def test_statistics_are_not_loaded_for_exchanged_images(tmp_path):
+    args = parse_args(f"--loss fastclip-v3 --train-data {tmp_path}/train.csv".split())
+    saved = {"identity": recovered.identity(args, rows_of(tmp_path, PETS))}
+    own = recovered.identity(args, rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"]))
+    with pytest.raises(InputError, match="was recovered with another set of image paths: digest"):
+        recovered.check(saved, own, "x.state")
+    del saved["identity"]["set of image paths"]  # as an earlier version
+    recovered.check(saved, own, "x.state")
 
 
 def test_an_empty_cell_does_not_change_the_common_folder(tmp_path):
