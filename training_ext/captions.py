@@ -18,6 +18,7 @@ from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
+from training_ext.hosts import host
 from training_ext.sample_json import fields_of
 from training_ext.seeding import CAPTION, seed_of
 
@@ -100,6 +101,29 @@ class Pictures:
                 f"--same-key: the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
                 "or leave out --several-captions"
             )
+
+
+class DigestLoader:
+    """A loader of validation pairs that notices images that repeat, by their pixels as the model gets them.
+
+    Args:
+        loader: OpenCLIP's, whose samples have no path.
+
+    Attributes:
+        digests: of the images of the latest pass, in their order.
+    """
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self.num_samples, self.num_batches = loader.num_samples, loader.num_batches
+        self.digests: list[bytes] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.digests.clear()
+        for batch in self.loader:
+            images, _ = host().pair(batch)
+            self.digests += [hashlib.blake2b(image.contiguous().numpy(), digest_size=16).digest() for image in images]
+            yield batch
 
 
 class Cells:

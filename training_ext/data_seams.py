@@ -2,7 +2,7 @@
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
-from training_ext.captions import Cells, Pictures, captions_of_samples, draw_from_lines, index_by_position
+from training_ext.captions import Cells, DigestLoader, Pictures, captions_of_samples, draw_from_lines, index_by_position
 from training_ext.data import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
 from training_ext.evaluation.scores import ANY_CAPTION
 from training_ext.hosts import host
@@ -36,7 +36,7 @@ class DataSeams:
         epoch: number that seeds the order, the augmentation and the captions of the data.
         skips: counts of the skipped train samples.
         loader: the train loader, once it is built, for this package's losses.
-        val_pictures: the lines of a validation csv by image, once it is read, if they are evaluated so; else None.
+        val_images: what is equal for equal images, in the order of the validation pairs; none of generated data.
     """
 
     def __init__(self, args: Namespace, rows: DataRows | None):
@@ -44,7 +44,7 @@ class DataSeams:
         self.rows = rows
         self.skips = Skips(args.max_bad_samples, args.workers)
         self.loader: RowLoader
-        self.val_pictures: Pictures | None = None
+        self.val_images: Iterable[Any] = ()
         self._seeded_epochs: SeededEpochs | None = None
         self._stream: SampleStream
         self._shared_epoch = SharedEpoch()
@@ -70,6 +70,12 @@ class DataSeams:
         """End the run, after success or an error."""
         self.outlive.close()
 
+    def val_pictures(self) -> Pictures | None:
+        """The validation pairs by image; None if each image has one pair, unless --keep-best asks for them."""
+        images = list(self.val_images)
+        pictures = Pictures(images)
+        return pictures if len(pictures) < len(images) or self.args.keep_best in ANY_CAPTION else None
+
     @staticmethod
     def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
         return original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
@@ -91,6 +97,9 @@ class DataSeams:
             if self.rows is not None and self.rows.shards is not None and not args.dataset_resampled:
                 listed = self.rows.shards.num_listed(args.train_data)
                 self.skips.num_samples = listed if listed <= self.skips.epoch_samples else 0
+        elif kind_of(args, args.val_data, "--val-data") == "webdataset":
+            info = replace(info, dataloader=DigestLoader(info.dataloader))
+            self.val_images = info.dataloader.digests
         if not is_train or not args.uses_ext_loss:
             return info
         loader = info.dataloader
@@ -125,9 +134,7 @@ class DataSeams:
             if is_train:
                 self.skips.num_samples = len(lines)
             else:
-                pictures = Pictures(list(lines.images))
-                if len(pictures) < len(lines) or self.args.keep_best in ANY_CAPTION:
-                    self.val_pictures = pictures
+                self.val_images = lines.images
             if is_train and self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
             return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)

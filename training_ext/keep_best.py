@@ -36,7 +36,7 @@ def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
     names = []
     if args.val_data and due(args.val_frequency):
         names += [*VALIDATION, "clip_val_loss", *([zero_shot.METRIC] if args.dataset_type == "shapes" else [])]
-        names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") == "csv" else ()
+        names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") in ("csv", "webdataset") else ()
     if args.zeroshot_data and due(args.val_frequency):
         names += OWN_CLASSES
     if due(args.zeroshot_frequency):

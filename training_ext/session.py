@@ -483,7 +483,7 @@ class Session:
         image, text = (torch.cat(features) if isinstance(features, list) else features for features in given)
         device = torch.device(self.args.device)
         on_gpu = device.type == "cuda"  # others may lack float64
-        return validation_metrics(image, text, self.data.val_pictures, device if on_gpu else image.device)
+        return validation_metrics(image, text, self.data.val_pictures(), device if on_gpu else image.device)
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""

@@ -2,6 +2,8 @@
 
 import json
 import shlex
+import tarfile
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -40,9 +42,28 @@ def evaluated(experiment) -> dict:
     return json.loads((experiment.path / "checkpoints/results.jsonl").read_text().splitlines()[-1])
 
 
+def written(lines: pd.DataFrame, kind: str, folder: Path, workers: int) -> tuple[str, list[int]]:
+    """Flags of the lines as validation data, of which shards have 24 each, and the lines in their loader's order."""
+    order = list(range(len(lines)))
+    if kind == "csv":
+        lines.to_csv(folder / "val.csv", sep="\t", index=False)
+        return f"{folder}/val.csv", order
+    for shard in (0, 1):
+        with tarfile.open(folder / f"val-{shard}.tar", "w") as tar:
+            for row in order[24 * shard : 24 * shard + 24]:
+                (folder / "caption").write_text(lines["title"][row])
+                tar.add(lines["filepath"][row], f"{row:03}.png")
+                tar.add(folder / "caption", f"{row:03}.txt")
+    if workers == 2:  # take turns with a batch of 8
+        order = [row for start in (0, 8, 16) for shard in (0, 24) for row in range(start + shard, start + shard + 8)]
+    return f"{folder}/val-{{0..1}}.tar --val-num-samples 48", order
+
+
+@pytest.mark.parametrize("kind", ["csv", "shards"])
 @pytest.mark.parametrize("loss, workers", [("", 0), ("--loss neuclip --npn-prototypes 20 --rho 5", 2)])
-def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypatch, loss, workers):
-    lines.to_csv(tmp_path / "val.csv", sep="\t", index=False)
+def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypatch, kind, loss, workers):
+    val_data, order = written(lines, kind, tmp_path, workers)
+    flags = f"{datasets[kind]} {FLAGS} --train-num-samples 48 {loss} --workers {workers}"
     features = []
 
     def recorded(image, text, *rest):
@@ -50,9 +71,9 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
         return validation_metrics(image, text, *rest)
 
     monkeypatch.setattr(session, "validation_metrics", recorded)
-    found = evaluated(run("x", f"{datasets['csv']} {FLAGS} --val-data {tmp_path}/val.csv {loss} --workers {workers}"))
+    found = evaluated(run("x", f"{flags} --val-data {val_data}"))
     assert found["num_images"] == 12 and found["num_samples"] == 48
-    image, text = features
+    image, text = (rows[torch.tensor(order).argsort()] for rows in features)
     similarities = image[:12] @ text.T
     for k in (1, 5, 10):
         images = [{t % 12 for t in row.topk(k).indices.tolist()} for row in similarities]
