@@ -19,9 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import stopping
+from training_ext import session, stopping
 from training_ext.data import RowLoader
-from training_ext.hosts import host
 from training_ext.midepoch import NAME
 from training_ext.osr.recovery import UNFINISHED
 from training_ext.session import Session
@@ -132,7 +131,7 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
     whole = run("whole", common)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(host().train_module, "get_clip_metrics", kill)
+        patch.setattr(session, "validation_metrics", kill)
         run_main(ext_main, f"{common} --name resumed", logs)
     resumed = run("resumed", f"{common} --resume latest")
     assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1

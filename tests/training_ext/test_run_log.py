@@ -14,9 +14,8 @@ from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.surrogates import PowerHinge
-from training_ext import run_log, skips
+from training_ext import run_log, session, skips
 from training_ext.data import RowLoader
-from training_ext.hosts import host
 from training_ext.run_log import Epoch, RunLog, duration
 from training_ext.summary import summary
 
@@ -137,7 +136,7 @@ def test_the_summary(run, loss):
 def test_the_time_left_is_that_of_steps_not_of_the_evaluation_before_them(run, monkeypatch):
     """A step takes a second, the evaluation a thousand."""
     clock = [0.0]
-    iterate, metrics = RowLoader.__iter__, host().train_module.get_clip_metrics
+    iterate, metrics = RowLoader.__iter__, session.validation_metrics
 
     def steps(loader):
         for batch in iterate(loader):
@@ -150,7 +149,7 @@ def test_the_time_left_is_that_of_steps_not_of_the_evaluation_before_them(run, m
 
     first = run("first", f"{FLAGS} {LOSSES['queue']}")
     monkeypatch.setattr(RowLoader, "__iter__", steps)
-    monkeypatch.setattr(host().train_module, "get_clip_metrics", evaluated)
+    monkeypatch.setattr(session, "validation_metrics", evaluated)
     monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: clock[0], time=lambda: 0.0))
     weights = f"--pretrained {first.path}/checkpoints/epoch_1.pt"
     log = run("second", f"{FLAGS} {LOSSES['queue']} {weights} --val-num-samples 8").log
