@@ -33,11 +33,12 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         steps_per_epoch: optimizer steps per epoch.
     """
     steps = args.epochs * steps_per_epoch
+    if steps == 0:
+        return []
     return [
         *_on_steps(args, steps_per_epoch),
         *_on_amorlip(args, steps_per_epoch),
         *_on_length(args, steps),
-        *_on_warmup(args, steps),
         *_on_pretrained(args, steps),
         *_on_temperature(args, steps),
         *_on_gamma(args, num_samples, steps_per_epoch),
@@ -81,6 +82,22 @@ def _on_repeated(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
         )
 
 
+def advise_any(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
+    """Warnings as `advise` gives them, for a training with any loss, OpenCLIP's own included."""
+    steps = args.epochs * steps_per_epoch
+    if steps == 0:
+        yield f"--epochs: {args.epochs} epoch(s) of {steps_per_epoch} optimizer step(s), so nothing is trained"
+    elif args.lr == 0:
+        yield "--lr: 0, so the weights do not change"
+    elif not args.skip_scheduler and args.warmup > steps:
+        yield (
+            f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
+            f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
+        )
+    if args.precision == "amp" and args.device.startswith("cpu"):
+        yield "--precision: amp took six times as long as fp32 on a CPU without 16-bit units; try --precision fp32"
+
+
 def global_batch(args: Namespace) -> int:
     return args.batch_size * args.accum_freq * world_info()[2]
 
@@ -112,14 +129,6 @@ def _on_length(args: Namespace, steps: int) -> Iterator[str]:
         yield (
             f"--epochs: the training has {steps} step(s), but --normalizer {args.normalizer} estimated better than a "
             f"minibatch only after about {EARLY_STEPS}; train longer, or use --loss fastclip-v3 --normalizer batch"
-        )
-
-
-def _on_warmup(args: Namespace, steps: int) -> Iterator[str]:
-    if not args.skip_scheduler and args.warmup > steps:
-        yield (
-            f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
-            f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
         )
 
 

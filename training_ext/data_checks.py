@@ -85,9 +85,6 @@ def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -
             f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
             f"the {num_samples} samples of an epoch; lower it"
         )
-    total = steps * args.epochs
-    if "warmup" in args.given_flags and args.warmup > total and not args.skip_scheduler:
-        raise InputError(f"--warmup: {args.warmup} steps are more than the {total} of the training; lower it")
     return steps
 
 

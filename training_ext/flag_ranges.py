@@ -52,8 +52,6 @@ LOGGERS = ("", "none", "wandb", "tensorboard", "all")
 
 RANGES: dict[str, Range] = {
     # Data
-    "train_data": GIVEN,
-    "val_data": GIVEN,
     "imagenet_val": GIVEN,
     "imagenet_v2": GIVEN,
     "train_data_upsampling_factors": GIVEN,
@@ -66,7 +64,7 @@ RANGES: dict[str, Range] = {
     "batch_size": whole(1),
     "accum_freq": whole(1),
     # Length and schedule
-    "epochs": whole(1, MOST_EPOCHS),
+    "epochs": whole(0, MOST_EPOCHS),
     "warmup": whole(0),
     "lr_scheduler": Range(lambda value: value in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
     "epochs_cooldown": whole(0),
@@ -74,13 +72,13 @@ RANGES: dict[str, Range] = {
     "lr_cooldown_power": POSITIVE,
     # Optimizer
     "opt": Range(lambda value: value.lower() == "adamw" or value.lower().startswith("timm/"), "adamw or timm/NAME"),
-    "lr": POSITIVE,
+    "lr": NOT_NEGATIVE,
     "beta1": BELOW_ONE,
     "beta2": BELOW_ONE,
     "eps": POSITIVE,
     "wd": NOT_NEGATIVE,
     "momentum": BELOW_ONE,
-    "grad_clip_norm": POSITIVE,
+    "grad_clip_norm": Range(POSITIVE.holds, "a number > 0: at 0 every gradient is 0; leave it out not to clip"),
     # Model
     "model": GIVEN,
     "lock_image_unlocked_groups": whole(0),

@@ -56,7 +56,7 @@ def loss_help(given: Mapping[str, Any]) -> str:
     own = {name: given[name] for name in names if name in given}
     epochs = given.get("epochs", preset.training_defaults.get("epochs"))
     if epochs is not None:
-        epochs += ceil(given.get("osr_epochs", 0))
+        epochs = max(1, epochs + ceil(given.get("osr_epochs", 0)))
     settings = factory.resolve_options(preset.name, own, epochs)
     parts = factory.parts_of(preset.name, settings)
     defaults = factory.defaults_of(preset.name, parts)

@@ -79,6 +79,6 @@ class TemperatureGroup:
         """Replaces OpenCLIP's assign_learning_rate: `new_lr` for the model, the schedule's rate for the temperature."""
         original(optimizer, new_lr)
         if self.schedule == "model":
-            self.group["lr"] = new_lr * self.lr / self.model_lr
+            self.group["lr"] = new_lr * self.lr / (self.model_lr or 1.0)  # of 0, every rate of the schedule is 0
         else:
             self.group["lr"] = self.lr * self._factor

@@ -336,8 +336,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
             setattr(args, name, value)
     resolve_recovery(args)
     check_lengths(args.epochs, args.osr_epochs)  # before defaults are derived from them
-    # The loss counts epochs from the start of the recovery.
-    args.loss_epochs = args.epochs + ceil(args.osr_epochs)
+    # The loss counts epochs from the start of the recovery; without any, its schedules still have a length.
+    args.loss_epochs = max(1, args.epochs + ceil(args.osr_epochs))
     for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
         setattr(args, name, value)
     resolve_recovered_surrogate(args)
@@ -360,8 +360,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 
 def check_lengths(epochs: int, osr_epochs: float) -> None:
     """Raise InputError for a length that is out of range."""
-    if not 1 <= epochs <= MOST_EPOCHS:
-        raise InputError(f"--epochs: {epochs} is out of range; it must be a whole number from 1 to {MOST_EPOCHS}")
+    if not 0 <= epochs <= MOST_EPOCHS:
+        raise InputError(f"--epochs: {epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}")
     if not 0 <= osr_epochs <= MOST_EPOCHS:
         raise InputError(f"--osr-epochs: {osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
 

@@ -76,8 +76,9 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
     # Processes of horovod do not know their rank yet.
     if world_info()[1] > 0 or not checkpoint.keeps_files(args) or args.name is None or args.horovod:
         return
-    check_name(args)
-    check_logs(args)
+    if args.loss is not None:
+        check_name(args)
+        check_logs(args)
     folder = os.path.join(args.logs, args.name)
     try:
         until.enter_context(only_user(folder))
@@ -101,6 +102,10 @@ def check(args: Namespace) -> DataRows | None:
     local_rank, rank, world_size = world_info()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
+    if args.loss is None:
+        if rank == 0:
+            check_open_clips_own(args)
+        return None
     evaluate_once(args)
     needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
     if rank != 0:
@@ -147,6 +152,21 @@ def check(args: Namespace) -> DataRows | None:
     return rows
 
 
+def check_open_clips_own(args: Namespace) -> None:
+    """Check a run without `--loss`, which accepts what OpenCLIP accepts: flags of ours, and what another run has made.
+
+    Raises:
+        InputError: as `check`.
+    """
+    check_own_classes(args)
+    check_experiment(args)
+    if args.resume is not None and args.resume != "latest":
+        resumed = find_resumed(args.resume)
+        if resumed is not None and trains(args):
+            checkpoint.check_entry(resumed[1], resumed[0], args, None)
+    bring_up_to_date(args)
+
+
 def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str, dict | None] | None]:
     """Check the flags, without reading the data or the machine.
 
@@ -155,6 +175,8 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     """
     host().check_flags(args, open_clip_params.parse_args([]))
     check_ranges(args)
+    if args.name is not None:
+        check_name(args)
     check_experiment(args)
     check_numbers(args, world_size)
     check_schedule(args)
@@ -207,7 +229,7 @@ def evaluate_once(args: Namespace) -> None:
 
     OpenCLIP would evaluate only what is due by frequency after the checkpoint's epoch, perhaps nothing.
     """
-    if args.loss is not None and not trains(args):
+    if not trains(args):
         args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
 
 
@@ -246,10 +268,7 @@ def check_name(args: Namespace) -> None:
 
 def check_experiment(args: Namespace) -> None:
     """Refuse an existing experiment, for which OpenCLIP returns -1 once the processes have started."""
-    if args.name is None:
-        return
-    check_name(args)
-    if args.resume == "latest":
+    if args.name is None or args.resume == "latest":
         return
     name = "out-0" if args.log_local else "out.log"
     path = os.path.join(args.logs, args.name, name)
@@ -368,7 +387,7 @@ def check_schedule(args: Namespace) -> None:
             raise InputError("--lr-scheduler: 'const-cooldown' needs --epochs-cooldown; give its number of epochs")
         if args.epochs_cooldown > args.epochs:
             raise InputError(f"--epochs-cooldown: {args.epochs_cooldown} is more than --epochs {args.epochs}; lower it")
-    if args.loss is not None and args.delete_previous_checkpoint and not args.save_most_recent:
+    if args.delete_previous_checkpoint and not args.save_most_recent:
         # OpenCLIP removes the checkpoint of the epoch before also after an epoch that saves none.
         if 1 < args.save_frequency < args.epochs - 1:
             raise InputError(

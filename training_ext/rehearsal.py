@@ -371,8 +371,7 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
             continue
         if own.get(name) != saved.get(name):
             if name == "logit_bias" and (name in own) != (name in saved):
-                flag = "--siglip" if args.loss is None else "--loss siglip"
-                was, right = ("was", f"give {flag}") if name in saved else ("was not", f"leave {flag} out")
+                was, right = ("was", "give --loss siglip") if name in saved else ("was not", "leave --loss siglip out")
                 raise InputError(
                     f"--resume: {path!r} {was} trained with SigLIP's loss, which adds a logit_bias to a model; {right}"
                 )

@@ -24,7 +24,7 @@ from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
 from training_ext import checkpoint, midepoch, recipes, row_folders
-from training_ext.advice import advise
+from training_ext.advice import advise, advise_any
 from training_ext.before_training import BeforeTraining, warn_without_start
 from training_ext.data import DataRows, trains
 from training_ext.data_checks import samples_per_epoch
@@ -95,7 +95,7 @@ class Session:
 
     def init_distributed(self, original: Callable, args: Any) -> Any:
         device = original(args)
-        if args.distributed and not args.horovod:
+        if args.loss is not None and args.distributed and not args.horovod:
             check_alike(args, self.data.rows)
         return device
 
@@ -256,10 +256,9 @@ class Session:
         if args.uses_ext_loss:
             for info in data.values():
                 self.data.outlive.workers_of(info.dataloader)
-        if "train" in data and not args.skip_scheduler and is_master(args):
-            steps = data["train"].dataloader.num_batches // args.accum_freq * args.epochs
-            if args.warmup > steps:
-                logging.warning(f"--warmup {args.warmup}: the training has {steps} steps and does not reach --lr")
+        if "train" in data and is_master(args):
+            for sentence in advise_any(args, data["train"].dataloader.num_batches // args.accum_freq):
+                logging.warning(sentence)
         return during_training.marked(data, args)
 
     # Training
@@ -430,7 +429,7 @@ class Session:
             remove_unfinished(args)
         if args.loss is not None and trains(args) and args.save_logs:
             midepoch.remove_folders(args.checkpoint_path)
-        if args.loss is not None and trains(args) and args.save_logs and not self._is_done:
+        if args.loss is not None and trains(args) and args.save_logs and args.epochs and not self._is_done:
             for line in summary(args, time.monotonic() - self._began):
                 logging.info(line)
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from open_clip_ext.presets import drrho_gamma
-from training_ext.advice import advise, advise_on_captions
+from training_ext.advice import advise, advise_any, advise_on_captions
 from training_ext.captions import SeenCaptions, see
 from training_ext.loss import build_loss
 from training_ext.params import parse_args
@@ -15,7 +15,8 @@ COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch
 
 
 def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[str]:
-    return advise(parse_args(f"{COMMON} {flags}".split()), num_samples, steps_per_epoch)
+    args = parse_args(f"{COMMON} {flags}".split())
+    return [*advise_any(args, steps_per_epoch), *advise(args, num_samples, steps_per_epoch)]
 
 
 @pytest.mark.parametrize("length, share", [(30, ""), (31, "25 %"), (60, "25 %"), (64, "25 %"), (65, "25 %")])
@@ -91,6 +92,7 @@ def test_nothing_is_said_where_all_fits(loss):
             "--loss neuclip --rho 3 --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
             ["--npn-restart-every: 1 ", "10 step(s)"],
         ),
+        ("--loss cyclip --warmup 5 --lr-tau 1 --device cpu", 10, ["--precision: amp", "try --precision fp32"]),
     ],
 )  # fmt: skip
 def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):

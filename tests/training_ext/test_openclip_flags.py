@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import open_clip
 import pytest
 import torch
+from conftest import ext_main
 from open_clip_train import params as open_clip_params
+from open_clip_train.main import main as open_clip_main
 from wrong_cases import parser
 
 from open_clip_ext.errors import InputError
@@ -115,3 +117,53 @@ def test_a_recipe_with_abbreviations():
     for abbreviation in ("--fastclip", "--normali table", "--dry"):
         with pytest.raises(InputError, match=f"unknown: {abbreviation}"):
             parse_args(abbreviation.split())
+
+
+SYNTHETIC = "--dataset-type synthetic --train-num-samples 16 --workers 0 --epochs 1 --lr 1e-3"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--warmup 100",
+        "--epochs 0",
+        "--epochs -1",
+        "--batch-size 32",
+        "--accum-freq 3",
+        "--batch-size 1",
+        "--grad-clip-norm 0",
+        "--lr 0",
+        "--wd -1",
+        "--eps 0",
+        "--lr-scheduler const-cooldown --epochs-cooldown 2",
+        "--epochs 4 --save-frequency 2 --delete-previous-checkpoint",
+        "--distill-model ViT-test",
+        "--resume latest",
+        "--train-data= --val-data=",
+        "--train-num-samples 15",
+        "--report-to nonsense",
+        "--zeroshot-frequency -1",
+    ],
+)
+def test_without_loss_all_that_open_clip_accepts_is_accepted(run, flags):
+    theirs, ours = (run(name, f"{SYNTHETIC} {flags}", main) for name, main in (("a", open_clip_main), ("b", ext_main)))
+    files = sorted(path.name for path in (theirs.path / "checkpoints").iterdir())
+    assert files == sorted(path.name for path in (ours.path / "checkpoints").iterdir())
+    for name in files:
+        one, other = (torch.load(run.path / "checkpoints" / name)["state_dict"] for run in (theirs, ours))
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("loss", ["clip", *LOSSES])
+@pytest.mark.parametrize(
+    "flags, warning",
+    [
+        ("--warmup 100", "--warmup: 100 steps, but the training has 2, so the learning rate ends at 2 % of --lr"),
+        ("--lr 0", "--lr: 0, so the weights do not change"),
+        ("--epochs 0", "--epochs: 0 epoch(s) of 2 optimizer step(s), so nothing is trained"),
+    ],
+)
+def test_a_training_that_is_defined_is_warned_of_once(run, loss, flags, warning):
+    log = run("x", f"{SYNTHETIC} {LOSSES.get(loss, '--loss clip')} {flags}").log
+    assert log.count(warning) == 1 and log.count(warning.split()[0]) == 1
+    assert ("epoch_0.pt" in log) is False

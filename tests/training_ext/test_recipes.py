@@ -206,15 +206,13 @@ def test_a_run_repeats_from_what_it_saved(run, write, tmp_path, datasets):
     assert yaml.safe_load((second.path / "recipe.yaml").read_text())["flags"] == saved["flags"]
 
 
-def test_defaults_of_which_a_run_only_warns_are_not_saved(tmp_path):
+def test_a_default_of_which_a_run_only_warns_is_not_saved(tmp_path):
     def saved(more: str = "") -> dict:
         args = parse(f"--loss neuclip --model ViT-test --dataset-type shapes --train-num-samples 48 {more}")
         recipes.save(str(tmp_path), args, recipes.resolved_flags(args), 48)
         return yaml.safe_load((tmp_path / "recipe.yaml").read_text())["flags"]
 
-    assert not {"device", "warmup"} & saved().keys()
-    given = saved("--warmup 2 --seed 1")
-    assert given["warmup"] == 2 and "device" not in given
+    assert "device" not in saved() and saved("--device cpu")["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -286,13 +284,19 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
         text = capsys.readouterr().out
         assert f"{samples} per epoch" in text and f"{steps} per epoch" in text
     # What the training would refuse is refused.
-    warmup = "--train-num-samples 64 --warmup 100 --epochs 1"
-    assert "--warmup: 100 steps are more than the 8" in refused(f"{flags} {warmup}")
     assert "--keep-best" in refused(f"{flags} --train-num-samples 64 --keep-best x")
     assert "--model: 'ViT-B-99' is unknown" in refused(f"{flags} --train-num-samples 64 --model ViT-B-99")
     # OpenCLIP's own training has a plan, too.
     assert ext_main([*TINY.split(), "--train-data", "x.tar", "--train-num-samples", "64", "--dry-run"]) == 0
     assert "loss:" not in capsys.readouterr().out
+    assert ext_main([*TINY.split(), *"--dataset-type synthetic --train-num-samples 7 --dry-run".split()]) == 0
+    assert "so nothing is trained" in capsys.readouterr().out
+    # So has an evaluation.
+    for loss in ("", "--loss neuclip"):
+        assert ext_main([*TINY.split(), *f"{loss} --dataset-type shapes --val-num-samples 8 --dry-run".split()]) == 0
+        plan = capsys.readouterr().out
+        assert "No training" in plan and "results.jsonl" in plan
+        assert "gradients" not in plan and "epoch_K.pt" not in plan
 
 
 def plan_of(capsys, flags: str) -> str:

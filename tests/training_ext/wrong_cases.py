@@ -61,8 +61,8 @@ RIGHT = {
         (
             "--amor-beta", "--amor-ema", "--amor-positive-weight", "--amor-reinit-every", "--beta1", "--beta2",
             "--coca-caption-loss-weight", "--coca-contrastive-loss-weight", "--consistency", "--cyclip-crossmodal",
-            "--cyclip-inmodal", "--epochs-cooldown", "--force-patch-dropout", "--lock-image-unlocked-groups",
-            "--lr-cooldown-end", "--lock-text-unlocked-layers",
+            "--cyclip-inmodal", "--epochs", "--epochs-cooldown", "--force-patch-dropout",
+            "--lock-image-unlocked-groups", "--lr", "--lr-cooldown-end", "--lock-text-unlocked-layers",
             "--margin", "--mixing", "--momentum", "--npn-initial-accumulator", "--npn-max-rise",
             "--npn-restart-every", "--npn-updates", "--npn-wd", "--osr-epochs", "--rho", "--rho-annealed-from",
             "--save-frequency", "--seed", "--shapes-seed", "--split-rows-above",
@@ -74,7 +74,7 @@ RIGHT = {
     "--rho-annealed": ("-1", "0"),
     **dict.fromkeys(("--cache-dir", "--logs", "--name", "--remote-sync", "--osr-save"), ("nonsense",)),
     **dict.fromkeys(("--wandb-notes", "--wandb-project-name"), ("nonsense", "")),
-    **dict.fromkeys(("--pretrained", "--report-to"), ("",)),
+    **dict.fromkeys(("--pretrained", "--report-to", "--val-data"), ("",)),
 }
 
 
@@ -181,7 +181,6 @@ def written() -> list[Case]:
             "{data}/ours/checkpoints/epoch_2.pt --epochs 4 --lock-text",
             "latest", "https://", "nonsense://x",
         ],
-        "--warmup": ["-5", "5", "5 --lr-scheduler const"],
         "--tau-min": ["0.03 --temperature individual --tau-start 0.02", "0.03 --tau-init 0.02"],
         "--tau-start": ["2 --temperature individual", "0.02 --temperature individual --tau-max 0.01"],
         "--train-num-samples": ["15 --batch-size 16", "1099511627777"],
@@ -223,8 +222,8 @@ def written() -> list[Case]:
     cases.append(Case("--resume", other, f"{SHAPES} --loss sogclr --resume {other}"))
     evaluated = {"--resume": ["{data}/torn.pt", "{data}/foreign.pt", "{data}/list.pt"], "--model": ["ViT-B-23"]}
     cases += [
-        Case(flag, value, f"{EVALUATE} {loss} {flag} {value}")
-        for flag, values in evaluated.items() for value in values for loss in ("", LOSS)
+        Case(flag, value, f"{EVALUATE} {LOSS} {flag} {value}")
+        for flag, values in evaluated.items() for value in values
     ]
     return cases
 

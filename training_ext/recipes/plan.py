@@ -22,7 +22,7 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
 from training_ext import checkpoint, data_checks, preflight
-from training_ext.advice import advise, advise_on_captions
+from training_ext.advice import advise, advise_any, advise_on_captions
 from training_ext.data import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
 from training_ext.launch import world_info
 from training_ext.loss import build_loss
@@ -58,17 +58,26 @@ def lines(args: Namespace, processes: int) -> list[str]:
     args = copy.copy(args)
     preflight.prepare_shapes(args)
     has_data = trains(args)
-    if not has_data:
+    evaluates = bool(args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data)
+    declared = args.train_num_samples or (None if recipe is None else recipe.samples)
+    only_evaluates = not has_data and evaluates and declared is None
+    if not has_data and not only_evaluates:
         args.train_data = "DATA.tar"
-    preflight.check_flags(args, processes)
+    if args.loss is not None:
+        preflight.check_flags(args, processes)
+    if only_evaluates:
+        model = {name: size for name, size in model_bytes(args).items() if name == "model"}
+        state = memory(model, left_out(args, model))
+        return [*shown_flags(args, flags), "", "No training", "", *state, "", *files(args, None)]
     kind = kind_of(args, args.train_data or "")
     find_once = cache(partial(find_rows, args))  # a large csv takes long to read
     samples = number_of_samples(args, recipe, kind if has_data else None, find_once)
-    steps = data_checks.check_steps(args, kind, samples, processes)
+    step_rule = data_checks.steps_per_epoch if args.loss is None else data_checks.check_steps
+    steps = step_rule(args, kind, samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
     num_rows = number_of_rows(args, samples, find_once) if has_data else samples
-    warnings = []
+    warnings = [*advise_any(args, steps)]
     with suppress(InputError):  # the data may be on another machine
         if has_data and kind in ("csv", "webdataset"):
             seen = find_once().seen if kind == "csv" else look_at_first(args, shard_urls(args.train_data))
@@ -210,7 +219,7 @@ def left_out(args: Namespace, parts: Mapping[str, int]) -> list[str]:
     unknown = [] if "model" in parts else ["the model, which is not in OpenCLIP's list, and what the loss keeps"]
     if args.distill_model and "reference model" not in parts:
         unknown.append("the reference model, which is not in OpenCLIP's list")
-    if args.opt != "adamw":
+    if trains(args) and args.opt != "adamw":
         unknown.append(f"the state of --opt {args.opt}")
     if getattr(args, "fsdp", False):
         unknown.append("that --fsdp shards model, gradients and moments over the processes")
@@ -240,7 +249,10 @@ def files(args: Namespace, saved: int | None) -> list[str]:
     text = [
         _item("log", str(folder / "out.log")),
         _item("flags", f"{folder / 'recipe.yaml'} for --recipe, and params.txt"),
-        _item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}{latest}"),
+        *(
+            [_item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}{latest}")]
+            if trains(args) else []
+        ),
         _item("numbers", " and ".join([str(folder / FILE)] * (args.loss is not None) + [str(results)])),
     ]
     if args.keep_best:

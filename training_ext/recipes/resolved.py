@@ -16,8 +16,8 @@ from training_ext.recipes.recipe import find
 RECIPE = "recipe.yaml"  # in the run's folder
 # Entries of the namespace that are not flags.
 NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs", "absent_flags"})
-# Of these a run only warns if the default does not fit; as given flags they would be refused.
-NOT_PINNED = frozenset({"device", "warmup"})
+# Of this a run only warns if the default does not fit; as a given flag it would be refused.
+NOT_PINNED = frozenset({"device"})
 # These belong to one run or machine.
 OF_ONE_RUN = frozenset(
     {"recipe", "dry_run", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
