@@ -13,6 +13,9 @@ from conftest import SHIPPED
 from open_clip_train.main import get_latest_checkpoint
 from ports import free_ports
 
+from open_clip_ext.errors import InputError
+from training_ext import params, preflight
+
 ROOT = Path(__file__).parents[2]
 RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
 
@@ -55,27 +58,62 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "one, other, message",
+    "one, other, message, local_rank",
     [
-        ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6"),
-        ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8"),
-        ("--loss queue --wd 0.1", "--loss queue --wd 5", "--wd: process 1 has 5.0 and process 0 0.1"),
-        ("--loss queue", "--loss queue --save-frequency 2", "--save-frequency: process 1 has 2 and process 0 1"),
-        ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48"),
+        ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6", 0),
+        ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8", 0),
+        ("--loss queue --wd 0.1", "--loss queue --wd 5", "--wd: process 1 has 5.0 and process 0 0.1", 0),
+        ("--loss queue", "--loss queue --save-frequency 2", "--save-frequency: process 1 has 2 and process 0 1", 0),
+        ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 0),
+        ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 1),
+        ("--loss queue", "--loss queue OTHER", "--train-data: process 1 has 48 rows and process 0 48, or the same", 1),
+        ("--loss queue", "--loss queue ABSENT", "absent.csv' cannot be read", 1),
     ],
 )
 @pytest.mark.slow
-def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path, one, other, message):
+def test_a_process_that_was_started_otherwise_is_named(pair, datasets, tmp_path, one, other, message, local_rank):
+    """On the machine of process 0, or as the first on another one."""
     csv = datasets["csv"]
-    shorter = tmp_path / "shorter.csv"
-    shorter.write_text("\n".join(Path(csv.split()[1]).read_text().splitlines()[:41]))
-    theirs = f"--train-data {shorter}" if "SHORTER" in other else csv
-    arguments = [f"{csv} {one}", f"{theirs} {other.removesuffix('SHORTER')}"]
+    header, *lines = Path(csv.split()[1]).read_text().splitlines()
+    for name, chosen in (("SHORTER", lines[:40]), ("OTHER", lines[::-1]), ("ABSENT", [])):
+        path = tmp_path / f"{name.lower()}.csv"
+        if chosen:
+            path.write_text("\n".join([header, *chosen]))
+        other = other.replace(name, f"--train-data {path}")
     rho = "" if "clip" in one else "--rho 5"
     common = f"--workers 0 {rho} --dist-backend gloo --epochs 1 --name unlike"
-    for process in pair([f"{own} {common}" for own in arguments], tmp_path, local_ranks=(0, 0)):
+    arguments = [f"{csv} {own} {common}" for own in (one, other)]
+    for process in pair(arguments, tmp_path, local_ranks=(0, local_rank)):
         assert process.code == 2 and message in process.stderr, process
     assert not (tmp_path / "unlike").exists()
+
+
+@pytest.mark.parametrize(
+    "theirs, message",
+    [
+        ("--remote-sync s3://x", "--remote-sync: process 1 has 's3://x' and process 0 None"),
+        ("--logs none", "--logs: process 1 has None and process 0 './logs/'"),
+        ("--resume latest", "--resume: process 1 has 'latest' and process 0 None"),
+        ("--logs elsewhere", None),
+        ("--report-to tensorboard --copy-codebase --wandb-notes x", None),
+    ],
+)
+def test_a_flag_is_equal_on_all_processes_or_of_one_machine(monkeypatch, theirs, message):
+    """What steers a collective operation can then differ for no process."""
+    first, second = (
+        params.parse_args([*"--loss queue --dataset-type shapes --train-num-samples 48".split(), *flags.split()])
+        for flags in ("--report-to wandb", theirs)
+    )
+    told = []
+    monkeypatch.setattr(preflight, "_of_all", lambda args, own: told.append(own) or told)
+    preflight.check_alike(first, None)
+    if message is not None:
+        with pytest.raises(InputError, match=message):
+            preflight.check_alike(second, None)
+        return
+    preflight.check_alike(second, None)
+    different = {name for name, value in vars(first).items() if vars(second)[name] != value}
+    assert different <= preflight.OWN | preflight.PATHS and second.report_to == "wandb"
 
 
 STRETCHED = """
