@@ -140,7 +140,7 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
     """
     path = os.fspath(path)
     _remove_left(os.path.dirname(os.path.abspath(path)))
-    partial = f"{path}.{secrets.token_hex(TOKEN)}{PARTIAL}"
+    partial = temporary_name(path)
     file = open(partial, "x", encoding="utf-8") if text else open(partial, "xb")
     try:
         with file:
@@ -153,6 +153,11 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
         raise
+
+
+def temporary_name(path: str) -> str:
+    """A new name beside `path`; a file that is left under it by a kill is removed later."""
+    return f"{path}.{secrets.token_hex(TOKEN)}{PARTIAL}"
 
 
 @lru_cache(maxsize=64)

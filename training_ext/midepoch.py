@@ -15,6 +15,7 @@ uninterrupted run: a sampler skips indices, a worker's stream skips samples befo
 import logging
 import os
 import re
+import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -266,8 +267,8 @@ def remove_folders(folder: str) -> None:
         os.remove(file)
     paths = [os.path.join(folder, name) for name in os.listdir(folder)]
     for path in paths:
-        if path.endswith(f".pt{PARTIAL}"):
-            os.remove(path)
+        if path.endswith(PARTIAL):
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
     sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
     # Recovered statistics (--osr-save) may lie here, too, with rows of their own in FILE.rows-*.
     with_rows = {path.rpartition(MARK)[0] for path in paths}

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from open_clip_ext.distributed import ShardedRows, rank, world_size
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from training_ext.checkpoint import KEY
@@ -63,28 +63,27 @@ def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], 
     """
     tables = [module for module in loss.modules() if isinstance(module, ShardedRows)]
     num_bytes = sum(table.num_rows * table.columns * table.rows.element_size() for table in tables)
-    if not splits(args, num_bytes) or not _all_see(os.path.dirname(file) or "."):
+    if not splits(args, num_bytes) or not _all_see(file):
         return loss.full_state(), None
     with rows_in_files(f"{file}{MARK}{secrets.token_hex(4)}") as files:
         state = loss.full_state()
     return state, os.path.basename(files.folder)
 
 
-def _all_see(folder: str) -> bool:
-    """Whether every process sees process 0's folder; without a shared disk it must gather the rows."""
+def _all_see(file: str) -> bool:
+    """Whether every process sees process 0's folder of `file`; without a shared disk it must gather the rows."""
     if world_size() == 1:
         return True
-    probe = [""]
+    probe = [temporary_name(file)]  # removed later if a kill leaves it
     if rank() == 0:
-        number, probe[0] = tempfile.mkstemp(dir=folder, suffix=".partial")
-        os.close(number)
+        open(probe[0], "xb").close()
     dist.broadcast_object_list(probe)
     seen = [False] * world_size()
     dist.all_gather_object(seen, os.path.exists(probe[0]))
     if rank() == 0:
         os.remove(probe[0])
         if not all(seen):
-            logging.warning(f"Process {seen.index(False)} does not see '{folder}': process 0 gathers the rows")
+            logging.warning(f"Process {seen.index(False)} does not see '{os.path.dirname(file)}': process 0 gathers the rows")
     return all(seen)
 
 
