@@ -1,8 +1,19 @@
 """Exceptions that end a command, and helpers that word their messages."""
 
 import difflib
+import os
+import re
 import signal
 from collections.abc import Collection
+
+from open_clip_ext.files import is_full
+
+FULL = "the disk or the quota is full"
+# In torch's messages; the files of the second kind are in /dev/shm.
+ENDED_WORKER = re.compile(
+    r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
+    r"|</torch_\S+>: (No space left on device|Cannot allocate memory)"
+)
 
 
 class InputError(ValueError):
@@ -41,6 +52,27 @@ class Stopped(Exception):
     def __init__(self, after: int, where: str):
         super().__init__(f"stopped by {signal.Signals(after).name} {where}")
         self.code = 128 + after
+
+
+def fault_of_machine(error: BaseException, folder: str | None = None) -> str | None:
+    """What the machine did and what helps, one line: a full disk, a worker that was killed. None for other errors.
+
+    Args:
+        folder: any error in using a file in it counts, too.
+    """
+    if isinstance(error, RuntimeError) and (ended := ENDED_WORKER.search(str(error))):
+        return (
+            f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
+            "--workers, or give the container more (--shm-size)"
+        )
+    if not isinstance(error, OSError):
+        return None
+    name = error.filename
+    given = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
+    if is_full(error):
+        return f"{given}{error.strerror if FULL in str(error.strerror) else FULL}; make room"
+    below = folder is not None and given and os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep)
+    return f"{given}{error.strerror}" if below else None
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:

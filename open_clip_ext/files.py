@@ -187,10 +187,13 @@ def locked_folder(path: str | os.PathLike) -> Iterator[None]:
         os.close(folder)
 
 
-def is_full(error: BaseException | None) -> bool:
-    """Whether the disk was full; torch's writer raises a RuntimeError from the OSError."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return True
+def os_error(error: BaseException | None) -> OSError | None:
+    """The OSError that an error is or comes from: torch's writer raises a RuntimeError in its place."""
+    while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
-    return False
+    return error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk was full."""
+    return getattr(os_error(error), "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

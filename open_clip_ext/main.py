@@ -13,8 +13,7 @@ from typing import NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError, Stopped, last_line
-from open_clip_ext.files import is_full
+from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -157,15 +156,11 @@ def exit_code(command: Callable[[], object]) -> int:
     except BrokenPipeError:  # of a reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
-        if not is_full(error):
-            raise
-        what = f"{error.filename!r} cannot be written: " if error.filename else ""
-        line = f"{what}the disk or the quota is full; make room, and --resume from the last checkpoint"
-        print(f"open_clip_ext: error: {line}", file=sys.stderr, flush=True)
-        return 2
-    except RuntimeError as error:
-        if not lost_another_process(error):
+    except (OSError, RuntimeError) as error:
+        if (fault := fault_of_machine(error)) is not None:
+            print(f"open_clip_ext: error: {fault}", file=sys.stderr, flush=True)
+            return 2
+        if not isinstance(error, RuntimeError) or not lost_another_process(error):
             raise
         line = str(error).strip().splitlines()[0][:300]
         print(f"open_clip_ext: error: lost another process, whose output says why: {line}", file=sys.stderr, flush=True)

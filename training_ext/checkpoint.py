@@ -15,8 +15,8 @@ import torch
 
 from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
-from open_clip_ext.errors import InputError
-from open_clip_ext.files import is_full, whole_file
+from open_clip_ext.errors import FULL, InputError
+from open_clip_ext.files import is_full, os_error, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.data import DataRows, needs_index
 from training_ext.hosts import host
@@ -44,7 +44,7 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
     """`torch.save` that writes a complete file or none: after a kill an older file at `path` is intact.
 
     Raises:
-        InputError: the disk is full.
+        OSError: it cannot be written; names `path` and the reason.
     """
     if not isinstance(path, (str, os.PathLike)):
         return save(content, path, *args, **kwargs)
@@ -52,13 +52,14 @@ def atomic_save(save: Callable, content: Any, path: Any, *args: Any, **kwargs: A
         with whole_file(path) as file:
             save(content, file, *args, **kwargs)
     except (OSError, RuntimeError) as error:
-        if not is_full(error):
+        cause = os_error(error)
+        if cause is None:
             raise
-        needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
-        raise InputError(
-            f"{os.fspath(path)!r} cannot be written: it needs {needed:.1f} MiB, and the disk or the quota is full "
-            f"({free:.1f} MiB free); make room, and --resume from the last checkpoint"
-        ) from None
+        reason = cause.strerror or str(cause)
+        if is_full(cause):
+            needed, free = _size(content) / 2**20, shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20
+            reason = f"it needs {needed:.1f} MiB, and {FULL} ({free:.1f} MiB free)"
+        raise OSError(cause.errno, reason, os.fspath(path)) from None
 
 
 def _size(content: Any) -> int:

@@ -9,7 +9,7 @@ import time
 from contextlib import AbstractContextManager
 from functools import partial
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
 from training_ext.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.flag_ranges import likely_cause
@@ -369,7 +369,7 @@ def run(session: Session) -> None:
     """Run OpenCLIP's main with the names replaced.
 
     Raises:
-        InputError: OpenCLIP ended early.
+        InputError: OpenCLIP ended early, or the machine failed: a full disk, a worker that was killed.
         NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
         Stopped: after SIGTERM or Ctrl-C.
     """
@@ -380,6 +380,11 @@ def run(session: Session) -> None:
             session.completed = True
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
+    except (OSError, RuntimeError) as error:
+        fault = fault_of_machine(error, session.folder)
+        if fault is None:
+            raise
+        raise InputError(f"{fault}{session.last_saved()}") from None
     finally:
         session.close()
     session.finish()

@@ -83,7 +83,8 @@ def _all_see(file: str) -> bool:
     if rank() == 0:
         os.remove(probe[0])
         if not all(seen):
-            logging.warning(f"Process {seen.index(False)} does not see '{os.path.dirname(file)}': process 0 gathers the rows")
+            where = f"'{os.path.dirname(file)}'"
+            logging.warning(f"Process {seen.index(False)} does not see {where}: process 0 gathers the rows")
     return all(seen)
 
 

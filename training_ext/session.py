@@ -33,6 +33,7 @@ from training_ext.evaluation import during_training
 from training_ext.evaluation.scores import validation_metrics
 from training_ext.hugging_face import built
 from training_ext.keep_best import Monitor, known_metrics
+from training_ext.latest import most_trained
 from training_ext.loading import load_resumed
 from training_ext.loss import TrainingLoss, build_loss
 from training_ext.midepoch import Interruptions
@@ -421,6 +422,19 @@ class Session:
             self._interruptions.close()
         self._end_sync()
         self.log.close()
+
+    @property
+    def folder(self) -> str | None:
+        """The run's folder, once it has a name; None without files."""
+        args = self.args
+        return os.path.join(args.logs, args.name) if checkpoint.keeps_files(args) and args.name is not None else None
+
+    def last_saved(self) -> str:
+        """The end of a message on process 0: what is left of a training that fails."""
+        if not trains(self.args) or not getattr(self.args, "save_logs", False):
+            return ""
+        path = most_trained(self.args.checkpoint_path)
+        return "; no checkpoint is complete" if path is None else f"; the last complete checkpoint is {path!r}"
 
     def finish(self) -> None:
         """Remove temporary files and log the summary, after the last checkpoint."""

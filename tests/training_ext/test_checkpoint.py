@@ -1,14 +1,22 @@
 """Our entry in OpenCLIP's checkpoints, and how they are written."""
 
+import errno
 import io
+import os
+import re
 import shlex
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from conftest import LOSSES, ext_main, run_main
+from torch.utils.data import get_worker_info
 
+from open_clip_ext.data import Scenes
+from open_clip_ext.main import exit_code
 from training_ext.checkpoint import KEY, atomic_save, fit_names, is_same_data, read_entry, take_entry
 from training_ext.data import DataRows
 
@@ -17,7 +25,7 @@ MOST_RECENT = "--save-most-recent --save-frequency 0"
 
 def half(content, file):
     file.write(b"half")
-    raise OSError("No space left on device")
+    raise OSError(errno.EIO, "No space left")
 
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path):
@@ -50,7 +58,7 @@ def test_other_targets_are_saved_as_ever():
 
 
 @pytest.mark.parametrize("loss, extra", [("clip", ""), ("neuclip", ""), ("neuclip", MOST_RECENT)])
-def test_a_run_whose_save_fails_keeps_the_checkpoint_before(run, datasets, monkeypatch, loss, extra):
+def test_a_run_whose_save_fails_names_the_checkpoint_before(run, datasets, monkeypatch, tmp_path, capsys, loss, extra):
     save, paths = torch.save, []
 
     def full_disk(content, file):
@@ -59,9 +67,12 @@ def test_a_run_whose_save_fails_keeps_the_checkpoint_before(run, datasets, monke
 
     monkeypatch.setattr(torch, "save", full_disk)
     common = f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 2 {extra}"
-    with pytest.raises(OSError, match="No space left"):
-        run("x", common)
+    assert run_main(ext_main, f"{common} --name x", tmp_path / "logs") == 2
     monkeypatch.undo()
+    folder, name = tmp_path / "logs/x/checkpoints", "epoch_latest" if extra else "epoch_1"
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: '{folder}/epoch_" in error
+    assert error.endswith(f" cannot be written: No space left; the last complete checkpoint is '{folder}/{name}.pt'")
     experiment = run("x", f"{common} --resume latest")
     assert "(epoch 1)" in experiment.log
 
@@ -177,6 +188,59 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(datasets, tmp_path, capsys
     (tmp_path / "x/params.txt").symlink_to(FULL)
     assert run_main(ext_main, f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 1 --name x", tmp_path) == 2
     assert "open_clip_ext: error: the disk or the quota is full" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, monkeypatch, capsys):
+    def removed(*args):
+        shutil.rmtree(tmp_path / "x/checkpoints")
+
+    monkeypatch.setattr("training_ext.session.report_epoch", removed)
+    assert run_main(ext_main, f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x", tmp_path) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    path = tmp_path / "x/checkpoints/epoch_1.pt"
+    assert f"error: '{path}' cannot be written: No such file or directory; no checkpoint is complete" in error
+
+
+@pytest.mark.parametrize(
+    "stage, ends, last", [("training", signal.SIGKILL, "epoch_1"), ("evaluation", signal.SIGBUS, "epoch_1_step_6")]
+)
+def test_a_loaders_worker_that_is_killed_is_one_line(datasets, tmp_path, monkeypatch, capfd, stage, ends, last):
+    """By a machine without memory, or as it touches shared memory that is not there."""
+    item = Scenes.__getitem__
+
+    def killed(scenes, index):
+        held_out = scenes.first_row > 0
+        if get_worker_info() is not None and held_out == (stage == "evaluation") and saved.exists():
+            os.kill(os.getpid(), ends)
+        return item(scenes, index)
+
+    saved = tmp_path / "x/checkpoints/epoch_1.pt"
+    monkeypatch.setattr(Scenes, "__getitem__", killed)
+    common = f"{datasets['shapes']} --val-num-samples 8 {LOSSES['queue']} --workers 1 --epochs 2 --name x"
+    assert run_main(ext_main, common, tmp_path) == 2
+    error = capfd.readouterr().err.splitlines()[-1]
+    named = f"the last complete checkpoint is '{saved.parent}/{last}.pt'"
+    assert re.search(r"error: DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)", error), error
+    assert error.endswith(f" lower --workers, or give the container more (--shm-size); {named}")
+
+
+def test_what_the_machine_did_is_one_line_of_any_command(capsys):
+    def raises(error):
+        def command():
+            raise error
+
+        return command
+
+    full = OSError(errno.ENOSPC, "No space left on device", "out.jsonl")
+    assert exit_code(raises(full)) == 2
+    line = "open_clip_ext: error: 'out.jsonl' cannot be written: the disk or the quota is full; make room\n"
+    assert capsys.readouterr().err == line  # no advice to --resume, which an evaluation does not have
+    text = "Caught RuntimeError in DataLoader worker process 0.\nunable to write to file </torch_12_3_4>: "
+    assert exit_code(raises(RuntimeError(f"{text}No space left on device (28)"))) == 2
+    assert "error: </torch_12_3_4>: No space left on device; where nobody ended it" in capsys.readouterr().err
+    for other in (RuntimeError("a bug"), PermissionError(errno.EACCES, "Permission denied", "x")):
+        with pytest.raises(type(other)):
+            exit_code(raises(other))
 
 
 def test_an_evaluation_without_training_evaluates_whatever_the_frequency(run, datasets, refused):
