@@ -9,7 +9,8 @@
         loss.load_state_dict(torch.load("run/step_1000.pt", weights_only=True))
 
 The folder holds, for each table t and each of the W processes r that wrote it, the rows r, r + W, r + 2W, ... as the
-tensor "rows" of table_<t>_part_<r>_of_<W>.safetensors. index.json comes last: a folder without it is an unfinished one.
+tensor "rows" of table_<t>_part_<r>_of_<W>.safetensors. index.json, with their checksums, comes last: a folder without
+it is an unfinished one.
 In the state a table is a dictionary that names the save and the number of the table. No process holds more than its own
 rows.
 """
@@ -19,6 +20,7 @@ import math
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +36,7 @@ from open_clip_ext.files import whole_file
 INDEX = "index.json"
 FORMAT = 1
 TENSOR = "rows"
+CHUNK = 2**20  # bytes
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # as safetensors calls them
 
 
@@ -82,6 +85,7 @@ class RowFiles:
         self.written = False
         self._save = ""
         self._tables: list[list[int]] = []  # rows and columns of each, while writing
+        self._checksums: list[int] = []  # of this process's part of each
         self._problem: str | None = None
         self._made = False
 
@@ -103,7 +107,7 @@ class RowFiles:
         if self._problem is None:
             path = self._path(table, rank(), world_size())
             try:
-                self._write_part(path, rows)
+                self._checksums.append(self._write_part(path, rows))
             except OSError as error:
                 self._problem = f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
         return {"rows_in_files": self._save, "table": table} if rank() == 0 else None
@@ -124,8 +128,12 @@ class RowFiles:
         if self._problem is None and not os.path.isdir(self.folder):
             self._problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
 
-    def _write_part(self, path: str, rows: Tensor) -> None:
-        """As safetensors lays a file out, in pieces: save_file would hold the rows once more in host memory."""
+    def _write_part(self, path: str, rows: Tensor) -> int:
+        """As safetensors lays a file out, in pieces: save_file would hold the rows once more in host memory.
+
+        Returns:
+            The checksum of the file.
+        """
         tensor = {
             "dtype": DTYPES[rows.dtype],
             "shape": list(rows.shape),
@@ -133,33 +141,40 @@ class RowFiles:
         }
         header = json.dumps({"__metadata__": {"save": self._save}, TENSOR: tensor}).encode()
         header += b" " * (-len(header) % 8)
+        header = len(header).to_bytes(8, "little") + header
+        checksum = zlib.crc32(header)
         with whole_file(path) as file:
-            file.write(len(header).to_bytes(8, "little") + header)
+            file.write(header)
             for chunk in rows.split(ShardedRows.CHUNK):
-                file.write(chunk.cpu().contiguous().numpy().data)
+                piece = chunk.cpu().contiguous().numpy().data
+                file.write(piece)
+                checksum = zlib.crc32(piece, checksum)
+        return checksum
 
     def finish(self) -> None:
         """The index, once every process has written its parts."""
         if not self.written:
             return
-        problems = [self._problem]
+        every: list[Any] = [(self._problem, self._checksums)]
         if world_size() > 1:
-            problems = [None] * world_size()
-            dist.all_gather_object(problems, self._problem)
-        for problem in filter(None, problems):
+            own, every = every[0], [None] * world_size()
+            dist.all_gather_object(every, own)
+        for problem in filter(None, (problem for problem, _ in every)):
             if self._made:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
             raise InputError(problem)
-        outcome: list[str | None] = [self._write_index() if rank() == 0 else None]
+        by_table = list(zip(*(checksums for _, checksums in every), strict=True))
+        outcome: list[str | None] = [self._write_index(by_table) if rank() == 0 else None]
         if world_size() > 1:
             dist.broadcast_object_list(outcome)
         if outcome[0] is not None:
             raise InputError(outcome[0])
 
-    def _write_index(self) -> str | None:
-        """Write the index, or remove the folder and return what went wrong."""
+    def _write_index(self, checksums: list[tuple[int, ...]]) -> str | None:
+        """Write the index, or remove the folder and return what went wrong; `checksums`: of each table's parts."""
         path = os.path.join(self.folder, INDEX)
         index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
+        index["crc32"] = checksums
         try:
             with whole_file(path, text=True) as file:
                 json.dump(index, file)
@@ -179,8 +194,13 @@ class RowFiles:
         Raises:
             InputError: a file is missing, damaged or of another save.
         """
-        parts, shape = self._find(saved)
+        parts, shape, checksums = self._find(saved)
         own, owners = rank(), world_size()
+        for part in range(own, parts, owners):
+            path = self._path(saved["table"], part, parts)
+            with self._open(saved, part, parts, shape):
+                if checksums is not None and _checksum(path) != checksums[part]:
+                    raise InputError(f"{path!r} is damaged: its bytes have changed since it was written")
         both = math.lcm(parts, owners)
         for part in range(parts):
             # The rows of this part and of this process are every `both`-th from the first on.
@@ -198,20 +218,23 @@ class RowFiles:
 
     def check(self, saved: Mapping[str, Any]) -> tuple[int, int]:
         """The shape of a table; raises InputError unless all its files are there and whole."""
-        parts, shape = self._find(saved)
+        parts, shape, _ = self._find(saved)
         for part in range(parts):
             with self._open(saved, part, parts, shape):
                 pass
         return shape
 
-    def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int]]:
-        """How many processes wrote the table, and its shape."""
+    def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int], list[int] | None]:
+        """How many processes wrote the table, its shape, and the parts' checksums, which older saves do not have."""
         path = os.path.join(self.folder, INDEX)
         try:
             with open(path, encoding="utf-8") as file:
                 index = json.load(file)
             version, save, parts = index["format"], index["save"], int(index["processes"])
             rows, columns = map(int, index["tables"][saved["table"]])
+            checksums = index["crc32"][saved["table"]] if "crc32" in index else None
+            if checksums is not None and len(checksums) != parts:
+                raise ValueError(f"{len(checksums)} checksums of {parts} files")
         except FileNotFoundError:
             raise InputError(f"{path!r} is missing, the index of the rows per sample of the state") from None
         except (OSError, ValueError, TypeError, LookupError) as error:
@@ -220,7 +243,7 @@ class RowFiles:
             raise InputError(f"{path!r} was written by another open_clip_ext (format {version})")
         if save != saved["rows_in_files"]:
             raise InputError(f"{path!r} is of another save than the state; give the folder that was written with it")
-        return parts, (rows, columns)
+        return parts, (rows, columns), checksums
 
     @contextmanager
     def _open(self, saved: Mapping[str, Any], part: int, parts: int, shape: tuple[int, int]) -> Iterator[Any]:
@@ -240,3 +263,11 @@ class RowFiles:
             raise InputError(f"{path!r} is missing: a part of the rows per sample") from None
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path!r} is damaged: {' '.join(str(error).split())}") from None
+
+
+def _checksum(path: str) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum

@@ -203,6 +203,23 @@ def test_damage_is_found_without_reading_the_rows(tmp_path, name, damage, messag
         load(tmp_path, "sogclr")
 
 
+def test_a_changed_bit_is_found_as_the_rows_are_read(tmp_path):
+    save(stepped("sogclr"), tmp_path, "sogclr")
+    index, part = (tmp_path / "sogclr.rows" / name for name in (INDEX, PART))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(InputError, match=f"{PART}' is damaged: its bytes have changed"):
+        load(tmp_path, "sogclr")
+    entries = json.loads(index.read_text())
+    index.write_text(json.dumps({**entries, "crc32": [[]]}))
+    with pytest.raises(InputError, match=f"{INDEX}' is damaged"):
+        load(tmp_path, "sogclr")
+    del entries["crc32"]  # as an older save
+    index.write_text(json.dumps(entries))
+    load(tmp_path, "sogclr")
+
+
 class Killed(BaseException):
     pass
 
