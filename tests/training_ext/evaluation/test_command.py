@@ -328,6 +328,10 @@ def test_weights_between_two_checkpoints(evalset, checkpoints, tmp_path, capsys)
     assert "run/epoch_2@0.75: Retrieval" in shown
     run(f"{arguments} --alphas 0.75")
     assert "run/epoch_2@0.75: Retrieval" not in capsys.readouterr().out  # is there already
+    for alpha, start in ((0.75, mean), ("0.7500001", checkpoints[0])):  # of the same name
+        other = f"--checkpoint {checkpoints[1]} --interpolate {start} --alphas {alpha} {common} --out {tmp_path}/out"
+        assert evaluate([*other.split(), "--device", "cpu"]) == 2
+        assert "has the results of another checkpoint" in capsys.readouterr().err
 
 
 def test_interpolated_weights_with_the_best_accuracy_of_own_classes(evalset, checkpoints, tmp_path, capsys):
