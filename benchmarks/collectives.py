@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from open_clip_ext.distributed import GATHER, SCATTER
+
 # The argument with this process's own data, by position and name; and the bytes that a process with N bytes of data
 # sends in a ring of W processes.
 COLLECTIVES: dict[str, tuple[int, str, Callable[[int, int], float]]] = {
     "all_gather": (1, "tensor", lambda size, world: (world - 1) * size),
-    "all_gather_into_tensor": (1, "input_tensor", lambda size, world: (world - 1) * size),
+    GATHER: (1, "input_tensor", lambda size, world: (world - 1) * size),
     "reduce_scatter": (1, "input_list", lambda size, world: (world - 1) * size / world),
-    "reduce_scatter_tensor": (1, "input", lambda size, world: (world - 1) * size / world),
+    SCATTER: (1, "input", lambda size, world: (world - 1) * size / world),
     "all_to_all": (1, "input_tensor_list", lambda size, world: (world - 1) * size / world),
     "scatter": (1, "scatter_list", lambda size, world: (world - 1) * size / world),
     "all_reduce": (0, "tensor", lambda size, world: 2 * (world - 1) * size / world),

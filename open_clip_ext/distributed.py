@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `wait_for_others` warns, and gives up
 
+# torch 2.14 has new names, and warns of the old ones.
+GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+
 
 def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -41,7 +45,7 @@ def all_gather(tensor: Tensor) -> Tensor:
     if world_size() == 1:
         return tensor
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(gathered, tensor)
+    getattr(dist, GATHER)(gathered, tensor)
     return gathered
 
 

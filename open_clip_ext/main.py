@@ -5,11 +5,12 @@ import importlib
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from PIL import EpsImagePlugin
 
@@ -90,7 +91,7 @@ def _run(argv: list[str]) -> Trained:
         plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
-    with ExitStack() as alone:
+    with ExitStack() as alone, _each_warning_once():
         preflight.keep_others_out(args, alone)
         with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
             rows = preflight.check(args)
@@ -107,6 +108,23 @@ def _run(argv: list[str]) -> Trained:
     whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
     checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
     return Trained(by_epoch, folder, checkpoints)
+
+
+@contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Show each text of a library's warning once; Python's own record of them is lost whenever a filter changes."""
+    shown, show = set(), warnings.showwarning
+
+    def once(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+        if (category, str(message)) not in shown:
+            shown.add((category, str(message)))
+            show(message, category, *where, **how)
+
+    warnings.showwarning = once
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from math import ceil
+from pathlib import Path
 from typing import Any, NoReturn
 
 from open_clip_train import params
@@ -279,6 +280,9 @@ OF_TRAINING = (
 
 def starts_from_weights(args: argparse.Namespace) -> bool:
     """Whether the model starts from pretrained weights; those of --resume do not count."""
+    if args.model.startswith("local-dir:"):  # perhaps with a configuration alone
+        files = Path(args.model.removeprefix("local-dir:")).glob("*")
+        return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
     return bool(args.pretrained) or args.model.startswith(SCHEMAS)
 
 

@@ -51,6 +51,8 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
     where = f"--logs {shlex.quote(args.logs)} --name {shlex.quote(args.name)}"
     yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
+    if not args.skip_scheduler:
+        yield "  (--lr then follows its schedule over all N epochs and rises again; lengths in the recipe stay)"
 
 
 def has_report(args: Namespace) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import all_gather, log_sum_over_processes, rank, wait_for_others, world_size
+from open_clip_ext.distributed import SCATTER, all_gather, log_sum_over_processes, rank, wait_for_others, world_size
 from open_clip_ext.kernels.log_sum import Keys, log_sums
 from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.surrogates import Surrogate
@@ -122,7 +122,7 @@ def _sum_of_own(partial: Tensor, local: slice) -> Tensor:
     if dist.get_backend() == "nccl":
         by_process = partial.transpose(0, 1).contiguous()
         own = by_process.new_empty(local.stop - local.start, *by_process.shape[1:])
-        dist.reduce_scatter_tensor(own, by_process)
+        getattr(dist, SCATTER)(own, by_process)
         return own.transpose(0, 1)
     dist.all_reduce(partial)  # gloo has no reduce-scatter
     return partial[:, local]

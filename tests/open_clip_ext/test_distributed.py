@@ -20,7 +20,7 @@ from open_clip.loss import ClipLoss
 from ports import free_ports
 
 from open_clip_ext import create_loss
-from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.distributed import GATHER, ShardedRows
 from open_clip_ext.kernels import prototype_gradient, streaming
 
 ROWS = 101
@@ -267,11 +267,11 @@ def check_what_is_sent(rank, world):
 
     # Embeddings once, L, rows and alpha; u, and temperatures with their moments.
     calls = {
-        "sogclr": {"all_gather_into_tensor": 4, "all_reduce": 1},
-        "isogclr": {"all_gather_into_tensor": 5, "all_reduce": 2},
-        "neuclip": {"all_gather_into_tensor": 3},
-        "queue": {"all_gather_into_tensor": 3},
-        "cyclip": {"all_gather_into_tensor": 2},
+        "sogclr": {GATHER: 4, "all_reduce": 1},
+        "isogclr": {GATHER: 5, "all_reduce": 2},
+        "neuclip": {GATHER: 3},
+        "queue": {GATHER: 3},
+        "cyclip": {GATHER: 2},
         "amorlip": {},  # a step without stage I
     }
     theirs = sent(ClipLoss(local_loss=True, gather_with_grad=True, rank=rank, world_size=world))

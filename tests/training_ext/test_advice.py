@@ -9,7 +9,7 @@ from open_clip_ext.presets import drrho_gamma
 from training_ext.advice import advise, advise_any, advise_on_captions
 from training_ext.captions import SeenCaptions, see
 from training_ext.loss import build_loss
-from training_ext.params import parse_args
+from training_ext.params import parse_args, starts_from_weights
 
 COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch-size 64 --lr 1e-3"
 
@@ -181,3 +181,11 @@ def test_the_command_says_it_once(run, datasets):
     for flag in ("--batch-size: an epoch has only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
         assert log.count(flag) == 1, flag
     assert "normalizers queue (of 48, for as many samples)" in log and "queued 48" in log
+
+
+def test_a_folder_with_a_configuration_alone_is_not_pretrained(tmp_path):
+    (tmp_path / "open_clip_config.json").write_text("{}")
+    args = parse_args(f"--loss queue --model local-dir:{tmp_path}".split())
+    assert not starts_from_weights(args)
+    (tmp_path / "open_clip_model.safetensors").touch()
+    assert starts_from_weights(args)

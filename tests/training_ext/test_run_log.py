@@ -4,7 +4,9 @@ import errno
 import itertools
 import logging
 import re
+import sys
 import time
+import warnings
 from argparse import Namespace
 from math import inf, nan
 
@@ -196,13 +198,33 @@ def test_the_best_of_the_summary(tmp_path):
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
-        zeroshot_data="my classes",
+        zeroshot_data="my classes", skip_scheduler=False,
     )
     (folder / "tensorboard").mkdir()
     text = list(summary(args, 61.0))
     assert f"  tensorboard: tensorboard --logdir {folder}/tensorboard" in text
     assert any(line.endswith("epoch_3.pt --zeroshot-data 'my classes' --out scores.jsonl") for line in text)
+    assert text[-1].startswith("  (--lr then follows its schedule over all N epochs")
     lines = [line.split() for line in text]
     assert lines[0][-1] == "1m01s"
     assert ["image_to_text_R@1", "0.2000", "0.3000", "1"] in lines
     assert ["clip_val_loss", "not", "finite", "2.0000", "2"] in lines
+
+
+def test_a_librarys_warning_is_shown_once(run, monkeypatch, capsys):
+    """Whatever filters change; pytest's own record of warnings is not in the way."""
+    monkeypatch.setattr(warnings, "showwarning", lambda *shown, **how: print(shown[0], file=sys.stderr))
+    iterate = RowLoader.__iter__
+
+    def warned(loader):
+        for batch in iterate(loader):
+            with warnings.catch_warnings():
+                warnings.simplefilter("always")
+                warnings.warn("an old name", FutureWarning, stacklevel=1)
+            yield batch
+
+    monkeypatch.setattr(RowLoader, "__iter__", warned)
+    shown = warnings.showwarning
+    run("x", f"{FLAGS} {LOSSES['queue']}")
+    assert capsys.readouterr().err.count("an old name") == 1
+    assert warnings.showwarning is shown
