@@ -198,7 +198,7 @@ def test_a_half_written_checkpoint_of_a_step_does_not_stay(run, killed, datasets
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, number):
+def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd, number):
     """They persist; the signal comes to the whole process group in the epoch after it."""
     val = datasets["shards"].split()[1].replace("train-{000000..000005}", "val-000000")
     common = f"{datasets['shards']} --val-data {val} {LOSSES['fastclip-v3']} --workers 1 --epochs 2 --name x"
@@ -217,6 +217,7 @@ def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(RowLoader, "__iter__", iterate)
         assert run_main(ext_main, common, logs) == 128 + number
+    assert capfd.readouterr().err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)  # not by workers
     assert (logs / "x/checkpoints/epoch_1_step_1.pt").exists()
 
 
