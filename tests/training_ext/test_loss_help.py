@@ -52,8 +52,7 @@ def test_what_follows_from_the_epochs(shown):
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--epochs 0", "--epochs: 0 is out of range; it must be a whole number from 1 to 1000000"),
-        ("--epochs -1", "--epochs: -1 is out of range"),
+        ("--epochs -1", "--epochs: -1 is out of range; it must be a whole number from 0 to 1000000"),
         ("--epochs 5 --osr-epochs inf", "--osr-epochs: inf is out of range; it must be a number >= 0"),
         ("--epochs 5 --osr-epochs nan", "--osr-epochs: nan is out of range"),
     ],
