@@ -134,8 +134,8 @@ def test_shards_that_are_missing(refused, shards, tmp_path, loss):
     assert "1 of 4" in refused(f"{data} --max-bad-samples 0.24")
 
 
-def test_missing_shards_are_looked_for_without_a_loss_too(refused, shards, tmp_path):
-    data = f"{COMMON} {shards()}"
+def test_missing_shards_are_looked_for_with_open_clips_loss_too(refused, shards, tmp_path):
+    data = f"{COMMON} --loss clip {shards()}"
     shutil.rmtree(tmp_path / "shards")
     line = refused(data)
     assert "4 of 4 shards" in line and "3.tar" not in line and "and 1 more" in line and "--max-bad" not in line
