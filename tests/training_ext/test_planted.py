@@ -119,10 +119,12 @@ def test_a_payload_is_one(planted, marker, name):
 
 @pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
 @pytest.mark.parametrize("name", ["a.pt", "a.pickle"])
-def test_a_checkpoint(refused, planted, loss, name):
+def test_a_checkpoint(refused, ends, planted, loss, name):
     path = planted(name)
     assert f"--resume: {str(path)!r} is not a complete checkpoint" in refused(f"{SHAPES} {loss} --resume {path}")
-    assert f"--pretrained: {str(path)!r}" in refused(f"{SHAPES} {loss} --pretrained {path}")
+    # Without --loss OpenCLIP itself looks for the weights, in the run.
+    answer, flag = (refused, "--pretrained") if loss else (ends, "pretrained weights")
+    assert f"{flag}: {str(path)!r}" in answer(f"{SHAPES} {loss} --pretrained {path}")
 
 
 @pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
@@ -136,9 +138,10 @@ def test_a_checkpoint_behind_a_url(ends, planted, loss, scheme):
     assert f"--resume: {url!r}" in ends(f"{SHAPES} {loss} --resume {url}")
 
 
-def test_the_latest_checkpoint(refused, planted):
+@pytest.mark.parametrize("loss", ["", "--loss clip"])
+def test_the_latest_checkpoint(refused, ends, planted, loss):
     path = planted("logs/x/checkpoints/epoch_1.pt")
-    assert str(path) in refused(f"{SHAPES} --name x --resume latest")
+    assert str(path) in (refused if loss else ends)(f"{SHAPES} {loss} --name x --resume latest")
 
 
 @pytest.mark.parametrize("weights", ["open_clip_pytorch_model.bin", "other.pth"])
@@ -153,7 +156,7 @@ def test_weights_to_distil_from(ends, planted):
 
 
 def test_weights_of_numpy(ends, planted):
-    line = ends(f"{SHAPES} --pretrained {planted('a.npy')}")
+    line = ends(f"{SHAPES} --loss clip --pretrained {planted('a.npy')}")
     assert "--pretrained: " in line and "allow_pickle=False" in line
 
 
@@ -270,7 +273,7 @@ def test_members_of_shards(ends, members, planted, tmp_path):
     assert f"--checkpoint: {str(path)!r}" in ends(f"{arguments} --checkpoint {path}", report_main)
 
 
-def test_images_of_a_csv(refused, tmp_path, ghostscript):
+def test_images_of_a_csv(ends, tmp_path, ghostscript):
     """Refused where there is no other, and left out of the others."""
     (tmp_path / "a.jpg").write_bytes(EPS)
     Scenes(1, image_size=48)[0][0].save(tmp_path / "b.png")
@@ -278,7 +281,7 @@ def test_images_of_a_csv(refused, tmp_path, ghostscript):
         lines = [f"{tmp_path}/{image}\t{number}" for number, image in enumerate(images)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["filepath\ttitle", *lines]))
     common = "--workers 0 --batch-size 2 --epochs 1 --warmup 1"
-    assert "Ghostscript" in refused(f"--train-data {tmp_path}/a.csv {common}")
+    assert "Ghostscript" in ends(f"--train-data {tmp_path}/a.csv {common}")
     assert not run_main(ext_main, f"--train-data {tmp_path}/b.csv {common} --name x", tmp_path / "logs")
     assert (tmp_path / "logs/x/out.log").read_text().count("Ghostscript") == 1
 
@@ -297,13 +300,13 @@ def test_sizes_of_shards(refused, datasets, planted, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../outside", "group/../../outside", "", "."])
-@pytest.mark.parametrize("extra", ["", "--loss clip", "--loss neuclip", "--resume latest"])
+@pytest.mark.parametrize("extra", ["--loss clip", "--loss neuclip", "--loss clip --resume latest"])
 def test_a_name_outside_the_logs(refused, name, extra):
     assert f"--name: {name!r} is not a folder inside --logs" in refused(f"{SHAPES} {extra} --name={name}")
 
 
 def test_an_absolute_name(refused, tmp_path):
-    assert f"--name: '{tmp_path}/outside'" in refused(f"{SHAPES} --name {tmp_path}/outside")
+    assert f"--name: '{tmp_path}/outside'" in refused(f"{SHAPES} --loss clip --name {tmp_path}/outside")
 
 
 def test_a_link_under_the_temporary_name(tmp_path, monkeypatch):

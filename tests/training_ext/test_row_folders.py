@@ -36,7 +36,7 @@ def whole(experiment, epoch):
     for name, value in [*entry["state"].items()]:
         if isinstance(value, dict):
             files = row_files.RowFiles(folder)
-            parts, shape = files._find(value)
+            parts, shape, _ = files._find(value)
             entry["state"][name] = table = torch.zeros(shape)
             for part in range(parts):
                 with files._open(value, part, parts, shape) as rows:
