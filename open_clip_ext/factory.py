@@ -19,8 +19,8 @@ from open_clip_ext.options import Derived, Option, default_value
 from open_clip_ext.parts import Part
 from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
-from open_clip_ext.temperature_network import NetworkTemperature
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
+from open_clip_ext.temperatures.tempnet import NetworkTemperature
 
 # The replaceable parts of GlobalContrastiveLoss: option -> name -> part.
 PARTS: dict[str, dict[str, Any]] = {
