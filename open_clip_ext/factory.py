@@ -20,12 +20,11 @@ from open_clip_ext.parts import Part
 from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
-from open_clip_ext.temperatures.tempnet import NetworkTemperature
 
 # The replaceable parts of GlobalContrastiveLoss: option -> name -> part.
 PARTS: dict[str, dict[str, Any]] = {
     "normalizer": NORMALIZERS,
-    "temperature": TEMPERATURES | {NetworkTemperature.name: NetworkTemperature},
+    "temperature": TEMPERATURES,
     "surrogate": SURROGATES,
     "encoder_objective": ENCODER_OBJECTIVES,
 }

@@ -28,7 +28,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.adam import adam_step
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.options import option, positive
-from open_clip_ext.temperatures import RHO, TAU_MAX, TAU_MIN, Temperature
+from open_clip_ext.temperatures.base import RHO, TAU_MAX, TAU_MIN, Temperature
 
 FIRST_PHI = 0.01
 
