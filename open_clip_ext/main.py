@@ -75,16 +75,19 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    from training_ext import hosts, versions
+    from training_ext.openclip import hosts, versions
 
     hosts.installed()
     try:
-        from training_ext import checkpoint, hooks, loading, params, preflight, recipes
-        from training_ext.recipes import plan
+        from training_ext import seams
+        from training_ext.core import checkpoint
+        from training_ext.flags import params, preflight, recipes
+        from training_ext.flags.recipes import plan
+        from training_ext.openclip import loading
 
         args = params.parse_args(argv)
         hosts.choose(args.legacy_loop)
-        hooks.check_seams()
+        seams.check_seams()
     except ImportError as error:
         raise InputError(versions.cannot_import(error)) from None
     if args.dry_run:
@@ -95,10 +98,10 @@ def _run(argv: list[str]) -> Trained:
         preflight.keep_others_out(args, alone)
         with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
             rows = preflight.check(args)
-        session = hooks.session_class()(args, rows, flags, alone)
+        session = seams.session_class()(args, rows, flags, alone)
         session.told = told
         with _logging_as_before():
-            hooks.run(session)
+            seams.run(session)
     by_epoch = session.metrics
     del session
     gc.collect()  # frees loader workers and the model's memory
@@ -189,7 +192,7 @@ def run_module(name: str, argv: list[str] | None) -> int:
     """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
-        from training_ext import hosts, versions
+        from training_ext.openclip import hosts, versions
 
         hosts.installed()
         try:

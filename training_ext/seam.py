@@ -1,10 +1,10 @@
-"""`Seam`: one row of the table of replaced names in `hooks`."""
+"""`Seam`: one row of the table of replaced names in `seams`."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from training_ext.hosts import Host
+from training_ext.openclip.hosts import Host
 from training_ext.session import RUN
 
 # Names in braces are fields of `hosts.Host`.

@@ -1,4 +1,4 @@
-"""`Session`: the state of one run, and the functions that replace OpenCLIP's (see `hooks`)."""
+"""`Session`: the state of one run, and the functions that replace OpenCLIP's (see `seams`)."""
 
 import logging
 import math
@@ -23,32 +23,34 @@ from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
-from training_ext import checkpoint, midepoch, recipes, row_folders
-from training_ext.advice import advise, advise_any
-from training_ext.before_training import BeforeTraining, warn_without_start
-from training_ext.data import DataRows, trains
-from training_ext.data_checks import samples_per_epoch
-from training_ext.data_seams import DataSeams
-from training_ext.evaluation import during_training
+from training_ext.core import checkpoint, row_folders
+from training_ext.core.data_seams import DataSeams
+from training_ext.core.latest import most_trained
+from training_ext.core.loss import TrainingLoss, build_loss
+from training_ext.core.rows import DataRows, trains
+from training_ext.core.shards import shard_urls
+from training_ext.core.temperature import TemperatureGroup, whole
 from training_ext.evaluation.scores import validation_metrics
-from training_ext.hugging_face import built
-from training_ext.keep_best import Monitor, known_metrics
-from training_ext.latest import most_trained
-from training_ext.loading import load_resumed
-from training_ext.loss import TrainingLoss, build_loss
-from training_ext.midepoch import Interruptions
-from training_ext.optimizer import TemperatureGroup, whole
-from training_ext.osr.recovery import remove_unfinished
-from training_ext.params import trains_logit_scale
-from training_ext.preflight import check_alike, keep_others_out
-from training_ext.rehearsal import train_temperature
-from training_ext.run_log import Epoch, RunLog
-from training_ext.shards import shard_urls
-from training_ext.skips import report_epoch
-from training_ext.summary import summary
-from training_ext.task_flags import divides_model
-from training_ext.temperature_sheet import write_sheet
-from training_ext.zero_shot import classify_scenes
+from training_ext.features import midepoch
+from training_ext.features import own_classes as during_training
+from training_ext.features.advice import advise, advise_any
+from training_ext.features.bad_samples import report_epoch
+from training_ext.features.keep_best import Monitor, known_metrics
+from training_ext.features.log import Epoch, RunLog
+from training_ext.features.midepoch import Interruptions
+from training_ext.features.recovery.before_training import BeforeTraining, warn_without_start
+from training_ext.features.recovery.recovery import remove_unfinished
+from training_ext.features.scenes import classify_scenes
+from training_ext.features.summary import summary
+from training_ext.features.temperature_sheet import write_sheet
+from training_ext.flags import recipes
+from training_ext.flags.data_checks import samples_per_epoch
+from training_ext.flags.params import trains_logit_scale
+from training_ext.flags.preflight import check_alike, keep_others_out
+from training_ext.flags.rehearsal import train_temperature
+from training_ext.flags.task_flags import divides_model
+from training_ext.openclip.hugging_face import built
+from training_ext.openclip.loading import load_resumed
 
 RUN = "run"
 

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from training_ext.data_seams import TRAIN_DATA
-from training_ext.hosts import TASKS
+from training_ext.core.data_seams import TRAIN_DATA
+from training_ext.openclip.hosts import TASKS
 from training_ext.seam import MAIN, SHARDS, TRAIN, Seam
 
 TASK_SEAMS = (

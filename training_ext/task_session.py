@@ -11,11 +11,12 @@ import torch
 from open_clip.task import get_model_from_task, save_checkpoint, unwrap_model
 from open_clip_train.train import TrainState
 
-from training_ext import checkpoint, midepoch
-from training_ext.data import trains
-from training_ext.params import trains_logit_scale
+from training_ext.core import checkpoint
+from training_ext.core.rows import trains
+from training_ext.features import midepoch
+from training_ext.flags.params import trains_logit_scale
+from training_ext.openclip.tasks import LossTask
 from training_ext.session import Session
-from training_ext.tasks import LossTask
 
 
 class TaskSession(Session):

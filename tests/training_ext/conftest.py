@@ -19,8 +19,8 @@ from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
-from training_ext.hosts import TASKS, choose, host
-from training_ext.loading import load_plain
+from training_ext.openclip.hosts import TASKS, choose, host
+from training_ext.openclip.loading import load_plain
 
 torch.set_num_threads(1)
 # --legacy-loop in OPEN_CLIP_LOOP trains all tests by the other loop of OpenCLIP 4.x, see `test_versions`.

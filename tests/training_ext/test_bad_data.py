@@ -25,12 +25,12 @@ from PIL import Image
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext import skips
-from training_ext.data import read_csv
-from training_ext.data_seams import DataSeams
-from training_ext.first_look import look_at_lines, look_at_shards
-from training_ext.hosts import host
-from training_ext.shards import ShardRows
+from training_ext.core.data_seams import DataSeams
+from training_ext.core.rows import read_csv
+from training_ext.core.shards import ShardRows
+from training_ext.features import bad_samples as skips
+from training_ext.features.first_look import look_at_lines, look_at_shards
+from training_ext.openclip.hosts import host
 
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -117,7 +117,7 @@ def ends(tmp_path, capsys):
 @pytest.fixture
 def unseen(monkeypatch):
     """Without the look at the first samples, which sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.data.look_at_shards", lambda urls, *fields: None)
+    monkeypatch.setattr("training_ext.core.rows.look_at_shards", lambda urls, *fields: None)
 
 
 # Before the start

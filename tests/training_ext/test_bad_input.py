@@ -21,10 +21,10 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
-from training_ext.flag_ranges import likely_cause
-from training_ext.hooks import seams
-from training_ext.machine import check_imagenet
-from training_ext.params import parse_args
+from training_ext.flags.params import parse_args
+from training_ext.flags.ranges import likely_cause
+from training_ext.openclip.machine import check_imagenet
+from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 AS_FASTCLIP = "--normalizer table --encoder-objective compositional"
@@ -436,7 +436,7 @@ def test_a_missing_seam(refused, monkeypatch, seam):
 
 
 def test_training_code_that_cannot_be_imported(refused, monkeypatch):
-    monkeypatch.delitem(sys.modules, "training_ext.hooks")
+    monkeypatch.delitem(sys.modules, "training_ext.seams")
     monkeypatch.delattr(training_ext, "hooks")
     monkeypatch.delattr(open_clip_train.main, "main")
     line = refused(NEUCLIP)
@@ -470,7 +470,7 @@ def test_a_sample_beyond_the_recorded_size(
     (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
     line = refused(f"{datasets['shards']} {LOSSES[loss]} --shard-sizes {tmp_path}/sizes.json --workers {workers}")
     assert f"{shard_folder}/train-000003.tar' holds 8 samples where --shard-sizes" in line
-    monkeypatch.setattr("training_ext.shards._to_check", lambda paths, recorded: set())  # as of remote shards
+    monkeypatch.setattr("training_ext.core.shards._to_check", lambda paths, recorded: set())  # as of remote shards
     line, folder = stopped(
         f"{datasets['shards']} {LOSSES[loss]} --workers {workers} --epochs 1 --shard-sizes {tmp_path}/sizes.json"
     )

@@ -17,8 +17,8 @@ from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import exit_code
-from training_ext.checkpoint import KEY, atomic_save, fit_names, is_same_data, read_entry, take_entry
-from training_ext.data import DataRows
+from training_ext.core.checkpoint import KEY, atomic_save, fit_names, is_same_data, read_entry, take_entry
+from training_ext.core.rows import DataRows
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
 

@@ -19,13 +19,13 @@ from PIL import Image
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from training_ext.checkpoint import KEY
-from training_ext.data import RowLoader, append_row, find_rows
-from training_ext.keys import find_keys
-from training_ext.osr import recovered
-from training_ext.osr.recovery import ShortLoader
-from training_ext.params import parse_args
-from training_ext.seeding import AT_BATCH, AT_EPOCH, Start
+from training_ext.core.checkpoint import KEY
+from training_ext.core.rows import RowLoader, append_row, find_rows
+from training_ext.features.keys import find_keys
+from training_ext.features.recovery import recovered
+from training_ext.features.recovery.recovery import ShortLoader
+from training_ext.features.seeding import AT_BATCH, AT_EPOCH, Start
+from training_ext.flags.params import parse_args
 
 
 @pytest.fixture

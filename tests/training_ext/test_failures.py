@@ -14,7 +14,7 @@ from open_clip_train.main import get_latest_checkpoint
 from ports import free_ports
 
 from open_clip_ext.errors import InputError
-from training_ext import params, preflight
+from training_ext.flags import params, preflight
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
@@ -151,7 +151,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     """The writer kills itself in the middle of its second file."""
     script = (
         "import os, signal, sys, torch\n"
-        "from training_ext.checkpoint import atomic_save\n"
+        "from training_ext.core.checkpoint import atomic_save\n"
         "def torn(content, file):\n"
         "    file.write(b'half')\n"
         "    file.flush()\n"

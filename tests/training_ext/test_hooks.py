@@ -9,15 +9,15 @@ import pytest
 import torch
 from conftest import LOSSES, Experiment, ext_main, run_main
 
-from training_ext.checkpoint import KEY
-from training_ext.data import DataRows
-from training_ext.data_seams import TRAIN_DATA, VAL_DATA
-from training_ext.hooks import check_seams, scoped, seams, session_class
-from training_ext.hosts import host
-from training_ext.params import parse_args
-from training_ext.patching import look_up
+from training_ext.core.checkpoint import KEY
+from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.core.rows import DataRows
+from training_ext.core.shards import Shards
+from training_ext.flags.params import parse_args
+from training_ext.openclip.hosts import host
+from training_ext.openclip.patching import look_up
+from training_ext.seams import check_seams, scoped, seams, session_class
 from training_ext.session import RUN
-from training_ext.shards import Shards
 
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
 

@@ -11,10 +11,10 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.hosts import host
-from training_ext.keep_best import BEST, START, is_better, known_metrics, num_items
-from training_ext.params import parse_args
-from training_ext.zero_shot import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
+from training_ext.features.keep_best import BEST, START, is_better, known_metrics, num_items
+from training_ext.features.scenes import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
+from training_ext.flags.params import parse_args
+from training_ext.openclip.hosts import host
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"

@@ -11,7 +11,7 @@ from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.normalizers_report import main as report
-from training_ext.loading import load_mapped, load_plain, load_verified, one_line
+from training_ext.openclip.loading import load_mapped, load_plain, load_verified, one_line
 
 SHAPES = f"--dataset-type shapes --train-num-samples 48 --workers 0 {LOSSES['queue']}"
 
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_behind_a_url(trained, capsys):
 
 
 def test_weights_that_open_clip_loads_itself_are_verified_too(trained):
-    from training_ext.loading import load_weights
+    from training_ext.openclip.loading import load_weights
 
     path, record = list(trained.items())[2]
     with pytest.raises(ValueError, match=f"its record '{record}' is damaged"):

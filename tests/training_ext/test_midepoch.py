@@ -19,12 +19,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import session, stopping
-from training_ext.data import RowLoader
-from training_ext.midepoch import NAME
-from training_ext.osr.recovery import UNFINISHED
+from training_ext import session
+from training_ext.core.rows import RowLoader
+from training_ext.features import stopping
+from training_ext.features.midepoch import NAME
+from training_ext.features.recovery.recovery import UNFINISHED
+from training_ext.features.stopping import Outlive, StopRequest
 from training_ext.session import Session
-from training_ext.stopping import Outlive, StopRequest
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -311,7 +312,7 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
     number = signal.SIGINT if loss == "neuclip" else signal.SIGTERM
     flags = LOSSES.get(loss, f"--loss {loss}")
     common = f"{datasets[data]} {flags} --epochs 2 --force-patch-dropout 0.25 {extra}"
-    place = "training_ext.data.RowLoader.__iter__"
+    place = "training_ext.core.rows.RowLoader.__iter__"
     codes = [
         [process.code for process in pair(f"{common} --name {name}", tmp_path, **patches)]
         for name, patches in (
@@ -328,7 +329,7 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
 def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --workers 1"
     stopped("x", common, StopAt(3))
-    patches = {"training_ext.data.RowLoader.__iter__": StopAt(3)}
+    patches = {"training_ext.core.rows.RowLoader.__iter__": StopAt(3)}
     assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log

@@ -11,7 +11,7 @@ from open_clip_train.main import main as open_clip_main
 from wrong_cases import parser
 
 from open_clip_ext.errors import InputError
-from training_ext.params import parse_args
+from training_ext.flags.params import parse_args
 
 DATA = "--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --lr 1e-3"
 LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3": "--loss fastclip-v3 --rho 5"}

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from training_ext.patching import Overlay, look_up, replaced
+from training_ext.openclip.patching import Overlay, look_up, replaced
 
 
 @pytest.fixture

@@ -23,11 +23,11 @@ import open_clip_ext
 from open_clip_ext.data import Scenes
 from open_clip_ext.files import whole_file
 from open_clip_ext.normalizers_report import main as report_main
-from training_ext.embeddings import KEY_FILE
-from training_ext.keep_best import BEST, START
-from training_ext.osr.recovery import UNFINISHED
+from training_ext.features.keep_best import BEST, START
+from training_ext.features.recovery.recovery import UNFINISHED
+from training_ext.features.temperature_sheet import FILE
 from training_ext.report.command import CACHE
-from training_ext.temperature_sheet import FILE
+from training_ext.report.embeddings import KEY_FILE
 
 ROWS = 16
 CAPTION = "<script>alert('caption')</script>"

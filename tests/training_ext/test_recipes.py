@@ -12,11 +12,11 @@ from conftest import TINY
 
 from open_clip_ext import InputError
 from open_clip_ext.main import main as ext_main
-from training_ext import recipes
-from training_ext.data import find_rows
-from training_ext.params import parse_args
-from training_ext.recipes import plan
-from training_ext.recipes.recipe import PUBLISHED, TYPES
+from training_ext.core.rows import find_rows
+from training_ext.flags import recipes
+from training_ext.flags.params import parse_args
+from training_ext.flags.recipes import plan
+from training_ext.flags.recipes.recipe import PUBLISHED, TYPES
 
 NAMES = recipes.names()
 MINE = "loss: neuclip, npn_prototypes: 20, npn_updates: 2, rho: 5, lr: 1e-3, epochs: 1, seed: 3, workers: 0"
@@ -108,7 +108,7 @@ def test_another_loss_has_its_own_settings(tmp_path, write):
 
 
 def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("training_ext.osr.recovered.read", lambda path: {"epochs": 5.0})
+    monkeypatch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 5.0})
     args = parse("--loss tuneclip --pretrained w.pt --train-data x.tar --osr-save s.state --name run")
     recipes.save(str(tmp_path), args, recipes.resolved_flags(args), samples=None)
     again = parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --lr 1e-6")
@@ -139,7 +139,7 @@ def test_the_command_line_changes_the_recovery_of_a_recipe(tmp_path, monkeypatch
 
     # A file of statistics may be gone later; --osr-epochs resumes the training, or recovers anew.
     with monkeypatch.context() as patch:
-        patch.setattr("training_ext.osr.recovered.read", lambda path: {"epochs": 1.5})
+        patch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 1.5})
         recipe = saved("--osr-load s.state")
     with pytest.raises(InputError, match="there is no file 's.state'; .* give its --osr-epochs instead"):
         parse(recipe)

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext import InputError, create_loss, recover_statistics
-from training_ext.data import RowLoader
+from training_ext.core.rows import RowLoader
 
 EPOCHS = 1.5  # of 6 steps
 FLAGS = f"--lr 1e-3 --osr-epochs {EPOCHS} --epochs 1 --workers 0"

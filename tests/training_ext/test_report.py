@@ -23,11 +23,11 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.normalizers import MovingAverageTable
 from open_clip_ext.normalizers_report import main as report_main
-from training_ext import embeddings
-from training_ext.checkpoint import KEY
+from training_ext.core.checkpoint import KEY
+from training_ext.core.shards import Shards
+from training_ext.report import embeddings
 from training_ext.report.command import described
 from training_ext.report.inputs import files_of
-from training_ext.shards import Shards
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-14
@@ -440,7 +440,7 @@ def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, 
     path = experiment.path / "checkpoints/epoch_1.pt"
     command = f"{arguments} --dist-backend gloo --checkpoint {path} --out {tmp_path}/two"
     command += " --batch-sizes 8,20 --gradient-batches 3"
-    blocks = {"training_ext.embeddings.BLOCK_ROWS": 10}
+    blocks = {"training_ext.report.embeddings.BLOCK_ROWS": 10}
     ended = pair(command, tmp_path, module="open_clip_ext.normalizers_report", **blocks)
     assert [process.code for process in ended] == [0, 0], ended
     together = json.loads((tmp_path / "two/normalizers.json").read_text())

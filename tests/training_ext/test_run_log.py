@@ -16,10 +16,12 @@ from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.surrogates import PowerHinge
-from training_ext import run_log, session, skips
-from training_ext.data import RowLoader
-from training_ext.run_log import Epoch, RunLog, duration
-from training_ext.summary import summary
+from training_ext import session
+from training_ext.core.rows import RowLoader
+from training_ext.features import bad_samples as skips
+from training_ext.features import log as run_log
+from training_ext.features.log import Epoch, RunLog, duration
+from training_ext.features.summary import summary
 
 FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"
 PREFIX = len("2026-11-22,05:02:51 | INFO | ")

@@ -14,9 +14,9 @@ from open_clip_train.data import filter_no_caption_or_no_image, log_and_continue
 from torch.utils.data import DataLoader
 
 from open_clip_ext.errors import InputError
-from training_ext import shard_scan, tars
-from training_ext.shards import ROW_SEPARATOR, ShardRows, Shards, check_missing, find_shards, split_row
-from training_ext.tars import read_samples, scan
+from training_ext.core import shard_scan, tars
+from training_ext.core.shards import ROW_SEPARATOR, ShardRows, Shards, check_missing, find_shards, split_row
+from training_ext.core.tars import read_samples, scan
 
 
 @pytest.fixture(autouse=True)
@@ -584,15 +584,15 @@ def test_recorded_sizes_are_checked(tmp_path, monkeypatch):
     for i in range(4):
         write(tmp_path / f"{i}.tar", pairs(5))
     train_data = f"{tmp_path}/{{0..3}}.tar"
-    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 4)
+    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 4)
     for wrong in (0, 3):
         sizes_file(tmp_path, [4 if i == wrong else 5 for i in range(4)])
         one_line_error(lambda: find_shards(train_data), tmp_path / f"{wrong}.tar", "holds 5", "sizes.json' says 4")
     sizes_file(tmp_path, [5, 50, 5, 5])
     assert find_shards(train_data, progress=False).sizes == (5, 50, 5, 5)
-    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 100)
+    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 100)
     one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
-    monkeypatch.setattr("training_ext.shards._CHECKED_SAMPLES", 10)
+    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 10)
     forbid_scan(monkeypatch)
     one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
 

@@ -16,10 +16,10 @@ from torch.nn.functional import normalize
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
-from training_ext.data import RowLoader
-from training_ext.hosts import host
-from training_ext.osr.recovery import FIRST_EPOCH, UNFINISHED
-from training_ext.params import parse_args
+from training_ext.core.rows import RowLoader
+from training_ext.features.recovery.recovery import FIRST_EPOCH, UNFINISHED
+from training_ext.flags.params import parse_args
+from training_ext.openclip.hosts import host
 
 TUNE = "--loss tuneclip --lr 1e-3"
 RN = {

@@ -12,7 +12,7 @@ from PIL import Image
 
 import training_ext.session
 from open_clip_ext.data import Scenes
-from training_ext.temperature_sheet import FILE, SHOWN
+from training_ext.features.temperature_sheet import FILE, SHOWN
 
 PICTURE = r"(<img src='data:image/png;base64,([^']+)' alt=''>)?"
 FIGURE = re.compile(rf"<figure>{PICTURE}<figcaption><b>(\S+)</b> row (\d+)<br>(.*?)<")

@@ -9,7 +9,7 @@ import torch
 from conftest import LOSSES
 
 from open_clip_ext import MODEL_CONFIGS
-from training_ext.hosts import host
+from training_ext.openclip.hosts import host
 
 
 def same(a: dict, b: dict, path: str = "") -> None:

@@ -11,8 +11,8 @@ import torch
 
 from training_ext import session
 from training_ext.evaluation.scores import ANY_CAPTION, validation_metrics
-from training_ext.hosts import host
-from training_ext.keep_best import BEST, num_items
+from training_ext.features.keep_best import BEST, num_items
+from training_ext.openclip.hosts import host
 
 FLAGS = "--epochs 1 --workers 0 --lr 1e-3"
 SIDES = ("image_to_text", "text_to_image")

@@ -80,7 +80,7 @@ RIGHT = {
 
 def parser() -> argparse.ArgumentParser:
     """The command's own, with every flag."""
-    from training_ext import params
+    from training_ext.flags import params
 
     made = []
     parse = params.Parser.parse_args

@@ -134,7 +134,7 @@ def warm() -> None:
     import torch
     import torch.utils.tensorboard  # noqa: F401
 
-    import training_ext.hooks  # noqa: F401
+    import training_ext.seams  # noqa: F401
 
     torch.set_num_threads(1)
 

@@ -26,8 +26,8 @@ from training_ext.evaluation.pictures import draw_comparison
 from training_ext.evaluation.results import Results, Row, table
 from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import DATACOMP, Task, read_tasks
-from training_ext.launch import world_info
-from training_ext.machine import check_device, check_writable
+from training_ext.openclip.launch import world_info
+from training_ext.openclip.machine import check_device, check_writable
 
 PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")

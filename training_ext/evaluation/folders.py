@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_ext.errors import InputError
-from training_ext.first_look import COMPARED, warn_of_images
-from training_ext.loading import one_line
+from training_ext.features.first_look import COMPARED, warn_of_images
+from training_ext.openclip.loading import one_line
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
 TYPES = ("classification", "multilabel", "retrieval")

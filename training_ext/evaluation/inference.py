@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from training_ext.evaluation.folders import Candidates, Images, Source
-from training_ext.hosts import taken
+from training_ext.openclip.hosts import taken
 
 RANKED = 5  # top classes kept for each sample, or more if a task asks for them
 

@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.hosts import taken
-from training_ext.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
-from training_ext.patching import replaced
+from training_ext.openclip.hosts import taken
+from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
+from training_ext.openclip.patching import replaced
 
 PARAMS = "params.txt"
 # The training's flags that the model and its transform depend on.

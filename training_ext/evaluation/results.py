@@ -10,7 +10,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import locked_folder, whole_file
 from training_ext.evaluation.aggregates import averages
 from training_ext.evaluation.tasks import Task
-from training_ext.loading import one_line
+from training_ext.openclip.loading import one_line
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import retrieval_ranks
-from training_ext.captions import Pictures
 from training_ext.evaluation import metrics
 from training_ext.evaluation.folders import Candidates, Shards, Source
 from training_ext.evaluation.inference import RANKED, Answers, Encoder, associate, classify, retrieve
 from training_ext.evaluation.tasks import Task
+from training_ext.features.captions import Pictures
 
 RECALLS = (1, 5, 10)
 SIDES = ("image_to_text", "text_to_image")

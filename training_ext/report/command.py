@@ -14,10 +14,10 @@ from open_clip_train.distributed import broadcast_object, init_distributed_devic
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.errors import InputError
-from training_ext import params, preflight
-from training_ext.embeddings import Embedded, EmbeddingCache, embed, source_of
 from training_ext.evaluation.models import MODEL_FLAGS
-from training_ext.launch import world_info
+from training_ext.flags import params, preflight
+from training_ext.openclip.launch import world_info
+from training_ext.report.embeddings import Embedded, EmbeddingCache, embed, source_of
 from training_ext.report.gradients import PAIRS
 from training_ext.report.inputs import (
     Job,

@@ -35,7 +35,7 @@ from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer, Queue
 from open_clip_ext.normalizers.trained import NetworkNormalizer
 from open_clip_ext.surrogates import Surrogate
-from training_ext.embeddings import Embedded
+from training_ext.report.embeddings import Embedded
 from training_ext.report.queues import nearest_places, queue_without
 
 PAIRS = 32  # the gradients are compared in their embeddings

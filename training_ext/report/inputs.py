@@ -16,19 +16,19 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
-from training_ext import checkpoint, row_folders
-from training_ext.advice import global_batch
-from training_ext.data import DataRows, find_rows, kind_of, needs_index, trains
-from training_ext.flag_ranges import check_ranges
-from training_ext.hosts import taken
-from training_ext.keys import has_keys
-from training_ext.loading import load_verified, one_line, without_remote_code, without_warnings
-from training_ext.loss import build_loss
-from training_ext.machine import check_device
-from training_ext.patching import replaced
-from training_ext.recipes.resolved import RECIPE
-from training_ext.rehearsal import model_config
-from training_ext.shards import Shards, find_shards, is_local, local_path, shard_urls
+from training_ext.core import checkpoint, row_folders
+from training_ext.core.loss import build_loss
+from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.core.shards import Shards, find_shards, is_local, local_path, shard_urls
+from training_ext.features.advice import global_batch
+from training_ext.features.keys import has_keys
+from training_ext.flags.ranges import check_ranges
+from training_ext.flags.recipes.resolved import RECIPE
+from training_ext.flags.rehearsal import model_config
+from training_ext.openclip.hosts import taken
+from training_ext.openclip.loading import load_verified, one_line, without_remote_code, without_warnings
+from training_ext.openclip.machine import check_device
+from training_ext.openclip.patching import replaced
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -39,7 +39,7 @@ class Saved:
 
     Args:
         weights: the model's, by parameter name without the prefixes of wrappers such as DDP.
-        entry: what `training_ext.checkpoint` added, or None.
+        entry: what `training_ext.core.checkpoint` added, or None.
         epoch: number of completed epochs, or None if the file does not say.
     """
 

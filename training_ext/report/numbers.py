@@ -25,8 +25,8 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer, Queue
 from open_clip_ext.surrogates import Identity
-from training_ext.advice import global_batch
-from training_ext.embeddings import Embedded
+from training_ext.features.advice import global_batch
+from training_ext.report.embeddings import Embedded
 from training_ext.report.gradients import Objective, compare_gradients
 from training_ext.report.inputs import Job, Saved
 from training_ext.report.queues import nearest_places, queue_without

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.normalizers import Normalizer, Queue
-from training_ext.embeddings import Embedded
+from training_ext.report.embeddings import Embedded
 
 
 def nearest_places(normalizer: Normalizer, embedded: Embedded, device: torch.device | str) -> Tensor | None:

@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
-from training_ext.evaluation.during_training import check_own_classes
 from training_ext.evaluation.folders import Candidates, Images, Shards, open_own_classes
 from training_ext.evaluation.inference import prompt_of
+from training_ext.features.own_classes import check_own_classes
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

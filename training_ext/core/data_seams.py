@@ -1,0 +1,212 @@
+"""`DataSeams`: the functions that replace OpenCLIP's in the data pipeline, and the state that they share."""
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from open_clip_train.data import SharedEpoch
+from open_clip_train.distributed import is_master
+from torch.utils.data import IterableDataset
+
+from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
+from training_ext.core.shards import ShardRows, shard_urls
+from training_ext.evaluation.scores import ANY_CAPTION
+from training_ext.features.bad_samples import CountIncomplete, Decode, DecodeImages, Skips, UsableLines
+from training_ext.features.captions import (
+    Cells,
+    DigestLoader,
+    Pictures,
+    captions_of_samples,
+    draw_from_lines,
+    index_by_position,
+)
+from training_ext.features.keys import columns_of_text, find_keys, key_of_samples
+from training_ext.features.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
+from training_ext.features.stopping import Outlive
+from training_ext.openclip.hosts import host
+from training_ext.openclip.loading import decode_pairs
+
+TRAIN_DATA, VAL_DATA = "train data", "validation data"
+
+
+class DataSeams:
+    """The replaced data pipeline of one run.
+
+    Args:
+        args: as `params.parse_args` gives them.
+        rows: rows of the train data on process 0; the others get them before the data are built.
+
+    Attributes:
+        epoch: number that seeds the order, the augmentation and the captions of the data.
+        skips: counts of the skipped train samples.
+        loader: the train loader, once it is built, for this package's losses.
+        val_images: what is equal for equal images, in the order of the validation pairs; none of generated data.
+    """
+
+    def __init__(self, args: Namespace, rows: DataRows | None):
+        self.args = args
+        self.rows = rows
+        self.skips = Skips(args.max_bad_samples, args.workers)
+        self.loader: RowLoader
+        self.val_images: Iterable[Any] = ()
+        self._seeded_epochs: SeededEpochs | None = None
+        self._stream: SampleStream
+        self._shared_epoch = SharedEpoch()
+        self.outlive = Outlive()
+        self._building = TRAIN_DATA
+        self._recaption = captions_of_samples(args, self._shared_epoch)
+
+    @property
+    def known_rows(self) -> DataRows:
+        """`rows`, once every process has them."""
+        assert self.rows is not None
+        return self.rows
+
+    @property
+    def epoch(self) -> int:
+        return self._shared_epoch.get_value()
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._shared_epoch.set_value(epoch)
+
+    def close(self) -> None:
+        """End the run, after success or an error."""
+        self.outlive.close()
+
+    def val_pictures(self) -> Pictures | None:
+        """The validation pairs by image; None if each image has one pair, unless --keep-best asks for them."""
+        images = list(self.val_images)
+        pictures = Pictures(images)
+        return pictures if len(pictures) < len(images) or self.args.keep_best in ANY_CAPTION else None
+
+    @staticmethod
+    def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
+        return original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
+
+    def build_dataset(
+        self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,
+        tokenizer: Any = None, **kwargs: Any,
+    ) -> Any:
+        """Build OpenCLIP's data set with the names of its scope replaced."""
+        self._building = TRAIN_DATA if is_train else VAL_DATA
+        streams, has_rows = 0, True
+        if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
+            streams, has_rows = max(1, args.workers), self.known_rows.shards is not None
+            tokenizer = RowTokenizer(tokenizer, numbers=1 + has_rows + (args.same_key is not None))
+        with scoped(self._building):
+            info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
+        if is_train:
+            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size * args.world_size
+            if self.rows is not None and self.rows.shards is not None and not args.dataset_resampled:
+                listed = self.rows.shards.num_listed(args.train_data)
+                self.skips.num_samples = listed if listed <= self.skips.epoch_samples else 0
+        elif kind_of(args, args.val_data, "--val-data") == "webdataset":
+            info = replace(info, dataloader=DigestLoader(info.dataloader))
+            self.val_images = info.dataloader.digests
+        if not is_train or not args.uses_ext_loss:
+            return info
+        loader = info.dataloader
+        order = self._seeded_epochs or LateSampler(loader.sampler, args.batch_size)
+        if isinstance(order, SeededEpochs):
+            order.shared_epoch = info.shared_epoch
+        else:
+            loader.batch_sampler.sampler = order
+        keys = find_keys(args, self.known_rows.kind)
+        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, keys)
+        return replace(info, dataloader=self.loader)
+
+    def synthetic(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+        if self.args.dataset_type == "shapes":
+            original = shapes_dataset(self.args, is_train)
+        return self.rowed(original) if is_train and self.args.uses_ext_loss else original
+
+    def rowed(self, original: Callable) -> Callable:
+        return lambda *args, **kwargs: WithRow(original(*args, **kwargs), self.args.seed, self._shared_epoch)
+
+    def csv_lines(self, original: Callable) -> Callable:
+        is_train = self._building == TRAIN_DATA
+
+        def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
+            rowed = lines = original(path, *args, **kwargs)
+            index_by_position(lines)
+            self._warn_of_joined(lines.captions, path)
+            first_lines = None
+            if is_train and self.args.several_captions:
+                first_lines = self._draw_captions(lines)
+            if is_train:
+                self.skips.num_samples = len(lines)
+            else:
+                self.val_images = lines.images
+            if is_train and self.args.uses_ext_loss:
+                rowed = WithRow(lines, self.args.seed, self._shared_epoch)
+            return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
+
+        return build
+
+    def read_csv(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        as_text = {} if self.args.loss is None else {"dtype": columns_of_text(self.args)}
+        return original(*args, **kwargs, **as_text)
+
+    def _warn_of_joined(self, captions: Cells, path: str) -> None:
+        """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
+        found = [number for number, caption in enumerate(captions) if isinstance(caption, str) and "\n" in caption]
+        if found and is_master(self.args):
+            most = max(captions[number].count("\n") for number in found)
+            logging.warning(
+                f"{path!r} gives {len(captions)} pairs. {len(found)} of their captions have line breaks, the first in "
+                f"line {found[0] + 2}, up to {most} in one: if none should have, a quote that begins a caption has "
+                "joined the lines up to the next quote; remove such quotes"
+            )
+
+    def _draw_captions(self, lines: Any) -> Sequence[int]:
+        """Group the lines by image, log it, and return each image's first line."""
+        captions = len(lines)
+        pictures = draw_from_lines(lines, self.args.seed, self._shared_epoch)
+        if is_master(self.args):
+            logging.info(f"{captions} captions of {len(pictures)} pictures: one of each picture's is drawn each epoch")
+        return pictures.first.tolist()
+
+    def complete(self, original: Callable) -> Callable:
+        def build(**keys: Any) -> CountIncomplete:
+            return CountIncomplete(original(**keys) if host().builds_filter else original, self.skips, self._recaption)
+
+        return build if host().builds_filter else build()
+
+    def shard_rows(self) -> Callable:
+        shards = self.known_rows.shards if self.args.uses_ext_loss else None
+        if self.args.train_data and kind_of(self.args, self.args.train_data) == "webdataset":
+            self.skips.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
+        if self._recaption is not None and is_master(self.args):
+            logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
+        key = key_of_samples(self.args)
+        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard, key, self._recaption)
+
+    def decode(self, original: Callable) -> Callable:
+        if self._building == VAL_DATA:
+            return decode_pairs(original)
+        return Decode(original, self.skips, self.args.batch_size)
+
+    def decode_images(self, original: Callable) -> Callable:
+        return DecodeImages(original, self.skips, self.args.batch_size)
+
+    def seeded_shuffle(self, original: Callable) -> Callable:
+        self._stream = SampleStream(self.args.seed, self.args.rank, self.skips.pass_over)
+        return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
+
+    def seeded_loader(self, original: Callable) -> Callable:
+        def build(dataset: IterableDataset, **kwargs: Any) -> Any:
+            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
+            return original(self._seeded_epochs, **kwargs)
+
+        return build
+
+    def seeded_shards(self, original: Callable) -> Callable:
+        return partial(original, worker_seed=WorkerSeed(self.args.seed, self.args.rank))
+
+    def _seed(self, use: int, *place: int) -> None:
+        seed_all(self.args.seed, use, self.epoch, self.args.rank, *place)

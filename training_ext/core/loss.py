@@ -1,0 +1,117 @@
+"""Build the loss of a command line, and wrap it for OpenCLIP's training loop."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext import create_loss, factory
+from open_clip_ext.distributed import world_size
+from open_clip_ext.losses import Loss
+from training_ext.core.rows import RowLoader
+
+
+def build_loss(
+    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int | None = None
+) -> Loss:
+    """Build the loss of the command line.
+
+    Args:
+        args: as `params.parse_args` gives them.
+        num_rows: rows of the train data.
+        device: device of the loss.
+        samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
+            the rows; None: `num_rows`.
+
+    Raises:
+        InputError: the parts cannot be combined, or a setting is out of range.
+    """
+    # Only the loss's settings that were given; the others get their defaults again.
+    parts = factory.parts_of(args.loss, vars(args))
+    own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
+    loss = create_loss(
+        args.loss,
+        num_samples=num_rows,
+        epochs=args.loss_epochs,
+        accum_freq=args.accum_freq,
+        device=device,
+        **{name: value for name, value in args.given_settings.items() if name in own},
+    )
+    batch = args.batch_size * world_size() * args.accum_freq
+    steps_per_pass = max(1, num_rows // batch)
+    steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
+    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
+    return loss
+
+
+class LogItems(dict):
+    """A dict of losses whose `items()` also has the diagnostics.
+
+    OpenCLIP sums `values()` to the total loss, which must not have them, and logs `items()`. The total "loss" equals
+    the only loss and is not logged. OpenCLIP calls `items()` on logged steps only, so no other step waits for the
+    device.
+    """
+
+    def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):
+        super().__init__(losses)
+        self._diagnostics = diagnostics
+
+    def items(self) -> Any:
+        own = {name: value for name, value in super().items() if name != "loss"}
+        return (own | self._diagnostics()).items()
+
+
+class TrainingLoss:
+    """Calls a loss with the samples' rows and keys, and adds the diagnostics to what OpenCLIP logs.
+
+    Args:
+        loss: a loss of this package.
+        loader: the train loader, which has the rows of the batches since the last step.
+        device: device of the loss.
+    """
+
+    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):
+        self.loss = loss
+        self.loader = loader
+        self.device = torch.device(device)
+
+    @property
+    def name(self) -> str:
+        """The value's name in logs; a recovery with another surrogate has another value."""
+        return self.loss.value_name
+
+    def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
+        index = self.loader.latest_rows() if self.loss.needs_index else None
+        value = self.value(**model_out, index=index, key=self.loader.latest_keys())
+        return LogItems({self.name: value}, self.diagnostics) if output_dict else value
+
+    def value(self, index: Tensor | None = None, key: Tensor | None = None, **model_out: Any) -> Tensor:
+        """The loss, 0-d, of a model's output and the rows and keys of its samples, (b,) each or None."""
+        if not self.loss.needs_index:
+            index = None
+        return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
+
+    def watched(self, numbered: Iterable[tuple[int, Any]], log_every: int) -> Iterator[tuple[int, Any]]:
+        """Yield the numbered batches; every `log_every` steps raise if any step so far had bad values.
+
+        `LogItems` does so where OpenCLIP logs, on process 0. Wrong norms, and in `amorlip` NaN, are seen only on the
+        process that has them.
+        """
+        for number, batch in numbered:
+            yield number, batch
+            step, call = divmod(number, self.loss.accum_freq)
+            if step % log_every == 0 and call == self.loss.accum_freq - 1:
+                self.loss.raise_if_not_finite()
+
+    def load_diagnostics_state(self, state: dict[str, Any]) -> None:
+        """As `Loss.load_diagnostics_state`, with tensors on any device."""
+        self.loss.load_diagnostics_state(
+            {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in state.items()}
+        )
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """The diagnostics of a logged step by name; raises if any step so far was not finite."""
+        self.loss.raise_if_not_finite()
+        return self.loss.diagnostics()

@@ -1,0 +1,177 @@
+"""Keep a checkpoint's state per sample in a folder beside it: when, under which name, and until when.
+
+Above `--split-rows-above` every process writes its own rows (see `open_clip_ext.row_files`). The folder has a new name
+each time and is complete before the checkpoint that names it is written, so a kill leaves the older checkpoint with
+the older folder. Folders that no checkpoint names are removed.
+"""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch.distributed as dist
+
+from open_clip_ext.distributed import ShardedRows, rank, world_size
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import temporary_name
+from open_clip_ext.losses import Loss
+from open_clip_ext.row_files import check_row_files, rows_in_files
+from training_ext.core.checkpoint import KEY
+from training_ext.core.rows import needs_index
+from training_ext.openclip.loading import load_mapped, one_line
+
+MIB = 2**20
+# In MiB. Up to there process 0 gathers and writes in some five seconds, and a checkpoint in one file is easier to move.
+SPLIT_ABOVE = 1024.0
+MARK = ".rows-"
+FOLDER = re.compile(rf"[^/\\]+{re.escape(MARK)}[0-9a-f]{{8}}")
+
+
+def check_flag(args: Namespace) -> None:
+    """Raise InputError for a --split-rows-above that has no effect."""
+    if args.split_rows_above is None:
+        return
+    given = f"--split-rows-above: {args.split_rows_above:g}"
+    if not args.uses_ext_loss or not needs_index(args):
+        raise InputError(f"{given} with --loss {args.loss}, which keeps nothing per sample; leave it out")
+    if args.remote_sync is not None:
+        raise InputError(f"{given} with --remote-sync, which resumes from a single file; leave out one of the two")
+
+
+def splits(args: Namespace, num_bytes: int) -> bool:
+    """Whether `num_bytes` of rows per sample, over all processes, are saved by each process in its own files."""
+    if args.remote_sync is not None:
+        return False
+    return num_bytes > (SPLIT_ABOVE if args.split_rows_above is None else args.split_rows_above) * MIB
+
+
+def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], str | None]:
+    """The loss's state for a checkpoint; every process calls it.
+
+    Args:
+        file: the checkpoint, or what its name begins with.
+
+    Returns:
+        The state, and the name of the folder beside `file` that has its rows, None where they are in the state.
+    """
+    tables = [module for module in loss.modules() if isinstance(module, ShardedRows)]
+    num_bytes = sum(table.num_rows * table.columns * table.rows.element_size() for table in tables)
+    if not splits(args, num_bytes) or not _all_see(file):
+        return loss.full_state(), None
+    with rows_in_files(f"{file}{MARK}{secrets.token_hex(4)}") as files:
+        state = loss.full_state()
+    return state, os.path.basename(files.folder)
+
+
+def _all_see(file: str) -> bool:
+    """Whether every process sees process 0's folder of `file`; without a shared disk it must gather the rows."""
+    if world_size() == 1:
+        return True
+    probe = [temporary_name(file)]  # removed later if a kill leaves it
+    if rank() == 0:
+        open(probe[0], "xb").close()
+    dist.broadcast_object_list(probe)
+    seen = [False] * world_size()
+    dist.all_gather_object(seen, os.path.exists(probe[0]))
+    if rank() == 0:
+        os.remove(probe[0])
+        if not all(seen):
+            where = f"'{os.path.dirname(file)}'"
+            logging.warning(f"Process {seen.index(False)} does not see {where}: process 0 gathers the rows")
+    return all(seen)
+
+
+def load_state(loss: Loss, state: dict[str, Any], folder: str | None, given: str) -> None:
+    """Load a state whose rows are in `folder`, or in the state itself if it is None.
+
+    Args:
+        given: the file with its flag, for messages.
+
+    Raises:
+        InputError: the state is of other settings.
+    """
+    try:
+        with nullcontext() if folder is None else rows_in_files(folder):
+            loss.load_full_state(state)
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"{given}: {one_line(error)}") from None
+
+
+def folder_of(file: str, name: Any, flag: str) -> str | None:
+    """The path of the folder `name` that a checkpoint names; None if it names none.
+
+    It lies beside `file`, or where `file` is a link, beside the file that the link leads to.
+
+    Raises:
+        InputError: it is not on a local disk, or no such name.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or not FOLDER.fullmatch(name):
+        raise InputError(f"{flag}: {file!r} names {name!r} as the folder of its rows, which is not such a name")
+    if "://" in file:
+        raise InputError(
+            f"{flag}: {file!r} has its rows per sample in the folder {name!r} beside it, which is read from a local "
+            "disk; copy both there"
+        )
+    beside = os.path.join(os.path.dirname(file), name)
+    linked = os.path.join(os.path.dirname(os.path.realpath(file)), name)
+    return beside if os.path.exists(beside) or not os.path.exists(linked) else linked
+
+
+def check(file: str, name: Any, state: Any, flag: str) -> None:
+    """Raise InputError unless the folder has all rows of the checkpoint `file`."""
+    folder = folder_of(file, name, flag)
+    if folder is not None:
+        try:
+            check_row_files(folder, state)
+        except InputError as error:
+            raise InputError(f"{flag}: {error}") from None
+
+
+def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
+    """Remove the folders of rows in `folder` that no checkpoint names: what a kill or a removed checkpoint leaves.
+
+    Args:
+        files: paths of the checkpoints beside them. If one cannot be read, nothing is removed.
+        begin: of the folders' names.
+    """
+    with os.scandir(folder) as entries:
+        found = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    found = [path for path in found if FOLDER.fullmatch(name := os.path.basename(path)) and name.startswith(begin)]
+    if not found:
+        return
+    named = set()
+    for file in files:
+        try:
+            stat = os.stat(file)
+            named.add(_named_in(file, stat.st_mtime_ns, stat.st_size))
+        except FileNotFoundError:
+            continue
+        except Exception as error:
+            logging.warning(f"Folders of rows beside '{file}' are kept, as it cannot be read: {one_line(error)}")
+            return
+    for path in found:
+        if os.path.basename(path) not in named:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@lru_cache(maxsize=1024)
+def _named_in(file: str, mtime_ns: int, size: int) -> Any:
+    """The folder that the checkpoint of a training or of a recovery names, if any.
+
+    Args:
+        mtime_ns, size: of the file, which is read again when they change.
+    """
+    content = load_mapped(file)
+    if not isinstance(content, dict):
+        return None
+    entry = content.get("optimizer", {}).get(KEY) if "optimizer" in content else content
+    return entry.get("rows") if isinstance(entry, dict) else None

@@ -1,0 +1,124 @@
+"""Count the samples of local shards from their headers, with a cache that is valid until a file changes."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from open_clip_ext.workers import usable_cores
+from training_ext.core.tars import Contents, scan
+
+_SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
+# Below 2 GiB, about 20,000 pairs, one process has finished in the second or two in which others start.
+_PARALLEL_ABOVE = 2 * 2**30
+_MOST_WORKERS = 16
+
+
+def _stamp(path: str) -> list[int]:
+    status = os.stat(path)
+    return [status.st_size, status.st_mtime_ns]
+
+
+def scanned_before(paths: dict[str, str]) -> set[str]:
+    """The URLs with a valid entry in the cache; `paths` are local files by URL."""
+    cache = _load_cache() if paths else {}
+    entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
+    return {url for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
+
+
+def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
+    """Contents of shards by URL, from the cache if the file is unchanged, else from its headers.
+
+    Several processes scan many shards: a scan takes 0.6 s of a core for 10,000 pairs, and a network's disk longer.
+
+    Args:
+        paths: local files by URL.
+        progress: whether to show a progress bar.
+    """
+    found: dict[str, Contents] = {}
+    todo = {}
+    cache = _load_cache() if paths else {}
+    for url, path in paths.items():
+        key, stamp = os.path.abspath(path), _stamp(path)
+        if key in cache and cache[key][:2] == stamp:
+            samples, keys = cache[key][2:]
+            found[url] = Contents(samples, keys)
+        else:
+            todo[url] = path, key, stamp
+    fresh: dict[str, list[int]] = {}
+    saved = time.monotonic()
+    try:
+        for (url, (_, key, stamp)), contents in tqdm(
+            zip(todo.items(), _scan_each([path for path, _, _ in todo.values()]), strict=True),
+            desc="Counting samples", unit="shard", total=len(todo), disable=not (progress and todo),
+        ):
+            found[url] = contents
+            if contents.damage is None:
+                fresh[key] = [*stamp, contents.samples, contents.keys]
+            if time.monotonic() - saved > _SAVE_EVERY:
+                _save_cache(fresh)
+                saved = time.monotonic()
+    finally:
+        if fresh:
+            _save_cache(fresh)
+    return found
+
+
+class _Scans(Dataset):
+    def __init__(self, paths: list[str]):
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, i: int) -> Contents:
+        return scan(self.paths[i])
+
+
+def _scan_each(paths: list[str]) -> Iterator[Contents]:
+    """The contents of each shard, in order."""
+    large = sum(os.path.getsize(path) for path in paths) > _PARALLEL_ABOVE
+    workers = min(_MOST_WORKERS, usable_cores(), len(paths)) if large else 0
+    # A generator of its own leaves the global one as it is.
+    yield from DataLoader(_Scans(paths), batch_size=None, num_workers=workers, generator=torch.Generator())
+
+
+def _cache_file() -> str:
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(home, "open_clip_ext", "shard_sizes.json")
+
+
+def _load_cache() -> dict[str, list[int]]:
+    """The cache, [size, modification time (ns), samples, key digest] by absolute path; {} if there is no usable one."""
+    try:
+        with open(_cache_file(), encoding="utf-8") as file:
+            cache = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(cache, dict):
+        return {}
+    return {
+        key: entry
+        for key, entry in cache.items()
+        if isinstance(entry, list) and len(entry) == 4 and all(type(n) is int and n >= 0 for n in entry)
+    }
+
+
+def _save_cache(fresh: dict[str, list[int]]) -> None:
+    path = _cache_file()
+    temporary = None
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        cache = {**_load_cache(), **fresh}  # read again, since another process may have written it
+        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
+            temporary = file.name
+            json.dump(cache, file)
+        os.replace(temporary, path)
+    except OSError:
+        if temporary is not None and os.path.exists(temporary):
+            os.remove(temporary)

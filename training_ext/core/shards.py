@@ -1,0 +1,393 @@
+"""Give every sample of a webdataset a fixed integer row.
+
+Row = the offset of the sample's shard + the sample's position in the tar, where positions count the samples
+that OpenCLIP's reader yields for that shard, before any filtering or shuffling.
+"""
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from urllib.parse import urlparse
+
+from open_clip_train.data import expand_urls
+from tqdm import tqdm
+from webdataset.gopen import rewrite_url
+
+from open_clip_ext.errors import InputError
+from training_ext.core.shard_scan import scan_all, scanned_before
+from training_ext.core.tars import KeyDigest, one_line, samples_before
+from training_ext.openclip.loading import missing_of
+
+ROW_SEPARATOR = "\x1f"
+"""The separator between row and caption in the text that `ShardRows` writes."""
+
+_CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
+_NAMED = 3  # shards in a message
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The distinct shards of a data set, in order, each with its number of samples (0 or more).
+
+    `keys` maps the URLs of counted shards to their `KeyDigest`.
+    """
+
+    urls: tuple[str, ...]
+    sizes: tuple[int, ...]
+    keys: dict[str, int] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.urls) != len(self.sizes) or len(set(self.urls)) != len(self.urls):
+            raise ValueError("urls must be distinct and have one size each")
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """First row of each shard, by full url."""
+        return dict(zip(self.urls, accumulate(self.sizes, initial=0), strict=False))
+
+    @property
+    def num_rows(self) -> int:
+        """Number of samples in all shards."""
+        return sum(self.sizes)
+
+    def size_of(self, url: str) -> int:
+        """Number of samples in one shard; KeyError for a url that is not among `urls`."""
+        return self._size_by_url[url]
+
+    def num_listed(self, train_data: str) -> int:
+        """Number of samples in one pass over `train_data`, where a shard that is listed twice counts twice."""
+        return sum(self.size_of(url) for url in expand_urls(train_data)[0])
+
+    @cached_property
+    def _size_by_url(self) -> dict[str, int]:
+        return dict(zip(self.urls, self.sizes, strict=True))
+
+    def at(self, urls: Iterable[str]) -> "Shards":
+        """The same shards in the same order under other URLs, for example those of another machine."""
+        names = dict(zip(self.urls, urls, strict=True))
+        keys = {names[url]: digest for url, digest in self.keys.items()}
+        return replace(self, urls=tuple(names.values()), keys=keys)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the number of shards and each shard's url and size, in order.
+
+        URLs are relative to the longest folder that all share, so moving the whole data set keeps the digest.
+        """
+        return _digest(list(zip(_below_shared_folder(self.urls), self.sizes, strict=True)))
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """The `KeyDigest` of each counted shard, by URL relative to the shared folder."""
+        names = zip(self.urls, _below_shared_folder(self.urls), strict=True)
+        return {name: self.keys[url] for url, name in names if url in self.keys}
+
+
+def digest_of_list(train_data: str) -> str:
+    """A digest of the number and URLs of shards whose sizes are not needed.
+
+    Raises:
+        InputError: the list has no shards.
+    """
+    return _digest(_below_shared_folder(_expand(train_data)))
+
+
+def _below_shared_folder(urls: Iterable[str]) -> list[str]:
+    split = [url.split("/") for url in urls]
+    shared = len(os.path.commonprefix([parts[:-1] for parts in split]))
+    return ["/".join(parts[shared:]) for parts in split]
+
+
+def _digest(listing: list) -> str:
+    return hashlib.sha256(json.dumps([len(listing), listing]).encode()).hexdigest()
+
+
+def find_shards(
+    train_data: str, shard_sizes: str | None = None, progress: bool = True, max_bad: float | None = None
+) -> Shards:
+    """Lists the shards of `train_data` (as OpenCLIP expands it: braces and `::`) with their sizes in samples.
+
+    A size comes from the first of: `shard_sizes`, a JSON file that maps full url or file name to size; the
+    `sizes.json` beside a local shard, which maps file name to size; a scan of the local tar, remembered in
+    `$XDG_CACHE_HOME/open_clip_ext/shard_sizes.json` until the tar's size or modification time changes. Of local
+    shards whose size comes from a file a few are scanned all the same, and all that were scanned before are compared.
+    A url listed several times counts once. `progress` shows a bar over the scans.
+
+    Raises InputError for a list without shards, more shards that are missing or damaged than a share of `max_bad` (none
+    by default), a remote shard without a size, a bad sizes file, a recorded size that is wrong, and a data set without
+    samples. A missing shard without a recorded size counts as one of 0 samples.
+    """
+    urls = _expand(train_data)
+    missing = check_missing(urls, max_bad=max_bad)
+    local = {url: local_path(url) for url in urls}
+    recorded = _recorded_sizes(local, shard_sizes)
+    here = {url: path for url, path in local.items() if path is not None and url not in missing}
+    checked = _to_check({url: path for url, path in here.items() if url in recorded}, recorded)
+    found = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked}, progress)
+    for url, contents in found.items():
+        size, source = recorded.get(url, (contents.samples, ""))
+        if contents.damage is None and contents.samples != size:
+            raise InputError(
+                f"--train-data: shard {url!r} holds {contents.samples} samples where {source} says {size}; correct it, "
+                "or leave the shard out of it to have it counted"
+            )
+    damaged = {url: contents.damage for url, contents in found.items() if contents.damage is not None}
+    _check_share("--train-data", urls, missing | damaged, max_bad)
+    sizes = {url: size for url, (size, _) in recorded.items()}
+    sizes = {url: contents.samples for url, contents in found.items()} | sizes
+    shards = Shards(
+        tuple(urls),
+        tuple(sizes.get(url, 0) for url in urls),
+        {url: contents.keys for url, contents in found.items() if contents.damage is None},
+    )
+    if shards.num_rows == 0:
+        raise InputError(f"--train-data {train_data!r}: no samples in its {len(urls)} shard(s)")
+    return shards
+
+
+def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
+    """Sizes by URL, if a file has them, with the name of the file for messages."""
+    names = {url: _file_name(url) for url in local}
+    label = f"--shard-sizes {shard_sizes!r}"
+    given = _read_sizes(shard_sizes, "--shard-sizes") if shard_sizes is not None else {}
+    by_name = Counter(names[url] for url in local if url not in given)
+    beside: dict[str, dict] = {}
+    sizes: dict[str, tuple[int, str]] = {}
+    for url, path in local.items():
+        name = names[url]
+        if url in given:
+            sizes[url] = _checked_size(given, url, label), label
+            continue
+        if name in given:
+            if by_name[name] > 1:
+                raise InputError(f"{label}: {by_name[name]} shards are named {name!r}: use full urls")
+            sizes[url] = _checked_size(given, name, label), label
+            continue
+        if path is None:
+            raise InputError(
+                f"--train-data: shard {url!r} is not a local file and has no recorded size: list it in "
+                f"--shard-sizes FILE, a JSON file of samples by file name or full url, such as "
+                f'{{"{name}": 10000}}'
+            )
+        listing = os.path.join(os.path.dirname(path), "sizes.json")
+        if listing not in beside:
+            found = os.path.exists(listing)
+            beside[listing] = _read_sizes(listing, "--train-data: sizes file") if found else {}
+        if name in beside[listing]:
+            size = _checked_size(beside[listing], name, f"--train-data: sizes file {listing!r}")
+            sizes[url] = size, f"{listing!r}"
+    return sizes
+
+
+def _to_check(paths: dict[str, str], recorded: dict[str, tuple[int, str]]) -> set[str]:
+    """Shards to scan as a check of their recorded size: the first, the last, and others within the budget."""
+    urls, samples = list(paths), 0
+    chosen: list[str] = []
+    for url in dict.fromkeys([*urls[:1], *urls[-1:], *urls]):
+        if len(chosen) >= 2 and samples + recorded[url][0] > _CHECKED_SAMPLES:
+            break
+        chosen.append(url)
+        samples += recorded[url][0]
+    return {*chosen, *scanned_before(paths)}
+
+
+def check_missing(urls: list[str], flag: str = "--train-data", max_bad: float | None = None) -> dict[str, str]:
+    """The local shards that cannot be read, with the reason.
+
+    Raises:
+        InputError: they are more than a fraction of `max_bad`, or all.
+    """
+    # Silent where it takes a moment; on a network's disk 100,000 take minutes.
+    looked_at = tqdm(urls, desc="Looking for shards", unit="shard", delay=2)
+    missing = {url: reason for url in looked_at if (reason := _why_missing(url)) is not None}
+    _check_share(flag, urls, missing, max_bad)
+    return missing
+
+
+def _why_missing(url: str) -> str | None:
+    path = local_path(url)
+    if path is None:
+        return None
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as error:
+        return one_line(error) + ("; * is not expanded, {000..009} is" if "*" in path else "")
+    if not stat.S_ISREG(status.st_mode):
+        return "not a regular file"
+    return None if os.access(path, os.R_OK) else "no permission to read it"
+
+
+def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float | None) -> None:
+    if len(bad) / len(urls) <= (max_bad or 0) and len(bad) < len(urls):
+        return
+    named = ", ".join(f"{url!r} ({reason})" for url, reason in list(bad.items())[:_NAMED])
+    more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
+    instead = "restore them or leave them out"
+    if flag == "--train-data" and len(bad) < len(urls):
+        # Rounded up, so that it suffices.
+        instead += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
+    raise InputError(f"{flag}: {len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}")
+
+
+def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
+    """The distinct shards of `data`; InputError if there are none."""
+    return _expand(data, flag)
+
+
+def _expand(data: str, flag: str = "--train-data") -> list[str]:
+    try:
+        urls = expand_urls(data or "")[0]
+    except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME
+        raise InputError(f"{flag} {data!r}: cannot be expanded: {one_line(err)}") from err
+    if not urls or "" in urls:
+        raise InputError(f"{flag} {data!r}: names no shard or an empty one; give tar files")
+    return list(dict.fromkeys(urls))
+
+
+def is_local(url: str) -> bool:
+    """Whether a shard is a file of this machine."""
+    return local_path(url) is not None
+
+
+def local_path(url: str) -> str | None:
+    """The file that webdataset's gopen opens for `url`, or None if it does not open a file."""
+    url = rewrite_url(url)
+    parsed = urlparse(url)
+    return {"": url, "file": parsed.path}.get(parsed.scheme)
+
+
+def _file_name(url: str) -> str:
+    path = local_path(url)
+    if path is not None:
+        return os.path.basename(path)
+    tars = re.findall(r"""[^\s/'"=?&]+\.(?:tar\.gz|tar|tgz)(?![\w.-])""", url)
+    return tars[-1] if tars else os.path.basename(url)
+
+
+def _read_sizes(path: str, label: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            sizes = json.load(file)
+    except OSError as err:
+        raise InputError(f"{label} {path!r}: cannot be read: {one_line(err)}") from err
+    except (ValueError, RecursionError) as err:
+        raise InputError(f"{label} {path!r}: not valid JSON: {one_line(err)}") from err
+    if not isinstance(sizes, dict):
+        raise InputError(f'{label} {path!r}: must be a JSON object such as {{"00000.tar": 10000}}')
+    return sizes
+
+
+def _checked_size(sizes: dict, key: str, label: str) -> int:
+    size = sizes[key]
+    if type(size) is not int or size < 0:
+        raise InputError(f"{label}: size of {key!r} must be an integer of 0 or more, not {json.dumps(size)}")
+    return size
+
+
+class ShardRows:
+    """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row in front of its caption.
+
+    It replaces OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
+    are counted but not changed; an empty caption gets no row, and white space becomes one. The sample in which a shard
+    breaks off is left out if it is no pair. `split_row` reads a row back.
+
+    Args:
+        shards: the shards that have rows; None: read without rows.
+        failed: called with url, error, number of samples before it and recorded size, if any, for a shard that cannot
+            be read, or not to its end.
+        ended: called with url and number of samples of a shard that was read to its end.
+        key: tells the key of a sample, which then stands between the row, if any, and the caption.
+        recaption: puts the caption of a sample in the place of its "txt", before all else.
+
+    Iterating raises InputError at a shard that is not among `shards`, at one that is not as it was counted, and what
+    `key` raises.
+    """
+
+    def __init__(
+        self, shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
+        ended: Callable[[str, int], object] | None = None, key: Callable[[dict], int] | None = None,
+        recaption: Callable[[dict], object] | None = None,
+    ):
+        self.shards = shards
+        self.failed = failed
+        self.ended = ended
+        self.key = key
+        self.recaption = recaption
+
+    def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
+        """Yields the samples of `src`, dicts with a "url"."""
+        for source in src:
+            url = source["url"]
+            offset, size = self._place(url)
+            position, keys = 0, KeyDigest()
+            errors: list[Exception] = []
+            for sample in samples_before(url, errors):
+                if size is not None and position >= size:
+                    raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
+                keys.add(sample["__key__"])
+                if self.recaption is not None:
+                    self.recaption(sample)
+                if errors and missing_of(sample):
+                    break
+                if "txt" in sample:
+                    sample["txt"] = self._with_numbers(sample, offset + position)
+                yield sample
+                position += 1
+            if errors:
+                self.failed(url, errors[0], position, size)
+                continue
+            self._check_whole(url, size, position, keys)
+            if self.ended is not None:
+                self.ended(url, position)
+
+    def _with_numbers(self, sample: dict, row: int) -> bytes:
+        """The caption after its numbers; an empty one without, so that it can be counted."""
+        caption = sample["txt"]
+        if not caption.decode(errors="replace").strip():
+            return b""
+        if self.key is not None:
+            caption = _numbered(caption, self.key(sample))
+        return caption if self.shards is None else _numbered(caption, row)
+
+    def _place(self, url: str) -> tuple[int, int | None]:
+        if self.shards is None:
+            return 0, None
+        if url not in self.shards.offsets:
+            known = len(self.shards.urls)
+            raise InputError(f"--train-data: shard {url!r} is not one of the {known} that have rows")
+        return self.shards.offsets[url], self.shards.size_of(url)
+
+    def _check_whole(self, url: str, size: int | None, samples: int, keys: KeyDigest) -> None:
+        if self.shards is None or size is None:
+            return
+        if samples < size:
+            raise InputError(
+                f"--train-data: shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}"
+            )
+        if self.shards.keys.get(url, keys.value()) != keys.value():
+            raise InputError(
+                f"--train-data: shard {url!r} holds other samples than when it was counted, before the start; keep the "
+                "data as they are while a training runs"
+            )
+
+
+_RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
+
+
+def _numbered(caption: bytes, number: int) -> bytes:
+    return f"{number}{ROW_SEPARATOR}".encode() + caption
+
+
+def split_row(text: str) -> tuple[int, str]:
+    """Row and caption from the text that `ShardRows` wrote; ValueError if there is no row in it."""
+    row, separator, caption = text.partition(ROW_SEPARATOR)
+    if not separator:
+        raise ValueError(f"no row before the caption {text!r}")
+    return int(row), caption

@@ -1,0 +1,206 @@
+"""Warnings about settings that do not fit the size of the data or the length of the training."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from math import exp, log
+
+import open_clip
+
+from open_clip_ext.normalizers.trained import adagrad_rate
+from open_clip_ext.presets import drrho_gamma
+from training_ext.core.loss import build_loss
+from training_ext.features.captions import SeenCaptions
+from training_ext.features.keys import has_keys
+from training_ext.flags.params import starts_from_weights, trains_logit_scale
+from training_ext.openclip.hugging_face import load_tokenizer
+from training_ext.openclip.launch import world_info
+from training_ext.openclip.loading import without_warnings
+
+FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
+EARLY_STEPS = 50  # in which queue and network are worse than a minibatch's estimates: 300 scenes, docs/settings.md
+AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250 and 312, and trained with 3,125, docs/results.md
+PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model of icons lost 6 points of R@1 in 500 steps, docs/settings.md
+USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
+
+
+def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]:
+    """Warnings for the log, each with the flag, its value and what to try; [] if all is well.
+
+    Args:
+        args: as `params.parse_args` gives them, with `--loss`.
+        num_samples: n, rows of the train data.
+        steps_per_epoch: optimizer steps per epoch.
+    """
+    steps = args.epochs * steps_per_epoch
+    if steps == 0:
+        return []
+    return [
+        *_on_steps(args, steps_per_epoch),
+        *_on_amorlip(args, steps_per_epoch),
+        *_on_length(args, steps),
+        *_on_pretrained(args, steps),
+        *_on_temperature(args, steps),
+        *_on_gamma(args, num_samples, steps_per_epoch),
+        *_on_rho(args, num_samples),
+        *_on_sizes(args, num_samples, steps_per_epoch),
+    ]
+
+
+def advise_on_captions(args: Namespace, seen: SeenCaptions | None) -> list[str]:
+    """Warnings about the captions of the train data; [] if all is well, or if they are not known.
+
+    Args:
+        args: as `params.parse_args` gives them.
+    """
+    return [] if seen is None or not seen.first else [*_on_cut(args, seen), *_on_repeated(args, seen)]
+
+
+def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
+    with suppress(Exception), without_warnings():  # what is wrong with the tokenizer others tell
+        if args.model.startswith("hf-hub:"):
+            return
+        name = args.model if ":" in args.model else args.model.replace("/", "-")
+        tokenizer = load_tokenizer(args, open_clip.get_model_config(name)["text_cfg"])
+        length = tokenizer.context_length
+        longer = tokenizer(seen.first, context_length=2 * length)
+        padding = tokenizer([""], context_length=2 * length)[0, -1]
+        # The last token before the cut may be an end of the text.
+        cut = (longer[:, :length] != tokenizer(seen.first)).any(1) | (longer[:, length] != padding)
+        if share := cut.double().mean().item():
+            yield (
+                f"--model: {100 * share:.2g} % of the first {len(cut)} captions are longer than the {length} tokens "
+                f"that {args.model} reads, and are cut there"
+            )
+
+
+def _on_repeated(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
+    if seen.repeated and args.uses_ext_loss and not has_keys(args) and build_loss(args, 1, "cpu").takes_keys:
+        yield (
+            f"--same-caption: {seen.repeated} of {seen.where} are those of another pair, too, and so false negatives; "
+            "give the flag to leave these out"
+        )
+
+
+def advise_any(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
+    """Warnings as `advise` gives them, for a training with any loss, OpenCLIP's own included."""
+    steps = args.epochs * steps_per_epoch
+    if steps == 0:
+        yield f"--epochs: {args.epochs} epoch(s) of {steps_per_epoch} optimizer step(s), so nothing is trained"
+    elif args.lr == 0:
+        yield "--lr: 0, so the weights do not change"
+    elif not args.skip_scheduler and args.warmup > steps:
+        yield (
+            f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
+            f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
+        )
+    if args.precision == "amp" and args.device.startswith("cpu"):
+        yield "--precision: amp took six times as long as fp32 on a CPU without 16-bit units; try --precision fp32"
+
+
+def global_batch(args: Namespace) -> int:
+    return args.batch_size * args.accum_freq * world_info()[2]
+
+
+def _on_steps(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
+    if steps_per_epoch < FEW_STEPS:
+        yield (
+            f"--batch-size: an epoch has only {steps_per_epoch} optimizer step(s), the training "
+            f"{args.epochs * steps_per_epoch}; for {FEW_STEPS} per epoch use a global batch of at most "
+            f"{max(2, steps_per_epoch * global_batch(args) // FEW_STEPS)}"
+        )
+        if args.normalizer == "prototypes":
+            yield (
+                f"--loss: with {steps_per_epoch} optimizer step(s) per epoch a network estimated better than a "
+                "minibatch in two of three runs (300 scenes), a queue in all three; try --loss queue"
+            )
+
+
+def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
+    if args.amor_denominator == "target" and steps_per_epoch < AMORLIP_STEPS:
+        yield (
+            "--amor-denominator: target, the paper's form, collapsed with 250 steps per epoch and trained with 3,125; "
+            f"this training has {steps_per_epoch}. Try --amor-denominator combined --amor-positive-weight 1e-3"
+        )
+
+
+def _on_length(args: Namespace, steps: int) -> Iterator[str]:
+    if args.normalizer in ("prototypes", "queue") and steps < EARLY_STEPS:
+        yield (
+            f"--epochs: the training has {steps} step(s), but --normalizer {args.normalizer} estimated better than a "
+            f"minibatch only after about {EARLY_STEPS}; train longer, or use --loss fastclip-v3 --normalizer batch"
+        )
+
+
+def _on_pretrained(args: Namespace, steps: int) -> Iterator[str]:
+    """At the low temperature of pretrained weights AdaGrad's first steps must be small."""
+    if args.normalizer != "prototypes" or args.npn_opt != "adagrad" or not starts_from_weights(args):
+        return
+    rate = adagrad_rate(steps) if args.npn_lr is None else args.npn_lr
+    if rate > PRETRAINED_NPN_LR:
+        yield (
+            f"--npn-lr: {rate:.2g} with pretrained weights; if their temperature is near 0.01, AdaGrad's first steps "
+            f"may do them harm; try --npn-lr {PRETRAINED_NPN_LR}"
+        )
+
+
+def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
+    """One step of Adam changes log(1 / tau) by at most about --lr-tau; pretrained weights have a trained tau."""
+    if not trains_logit_scale(args) or starts_from_weights(args) or args.lr_tau is None:
+        return
+    farthest = args.lr_tau * steps
+    if farthest < USEFUL_MOVE:
+        yield (
+            f"--lr-tau: at {args.lr_tau:.3g} the temperature cannot fall below {exp(-farthest):.3g} of its initial "
+            f"value in {steps} steps; give about {2 / steps:.1g} (2 / steps), or set --tau-init"
+        )
+
+
+def _on_gamma(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
+    if args.normalizer != "table" or args.gamma is None:
+        return
+    samples = args.loss_epochs * steps_per_epoch * global_batch(args)
+    visits = max(1, round(samples / num_samples))
+    recommended = drrho_gamma(visits)
+    if args.gamma < recommended / 2:
+        yield (
+            f"--gamma: {args.gamma:g} averages over about {1 / args.gamma:.0f} visits of a sample, but there are about "
+            f"{visits} in total; DRRho-CLIP's rule gives {recommended:.2g}"
+        )
+
+
+def _on_rho(args: Namespace, num_samples: int) -> Iterator[str]:
+    """tau falls while rho is above the KL of an anchor's weights (NeuCLIP, Eq. 13), at most log N of N negatives."""
+    if args.rho is None or args.normalizer is None:
+        return
+    modalities = 1 if args.negatives == "cross" else 2
+    of_data = log(modalities * max(1, num_samples - 1))
+    batch = global_batch(args)
+    of_batch = log(modalities * max(1, batch - 1))
+    if args.normalizer == "batch" and args.rho >= of_batch:
+        yield (
+            f"--rho: {args.rho:g} with the estimates of batches of {batch}: at {of_batch:.2g} and above nothing keeps "
+            "the temperature from falling; give less"
+        )
+    elif args.rho >= of_data:
+        yield (
+            f"--rho: {args.rho:g} with {num_samples} samples: at {of_data:.2g} and above nothing keeps the temperature "
+            "from falling; give less"
+        )
+    elif args.temperature == "individual" and args.tau_optimizer == "momentum" and args.rho >= of_batch:
+        # A first visit's estimate is the batch's own, so that the derivative in tau_i is rho - KL.
+        yield (
+            f"--rho: {args.rho:g} with batches of {batch}: at {of_batch:.2g} and above every temperature falls on its "
+            "sample's first visit; give less"
+        )
+
+
+def _on_sizes(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
+    for flag, size in (("--queue-size", args.queue_size), ("--npn-prototypes", args.npn_prototypes)):
+        if size is not None and size > num_samples:
+            yield f"{flag}: {size} for {num_samples} samples; {num_samples} are used, so that no sample counts twice"
+    if args.npn_restart_every == 1:
+        yield (
+            "--npn-restart-every: 1 restarts the network at every step, so it learns nothing; an epoch has "
+            f"{steps_per_epoch} step(s)"
+        )

@@ -1,0 +1,230 @@
+"""Draw one of several captions of an image each epoch; the image stays one sample with one row.
+
+The draw depends only on the run's seed, the epoch and the image, so it is the same for any number of processes and
+loader workers, and in a resumed run. Images of a csv are identified by their path, those in shards by their sample's
+key.
+"""
+
+import hashlib
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from open_clip_train.data import SharedEpoch
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.features.sample_json import fields_of
+from training_ext.features.seeding import CAPTION, seed_of
+from training_ext.openclip.hosts import host
+
+FIRST = 1000  # captions by which the share that is longer than the context is estimated
+FLAGS = {"several_captions": "csv", "captions_field": "webdataset"}  # with the kind of data that each needs
+
+
+def check_captions(args: Namespace, kind: str) -> None:
+    """Raise InputError if a flag of this module does not fit `kind`, the train data's as `data.kind_of` gives it."""
+    for name, of_kind in FLAGS.items():
+        if getattr(args, name) and kind != of_kind:
+            other = {"csv": "; give --several-captions", "webdataset": "; give --captions-field"}.get(kind, "")
+            raise InputError(f"{flag_of(name)}: is for {of_kind} data, but the train data are {kind}{other}")
+
+
+def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
+    """One of the captions, drawn uniformly."""
+    return captions[seed_of(seed, CAPTION, epoch, picture) % len(captions)]
+
+
+def is_empty(cell: Any) -> bool:
+    """Whether a cell of a csv is empty or white space."""
+    return not cell.strip() if isinstance(cell, str) else bool(pd.isna(cell))
+
+
+@dataclass(frozen=True)
+class SeenCaptions:
+    """Captions of the train data that are read before the start, without empty ones.
+
+    Args:
+        first: the first of them, at most `FIRST`.
+        repeated: how many of all that were read another pair has, too.
+        where: all that were read, in words.
+    """
+
+    first: list[str]
+    repeated: int
+    where: str
+
+
+def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:
+    """The captions that were read, of these images if a caption may stand beside others of its image."""
+    known = captions[~captions.map(is_empty)]
+    first = [str(caption) for caption in islice(known, FIRST)]
+    if images is not None:
+        known = known[~pd.DataFrame({0: known, 1: images}).duplicated()]
+    return SeenCaptions(first, int(known.duplicated(keep=False).sum()), where.format(len(known)))
+
+
+class Pictures:
+    """The lines of a csv grouped by image, in the order of the images' first lines.
+
+    Args:
+        images: the image's path in each line.
+
+    Attributes:
+        of: number of each line's image, (lines,) int64.
+        first: first line of each of the n images, (n,) int64.
+    """
+
+    def __init__(self, images: Sequence[Any]):
+        self.of = pd.factorize(pd.Series(images, dtype=object), use_na_sentinel=False)[0]
+        self._order = np.argsort(self.of, kind="stable")
+        self._starts = np.searchsorted(self.of[self._order], np.arange(self.of.max(initial=-1) + 2))
+        self.first = self._order[self._starts[:-1]]
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def lines(self, picture: int) -> list[int]:
+        """The lines of one image."""
+        return self._order[self._starts[picture] : self._starts[picture + 1]].tolist()
+
+    def check_alike(self, cells: pd.Series, images: pd.Series) -> None:
+        """Raise InputError for the first image whose lines differ in the column `cells`."""
+        codes = pd.factorize(cells)[0]
+        others = (codes != codes[self.first][self.of]).nonzero()[0]
+        if len(others):
+            raise InputError(
+                f"--same-key: the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
+                "or leave out --several-captions"
+            )
+
+
+class DigestLoader:
+    """A loader of validation pairs that notices images that repeat, by their pixels as the model gets them.
+
+    Args:
+        loader: OpenCLIP's, whose samples have no path.
+
+    Attributes:
+        digests: of the images of the latest pass, in their order.
+    """
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+        self.num_samples, self.num_batches = loader.num_samples, loader.num_batches
+        self.digests: list[bytes] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self.digests.clear()
+        for batch in self.loader:
+            images, _ = host().pair(batch)
+            self.digests += [hashlib.blake2b(image.contiguous().numpy(), digest_size=16).digest() for image in images]
+            yield batch
+
+
+class Cells:
+    """A column of a csv as a sequence by position, also where OpenCLIP's data set has or expects a pandas Series.
+
+    Args:
+        values: the column's cells; of a Series the labels are dropped.
+    """
+
+    def __init__(self, values: Any):
+        # The array, not a list: its buffers stay shared with the loader's forked workers.
+        self.values = values.array if isinstance(values, pd.Series) else values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.values[position]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values)
+
+    @property
+    def iloc(self) -> "Cells":
+        return self
+
+
+def index_by_position(csv: Any) -> None:
+    """Change the columns of OpenCLIP's data set of lines, which are lists or pandas Series, into `Cells`."""
+    csv.images, csv.captions = Cells(csv.images), Cells(csv.captions)
+
+
+class DrawnCaptions:
+    """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other.
+
+    Args:
+        captions: the caption in each line of the csv.
+        pictures: its lines by image.
+        seed: the run's seed.
+        epoch: number of the present epoch.
+    """
+
+    def __init__(self, captions: Sequence[Any], pictures: Pictures, seed: int, epoch: SharedEpoch):
+        self.captions = captions
+        self.pictures = pictures
+        self.seed = seed
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, picture: int) -> Any:
+        captions = [self.captions[line] for line in self.pictures.lines(picture)]
+        usable = [caption for caption in captions if not is_empty(caption)]
+        return drawn(usable or captions, self.seed, self.epoch.get_value(), picture)
+
+
+def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
+    """Change OpenCLIP's data set of lines, with `Cells`, into one of images; returns the grouping."""
+    pictures = Pictures(list(csv.images))
+    csv.captions = Cells(DrawnCaptions(csv.captions, pictures, seed, epoch))
+    csv.images = Cells([csv.images[line] for line in pictures.first])
+    return pictures
+
+
+class JsonCaptions:
+    """Replaces a sample's .txt by one of the captions in a field of its .json.
+
+    The field is a list or one caption; entries that are empty or not text are ignored. If no caption is left, the
+    sample has no .txt afterwards, and is skipped and counted like any other without a caption.
+
+    Args:
+        field: name of the field.
+        seed: the run's seed.
+        epoch: number of the present epoch.
+
+    Attributes:
+        missing: what a sample without captions lacks, for messages.
+    """
+
+    def __init__(self, field: str, seed: int, epoch: SharedEpoch):
+        self.field = field
+        self.seed = seed
+        self.epoch = epoch
+        self.missing = f"no captions in the field {field!r} of a .json (--captions-field)"
+
+    def __call__(self, sample: dict) -> None:
+        """Change the sample, a dict of bytes by suffix with its "__key__", in place."""
+        sample.pop("txt", None)
+        try:
+            value = fields_of(sample).get(self.field)
+        except ValueError:
+            return
+        entries = value if isinstance(value, list) else [value]
+        captions = [text for text in entries if isinstance(text, str) and text.strip()]
+        if captions:
+            name = hashlib.blake2b(str(sample["__key__"]).encode(errors="surrogateescape"), digest_size=8).digest()
+            picture = int.from_bytes(name, "big")
+            sample["txt"] = drawn(captions, self.seed, self.epoch.get_value(), picture).encode(errors="replace")
+
+
+def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
+    """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
+    return JsonCaptions(args.captions_field, args.seed, epoch or SharedEpoch()) if args.captions_field else None

@@ -1,0 +1,149 @@
+"""Check the first samples before a run starts: refuse data in which none of them is usable, and warn of images that
+reach the model otherwise than they look."""
+
+import io
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from itertools import chain, islice
+from typing import Any
+
+import pandas as pd
+from PIL import Image
+
+from open_clip_ext.errors import InputError
+from training_ext.core.shards import is_local
+from training_ext.core.tars import one_line, read_samples
+from training_ext.features.captions import JsonCaptions, SeenCaptions, see
+from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
+
+LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
+COMPARED = 20  # images
+ORIENTATION = 0x0112  # EXIF's number of it
+
+
+def look_at_shards(
+    urls: list[str], key: Callable[[dict], object] | None = None, recaption: JsonCaptions | None = None,
+    flag: str = "--train-data",
+) -> SeenCaptions | None:
+    """Check that local shards have a usable pair, which is normally the first sample, and warn of the next images.
+
+    Args:
+        key: called with that sample, a dict of bytes.
+        recaption: puts the captions of samples in their place first.
+
+    Returns:
+        The captions of the first samples of its shard; None if the shards are not local.
+
+    Raises:
+        InputError: none of the first samples of the first shards is usable, or `key` raises it.
+    """
+    if not all(map(is_local, urls)):
+        return None
+    reasons: Counter[str] = Counter()
+    for url in urls[:LOOKED_AT]:
+        try:
+            samples = islice(read_samples(url), LOOKED_AT)
+            for sample in samples:
+                if recaption is not None:
+                    recaption(sample)
+                reason = _reason(sample, "no caption .txt" if recaption is None else recaption.missing)
+                if reason is None:
+                    if key is not None:
+                        key(sample)
+                    warn_of_images(_images(chain([sample], samples)), url, flag)
+                    return _captions_of(url, recaption)
+                reasons[f"in {url!r} {reason}"] += 1
+        except InputError:
+            raise
+        except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
+            reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
+    if reasons:
+        (first, _), *_ = reasons.items()
+        raise InputError(f"{flag}: none of the first {reasons.total()} samples can be used, as {first}")
+    return None
+
+
+def _captions_of(url: str, recaption: JsonCaptions | None) -> SeenCaptions:
+    """The captions of a shard's first samples."""
+    captions = []
+    with suppress(Exception):  # it may be damaged further down
+        for sample in islice(read_samples(url), LOOKED_AT):
+            if recaption is not None:
+                recaption(sample)
+            captions.append(sample.get("txt", b"").decode(errors="replace"))
+    return see(pd.Series(captions, dtype=object), None, f"the first {{}} captions of {url!r}")
+
+
+def _reason(sample: dict, missing: str) -> str | None:
+    """Why a sample is not a usable pair of an image and a caption; None if it is."""
+    if (lacks := missing_of(sample, missing)) is not None:
+        return f"a sample has {lacks}"
+    *images, text = PAIR_MEMBERS
+    found = [name for name in images if name in sample]
+    try:
+        if not sample[text].decode().strip():
+            return f"a caption .{text} is empty"
+        Image.open(io.BytesIO(sample[found[0]])).load()
+    except Exception as error:  # image libraries may raise anything
+        return f"a .{found[0]} or .{text} cannot be decoded ({one_line(error)})"
+    return None
+
+
+def _images(samples: Iterable[dict]) -> Iterator[tuple[str, io.BytesIO]]:
+    for sample in samples:
+        for name in PAIR_MEMBERS[:-1]:
+            if name in sample:
+                yield f"{sample['__key__']}.{name}", io.BytesIO(sample[name])
+
+
+def warn_of_images(images: Iterable[tuple[str, Any]], path: str, flag: str) -> None:
+    """Warn once of each kind of change between the first images of `path`, names and files, and what the model sees."""
+    found: dict[str, list[str]] = {}
+    looked_at = 0
+    with suppress(Exception):  # a cut shard
+        for name, file in islice(images, COMPARED):
+            looked_at += 1
+            with suppress(Exception), Image.open(file) as image:  # the run counts images that cannot be read
+                for change in _changes(image):
+                    found.setdefault(change, []).append(name)
+    for change, names in found.items():
+        _warn(f"{flag}: {len(names)} of the first {looked_at} images of {path!r} {change}. The first is {names[0]!r}")
+
+
+_warn = cache(logging.warning)  # the same data may be looked at several times
+
+
+def _changes(image: Image.Image) -> Iterator[str]:
+    """What OpenCLIP, which converts images to RGB, changes in this one."""
+    if image.mode.startswith(("I", "F")):
+        # Pillow has no extrema of big-endian numbers.
+        extrema: Any = (image if image.mode == "F" else image.convert("I")).getextrema()
+        low, high = extrema
+        if low < high and not 1 < high <= 255:
+            yield "lose values in RGB, which keeps 0 to 255 and makes others black or white; scale them"
+    elif image.has_transparency_data and image.getcolors(1) is None and image.convert("RGB").getcolors(1) is not None:
+        yield "become one colour in RGB, which leaves out transparency; put them on a background"
+    if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) > 1:  # Pillow itself applies that of TIFF
+        yield "are turned by their EXIF orientation, which OpenCLIP does not apply; turn their pixels"
+
+
+def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
+    """Open the first images of a csv up to the first readable one, and warn of the next.
+
+    Raises:
+        InputError: none of them can be read.
+    """
+    first = None
+    images = table[image_key].dropna().head(LOOKED_AT)
+    for row, image in images.items():
+        try:
+            Image.open(str(image)).load()
+            warn_of_images(((str(image), str(image)) for image in images.loc[row:]), path, flag)
+            return
+        except Exception as error:
+            first = first or f"line {row + 2} names {str(image)!r}: {one_line(error)}"
+    if first is not None:
+        raise InputError(f"{flag}: none of the first {len(images)} images of {path!r} can be read; {first}")

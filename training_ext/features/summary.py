@@ -1,0 +1,76 @@
+"""The summary at the end of a training: best and last metrics, duration, files, and the next commands."""
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+from open_clip_ext import factory
+from open_clip_ext.losses import AmorLIPLoss
+from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
+from training_ext.features.keep_best import BEST, COUNTS, START, is_better
+from training_ext.features.keys import has_keys
+from training_ext.features.log import duration
+
+SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
+WHAT = {
+    "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
+    "data.jsonl": "samples used, by epoch", BEST: "the best weights", START: "metrics before the first step",
+    "temperatures.html": "samples by temperature", "confusion": "confusion matrices",
+    "tensorboard": "tensorboard --logdir {}",
+}
+
+
+def summary(args: Namespace, seconds: float) -> Iterator[str]:
+    """Lines of the summary, for the log of process 0.
+
+    Args:
+        args: the command line, completed by OpenCLIP.
+        seconds: duration of this run.
+    """
+    folder = os.path.join(args.logs, args.name)
+    yield f"Done: {args.epochs} epoch(s) of {args.loss}; this run took {duration(seconds)}"
+    yield from _metrics(read_metrics(folder, EVAL))
+    last = f"checkpoints/epoch_{args.epochs}.pt"
+    yield f"Files in {folder}:"
+    yield f"  {last}: the last checkpoint"
+    for name, what in WHAT.items():
+        if os.path.exists(path := os.path.join(folder, name)):
+            yield f"  {name}: {what.format(shlex.quote(path))}"
+    yield "Next:"
+    module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
+    if args.zeroshot_data is None:
+        data = "--data FOLDER"
+    else:
+        data = f"--zeroshot-data {shlex.quote(args.zeroshot_data)}"
+    yield f"{module}.evaluate --checkpoint {given} {data} --out scores.jsonl"
+    if has_report(args):
+        yield f"{module}.normalizers_report --checkpoint {given}"
+    recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
+    where = f"--logs {shlex.quote(args.logs)} --name {shlex.quote(args.name)}"
+    yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
+    if not args.skip_scheduler:
+        yield "  (--lr then follows its schedule over all N epochs and rises again; lengths in the recipe stay)"
+
+
+def has_report(args: Namespace) -> bool:
+    """Whether `normalizers_report` accepts checkpoints of this training."""
+    is_amorlip = issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss)
+    return not (is_amorlip or has_keys(args) or getattr(args, "reference_gap", None))
+
+
+def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
+    names = [name for name in (lines[-1] if lines else {}) if name.endswith(SHOWN) and name not in COUNTS]
+    if names:
+        yield f"{'':24}{'last':>10}{'best':>10}  after epoch"
+    for name in names:
+        found = [(line[name], line["epoch"]) for line in lines if line.get(name) is not None]
+        last = f"{lines[-1][name]:.4f}" if lines[-1][name] is not None else "not finite"
+        best = found[0] if found else None
+        for value, epoch in found:
+            if isfinite(value) and best is not None and is_better(name, value, best[0]):
+                best = value, epoch
+        if best is not None:
+            yield f"{name:24}{last:>10}{best[0]:>10.4f}{best[1]:>13}"

@@ -1,0 +1,100 @@
+"""Write an HTML page of the samples with the largest and smallest temperatures, with thumbnails and captions.
+
+As in iSogCLR, Section 6.3: samples of common meaning, with many similar negatives, have large temperatures, and rare
+samples small ones.
+"""
+
+import base64
+import html
+import io
+import os
+from argparse import Namespace
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from open_clip_ext.files import whole_file
+from training_ext.core.shards import is_local
+from training_ext.report.embeddings import source_of
+
+FILE = "temperatures.html"
+SHOWN = 12  # samples of each kind
+THUMBNAIL = 128  # pixels
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+STYLE = """body { font: 14px sans-serif; margin: 2em; max-width: 75em } table { border-collapse: collapse }
+td, th { padding: 0.2em 0.8em; text-align: right } section { display: flex; flex-wrap: wrap; gap: 12px }
+figure { margin: 0; width: 132px } figcaption { font-size: 12px; overflow-wrap: anywhere } img { max-width: 128px }"""
+
+
+def write_sheet(folder: str, taus: Tensor, args: Namespace, rows: Any, transforms: tuple) -> str:
+    """Write the page and return its path.
+
+    Args:
+        folder: the experiment's folder.
+        taus: temperatures of the n samples as image and as text anchors, (n, 2).
+        args, rows: command line and data rows of the training.
+        transforms: OpenCLIP's for training and for evaluation.
+    """
+    chosen = {
+        (side, end): taus[:, number].topk(min(SHOWN, len(taus)), largest=end == "largest").indices.tolist()
+        for number, side in enumerate(("images", "texts"))
+        for end in ("largest", "smallest")
+    }
+    samples = _read({row for found in chosen.values() for row in found}, args, rows, transforms)
+    parts = [
+        "<!doctype html><meta charset='utf-8'><title>Temperatures</title>",
+        f"<style>{STYLE}</style><h1>Temperatures of {len(taus):,} samples</h1>",
+        f"<p>{html.escape(args.name)}, --loss {html.escape(args.loss)}, after {args.epochs} epochs</p>",
+        _quantiles(taus),
+    ]
+    for (side, end), found in chosen.items():
+        number = 0 if side == "images" else 1
+        figures = (_figure(row, taus[row, number].item(), samples.get(row)) for row in found)
+        parts.append(f"<h2>The {end} of {side}</h2><section>{''.join(figures)}</section>")
+    path = os.path.join(folder, FILE)
+    with whole_file(path, text=True) as file:
+        file.write("\n".join(parts))
+    return path
+
+
+def _quantiles(taus: Tensor) -> str:
+    ordered = taus.sort(dim=0).values
+    places = [round(q * (len(taus) - 1)) for q in QUANTILES]
+    lines = ["<tr><th></th>" + "".join(f"<th>{100 * q:g} %</th>" for q in QUANTILES) + "</tr>"]
+    for number, side in enumerate(("images", "texts")):
+        cells = "".join(f"<td>{ordered[place, number]:.4g}</td>" for place in places)
+        lines.append(f"<tr><th>{side}</th>{cells}</tr>")
+    return f"<table>{''.join(lines)}</table>"
+
+
+def _figure(row: int, tau: float, sample: tuple[Image.Image, str] | None) -> str:
+    picture, caption = "", "(cannot be shown)"
+    if sample is not None:
+        image, caption = sample
+        image = image.convert("RGB")
+        image.thumbnail((THUMBNAIL, THUMBNAIL))
+        content = io.BytesIO()
+        image.save(content, "png")
+        picture = f"<img src='data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}' alt=''>"
+    return f"<figure>{picture}<figcaption><b>{tau:.4g}</b> row {row}<br>{html.escape(caption)}</figcaption></figure>"
+
+
+def _read(wanted: set[int], args: Namespace, rows: Any, transforms: tuple) -> dict[int, tuple[Image.Image, str]]:
+    """Image and caption by row; rows that cannot be read, or are not on this machine, are left out."""
+    if args.dataset_type == "synthetic" or (rows.shards is not None and not all(map(is_local, rows.shards.urls))):
+        return {}
+    source = source_of(args, rows.kind, rows.shards, (transforms[0], _as_it_is), _as_a_list)
+    found = {}
+    for row in sorted(wanted):
+        for number, image, caption in source.read(row, row + 1, lambda problem: None):
+            found[number] = image, caption
+    return found
+
+
+def _as_it_is(image: Image.Image) -> Image.Image:
+    return image
+
+
+def _as_a_list(text: str | list[str]) -> list[str]:
+    return [text] if isinstance(text, str) else text

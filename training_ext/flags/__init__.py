@@ -1,0 +1,1 @@
+"""The command line: parser, checks, recipes and the dry run."""

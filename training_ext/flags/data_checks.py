@@ -1,0 +1,117 @@
+"""Check that OpenCLIP can train and evaluate on the data that the flags name."""
+
+from argparse import Namespace
+from math import ceil, isfinite
+
+from open_clip_train.data import expand_urls, get_dataset_size
+
+from open_clip_ext.errors import InputError
+from training_ext.core.rows import DataRows, kind_of, read_csv
+from training_ext.core.shard_scan import scan_all
+from training_ext.core.shards import check_missing, local_path, shard_urls
+from training_ext.features.first_look import look_at_shards
+from training_ext.openclip.loading import one_line
+
+
+def check_upsampling(args: Namespace) -> None:
+    factors = args.train_data_upsampling_factors
+    if factors is None:
+        return
+    given = f"--train-data-upsampling-factors: {factors!r}"
+    if not args.dataset_resampled:
+        raise InputError(f"{given} without --dataset-resampled, which it needs")
+    instead = "give one number per source of --train-data, such as 1::2"
+    try:
+        urls, weights = expand_urls(args.train_data, factors)
+    except (AssertionError, ValueError) as error:
+        raise InputError(f"{given}: {error}; {instead}") from None
+    if urls != expand_urls(args.train_data)[0]:
+        raise InputError(
+            f"--train-data: {args.train_data!r} has a variable, which OpenCLIP does not fill in with "
+            "--train-data-upsampling-factors; write the paths out"
+        )
+    weights = weights or []
+    if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
+        raise InputError(f"{given} are weights to draw by, which must be at least 0 and not all 0; {instead}")
+
+
+def check_size_known(args: Namespace) -> None:
+    """Check that the number of samples is known, since OpenCLIP does not count; for our losses it is counted."""
+    if args.uses_ext_loss or args.train_num_samples is not None or kind_of(args, args.train_data) != "webdataset":
+        return
+    try:
+        size, _ = get_dataset_size(args.train_data)
+    except Exception as error:  # a sizes.json may have anything
+        raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
+    if not size:
+        raise InputError("--train-num-samples: needed for shards without a sizes.json; give their number of samples")
+
+
+def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
+    """Every loader worker needs a shard and a full batch in its shards, or OpenCLIP fails or waits forever."""
+    if rows.kind != "webdataset" or args.dataset_resampled:
+        return
+    urls = expand_urls(args.train_data)[0]
+    loaders = max(1, args.workers)
+    instead = "lower --workers, write smaller shards or use --dataset-resampled"
+    given = f"--workers: {args.workers} in each of {world_size} process(es)"
+    if len(urls) < loaders * world_size:
+        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(urls)}; {instead}")
+    if rows.shards is None:
+        return
+    sizes = sorted(rows.shards.size_of(url) for url in urls)
+    fewest = len(sizes) // world_size // loaders
+    if sum(sizes[:fewest]) < args.batch_size:
+        raise InputError(
+            f"{given} get {fewest} of the {len(sizes)} shards each, which may hold only {sum(sizes[:fewest])} samples "
+            f"but --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
+        )
+
+
+def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
+    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
+    if rows.kind != "webdataset":
+        return rows.num_rows
+    if args.train_num_samples is not None:
+        return args.train_num_samples
+    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
+
+
+def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
+    steps = steps_per_epoch(args, kind, num_samples, world_size)
+    if steps < 1:
+        raise InputError(
+            f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
+            f"the {num_samples} samples of an epoch; lower it"
+        )
+    return steps
+
+
+def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
+    if kind == "webdataset":
+        loaders = max(1, args.workers)
+        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
+    else:
+        batches = ceil(num_samples / world_size) // args.batch_size
+    return batches // args.accum_freq
+
+
+def check_val_data(args: Namespace) -> None:
+    """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
+    kind = kind_of(args, args.val_data, "--val-data")
+    if kind == "csv":
+        if read_csv(args, args.val_data, flag="--val-data").empty:
+            raise InputError(f"--val-data: {args.val_data!r} has no lines; give one with pairs, or leave it out")
+    elif kind == "webdataset":
+        urls = shard_urls(args.val_data, "--val-data")
+        check_missing(urls, "--val-data")
+        look_at_shards(urls, flag="--val-data")
+        # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
+        local = {url: path for url in urls if (path := local_path(url)) is not None}
+        for url, contents in scan_all(local, progress=True).items():
+            if contents.damage is not None:
+                raise InputError(f"--val-data: shard {url!r} is damaged: {contents.damage}; repair or remove it")
+
+

@@ -1,0 +1,441 @@
+"""The command line: OpenCLIP's flags and, in a group of their own, this package's, from one parser."""
+
+import argparse
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from typing import Any, NoReturn
+
+from open_clip_train import params
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.options import flag_of
+from training_ext.core.row_folders import SPLIT_ABOVE
+from training_ext.features.recovery import recovered
+from training_ext.flags import recipes
+from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
+from training_ext.openclip.hosts import complete
+from training_ext.openclip.launch import world_info
+from training_ext.openclip.patching import replaced
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser that OpenCLIP's parse_args creates and fills; it adds this package's flags before it parses."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            prog="open_clip_ext.main",
+            description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+    def parse_args(  # type: ignore[override]  # the overloads of argparse return other namespaces, too
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        args = [] if args is None else args  # OpenCLIP always gives them
+        for action in self._actions:
+            if action.dest == "dataset_type":
+                action.choices = [*(action.choices or ()), "shapes"]
+        group = self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses")
+        self._add_ours(group)
+        self._ours = group._group_actions
+        others = [word for word in args if word not in ("-h", "--help")]
+        first = self._parse_known(others)[0]
+        recipe = None if first.recipe is None else recipes.find(first.recipe)
+        from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
+        if len(others) < len(args):
+            given = [*from_recipe, *others]
+            if self._parse_known(given)[0].loss is not None:
+                settings = self._given(given)
+                check_lengths(settings.get("epochs", 1), settings.get("osr_epochs", 0))
+                print(loss_help(settings))
+                self.exit(0)
+        parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = did_you_mean(unknown[0].partition("=")[0], flags, "see --help")
+            self.error(f"unknown: {' '.join(unknown)}{near}")
+        on_command_line = frozenset(self._given(args))
+        parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
+        if recipe is not None and "batch_size" not in on_command_line:
+            batch_size = recipe.batch_size(world_info()[2], max(1, parsed.accum_freq))
+            if batch_size is not None:
+                parsed.batch_size = batch_size
+                parsed.given_flags |= {"batch_size"}
+        parsed.recipe_flags = parsed.given_flags - on_command_line
+        return parsed
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
+        return [found for found in super()._get_option_tuples(option_string) if found[0] not in self._ours]
+
+    def _parse_known(
+        self, args: Sequence[str], namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        try:
+            return self.parse_known_args(args, namespace)
+        except InputError:
+            raise
+        except (ValueError, SyntaxError) as error:  # OpenCLIP's action for pairs
+            self.error(f"--aug-cfg: must be NAME=VALUE, such as scale=(0.9,1.0); {error}")
+
+    def _of_recipe(self, recipe: recipes.Recipe, loss: str | None) -> list[str]:
+        """The recipe's arguments, to be put before those of the command line, which override them.
+
+        Args:
+            loss: that of the command line; another one than the recipe's has settings of its own.
+        """
+        own = recipe.flags.get("loss")
+        if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
+            recipe = recipe.without([*factory.setting_names(), "osr_surrogate"])
+        arguments = recipes.arguments(recipe, self._actions)
+        try:
+            self._parse_known(arguments)
+        except InputError as error:
+            raise InputError(f"--recipe: {recipe.name!r}: {error}") from None
+        return arguments
+
+    def _given(self, args: Sequence[str]) -> dict[str, Any]:
+        """The flags given in the arguments, by name; a value equal to its default counts, too."""
+        for action in self._actions:
+            action.default = argparse.SUPPRESS
+        return vars(self.parse_known_args(args)[0])
+
+    def _add_ours(self, group: argparse._ArgumentGroup) -> None:
+        group.add_argument(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="use the flags of a published training or a YAML file as defaults; see --list-recipes",
+        )
+        group.add_argument("--list-recipes", action=ListRecipes, help="print every recipe with its source, and exit")
+        group.add_argument(
+            "--dry-run",
+            action="store_true",
+            help="print the resulting flags, the steps, the memory of each process and the files, and exit; needs no "
+            "data if --train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
+        )
+        group.add_argument(
+            "--legacy-loop",
+            action="store_true",
+            help="with OpenCLIP 4.x, train with its legacy_main instead of its task loop",
+        )
+        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
+        group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
+        for part, valid in factory.PARTS.items():
+            flag, names = flag_of(part), ", ".join(valid)
+            group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
+        notes = default_texts()
+        for option in factory.all_options():
+            text = (option.help + notes[option.name]).replace("%", "%%")
+            settings: dict[str, Any] = {"default": None, "help": text}
+            if option.type is bool:
+                settings["action"] = "store_true"
+            else:
+                metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
+                settings |= {"type": option.type, "metavar": metavar}
+            try:
+                group.add_argument(option.flag, **settings)
+            except argparse.ArgumentError:
+                raise InputError(f"{option.flag}: another package's option has the name of OpenCLIP's flag") from None
+        group.add_argument(
+            "--shard-sizes",
+            metavar="FILE",
+            help="JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
+        )
+        group.add_argument(
+            "--max-bad-samples",
+            type=float,
+            metavar="SHARE",
+            help="fraction of the shards, and of the samples in the others, that may be missing or unusable, 0 to 1; "
+            "above it the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
+        )
+        group.add_argument(
+            "--shapes-seed",
+            type=int,
+            default=None,
+            metavar="INT",
+            help="seed of the scenes of --dataset-type shapes (default: 0)",
+        )
+        group.add_argument(
+            "--shapes-shifted",
+            action="store_true",
+            help="train on scenes in other colours and with noisy captions; the validation scenes are the same",
+        )
+        group.add_argument(
+            "--zeroshot-data",
+            metavar="DIR",
+            help="classify your own images zero-shot after each epoch, with any loss: class folders of images, or "
+            "shards as for open_clip_ext.evaluate",
+        )
+        group.add_argument(
+            "--osr-epochs",
+            type=float,
+            metavar="EPOCHS",
+            help="recover the optimizer's statistics before training: number of epochs, also a fraction, that update "
+            "Adam's moments and the loss's table while the weights are fixed (default: 5 for tuneclip with "
+            "--pretrained, else 0)",
+        )
+        group.add_argument(
+            "--osr-transfer",
+            metavar="{" + ",".join(recovered.TRANSFERS) + "}",
+            help="which recovered statistics the training keeps; none: no recovery is run (default: both)",
+        )
+        group.add_argument(
+            "--osr-surrogate",
+            metavar="{identity,hinge}",
+            help="surrogate of the loss in the recovery: identity, as TuneCLIP's Algorithm 1, or the training's "
+            f"(default: {recovered.SURROGATE})",
+        )
+        group.add_argument("--osr-save", metavar="PATH", help="file to save the recovered statistics to")
+        group.add_argument("--osr-load", metavar="PATH", help="load recovered statistics from this file instead")
+        group.add_argument(
+            "--save-every-steps",
+            type=int,
+            metavar="STEPS",
+            help="save checkpoints also within epochs, for --resume latest; the newest is kept until the epoch's own",
+        )
+        group.add_argument(
+            "--split-rows-above",
+            type=float,
+            metavar="MIB",
+            help="if the loss's state per sample is larger than this, each process saves its own part, in a folder "
+            f"beside the checkpoint (default: {SPLIT_ABOVE:g})",
+        )
+        group.add_argument(
+            "--log-all",
+            action="store_true",
+            default=None,
+            help="log OpenCLIP's own lines, with every number, and the model's structure; otherwise these numbers go "
+            "to metrics.jsonl, TensorBoard and W&B only",
+        )
+        group.add_argument(
+            "--same-key",
+            metavar="NAME",
+            help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not "
+            "used as each other's negatives",
+        )
+        group.add_argument(
+            "--same-caption",
+            action="store_true",
+            default=None,
+            help="samples with the same caption are not used as each other's negatives",
+        )
+        group.add_argument(
+            "--several-captions",
+            action="store_true",
+            default=None,
+            help="lines of the csv with the same image are one sample, and one of their captions is drawn each epoch",
+        )
+        group.add_argument(
+            "--captions-field",
+            metavar="NAME",
+            help="field of the samples' .json in shards with a list of captions, of which one is drawn each epoch",
+        )
+        group.add_argument(
+            "--keep-best",
+            metavar="METRIC",
+            help="keep the best weights by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
+        )
+
+
+class Print(argparse.Action):
+    """A flag that prints and exits."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
+        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        print(self.text())
+        parser.exit(0)
+
+    def text(self) -> str:
+        raise NotImplementedError
+
+
+class ListLosses(Print):
+    def text(self) -> str:
+        losses = factory.list_losses()
+        return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
+
+
+class ListRecipes(Print):
+    def text(self) -> str:
+        return recipes.listing()
+
+
+SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
+MOST_EPOCHS = 10**6
+OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
+OF_TRAINING = (
+    "shard_sizes", "osr_epochs", "osr_transfer", "osr_surrogate", "osr_save", "osr_load", "save_every_steps",
+    "keep_best", "log_all", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
+)
+
+
+def starts_from_weights(args: argparse.Namespace) -> bool:
+    """Whether the model starts from pretrained weights; those of --resume do not count."""
+    if args.model.startswith("local-dir:"):  # perhaps with a configuration alone
+        files = Path(args.model.removeprefix("local-dir:")).glob("*")
+        return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
+    return bool(args.pretrained) or args.model.startswith(SCHEMAS)
+
+
+def trains_logit_scale(args: argparse.Namespace) -> bool:
+    """Whether this package's loss learns the temperature as the model's parameter; False for OpenCLIP's losses."""
+    return args.uses_ext_loss and any(
+        getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
+    )
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line into OpenCLIP's namespace, with all settings of the chosen loss filled in.
+
+    `uses_ext_loss` tells whether the loss is one of this package's; settings that the loss does not use stay None.
+
+    Raises:
+        InputError: a wrong flag or value, a flag that the loss does not use, an unknown loss.
+    """
+    with replaced({("open_clip_train.params", "argparse.ArgumentParser"): Parser}):
+        try:
+            args = params.parse_args(argv)
+        except InputError:
+            raise
+        except ValueError as error:  # flags that contradict each other, in 4.x
+            raise InputError(" ".join(str(error).split())) from None
+    complete(args)
+    try:
+        return _resolve(args)
+    except InputError as error:
+        name = str(error).partition(":")[0].removeprefix("--").replace("-", "_")
+        if name not in args.recipe_flags:
+            raise
+        raise InputError(f"{error.text} (from --recipe {args.recipe})", error.argument) from None
+
+
+def _resolve(args: argparse.Namespace) -> argparse.Namespace:
+    """Fill in every setting of the chosen loss."""
+    if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
+        raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
+    if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
+        raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
+    given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
+    if args.loss is None:
+        for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
+            raise InputError(f"{flag_of(name)}: needs --loss; without it the loss is OpenCLIP's own")
+        args.uses_ext_loss = False
+        args.osr_epochs = 0.0
+        return args
+    preset = factory.find_preset(args.loss)
+    args.loss = preset.name
+    args.uses_ext_loss = not preset.is_open_clip
+    args.given_settings = given
+    for name, value in preset.training_defaults.items():
+        if name not in args.given_flags and (name != "osr_epochs" or starts_from_weights(args)):
+            setattr(args, name, value)
+    resolve_recovery(args)
+    check_lengths(args.epochs, args.osr_epochs)  # before defaults are derived from them
+    # The loss counts epochs from the start of the recovery; without any, its schedules still have a length.
+    args.loss_epochs = max(1, args.epochs + ceil(args.osr_epochs))
+    for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
+        setattr(args, name, value)
+    resolve_recovered_surrogate(args)
+    if args.loss == "siglip":
+        args.siglip = True
+    elif args.siglip:
+        raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
+    if args.shard_sizes and not args.uses_ext_loss:
+        raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
+    for name in ("same_key", "same_caption"):
+        if getattr(args, name) and not args.uses_ext_loss:
+            raise InputError(f"{flag_of(name)}: --loss {args.loss} is OpenCLIP's own and does not use it")
+    if trains_logit_scale(args):
+        if args.lr_tau is None and args.lr is not None:
+            args.lr_tau = args.lr * preset.lr_tau_ratio
+        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
+    check_taus(args)
+    return args
+
+
+def check_lengths(epochs: int, osr_epochs: float) -> None:
+    """Raise InputError for a length that is out of range."""
+    if not 0 <= epochs <= MOST_EPOCHS:
+        raise InputError(f"--epochs: {epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}")
+    if not 0 <= osr_epochs <= MOST_EPOCHS:
+        raise InputError(f"--osr-epochs: {osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
+
+
+def check_taus(args: argparse.Namespace) -> None:
+    """Raise InputError unless tau_min <= tau_init, tau_start <= tau_max; those that the loss does not use are None."""
+    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
+    for low, high in order:
+        least, most = getattr(args, low), getattr(args, high)
+        if least is not None and most is not None and most < least:
+            raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
+
+
+def recovers(args: argparse.Namespace) -> bool:
+    """Whether a training from its start recovers statistics; it may also load them, or begin without."""
+    return args.osr_epochs > 0 and args.osr_load is None and args.osr_transfer != "none"
+
+
+def resolve_recovery(args: argparse.Namespace) -> None:
+    """Fill in the settings of the recovery of statistics.
+
+    What a recipe has and the command line leaves without effect is dropped.
+
+    Raises:
+        InputError: a value is out of range, or a flag has no effect with the others.
+    """
+    if "osr_load" in args.recipe_flags and "osr_epochs" in args.given_flags - args.recipe_flags:
+        args.osr_load = None
+    if args.osr_load is not None:
+        if args.osr_save is not None:
+            raise InputError(f"--osr-save: {args.osr_save!r} with --osr-load, which recovers nothing; leave it out")
+        saved = recovered.read(args.osr_load)["epochs"]
+        if "osr_epochs" in args.given_flags - args.recipe_flags and args.osr_epochs != saved:
+            raise InputError(
+                f"--osr-epochs: {args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out"
+            )
+        args.osr_epochs = saved
+    args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
+    if args.osr_epochs == 0:
+        for name in ("osr_transfer", "osr_surrogate", "osr_save"):
+            if getattr(args, name) is None:
+                continue
+            if name == "osr_save" or name not in args.recipe_flags:
+                flag = flag_of(name)
+                raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
+            setattr(args, name, None)
+    if args.osr_transfer is None:
+        args.osr_transfer = "both"
+    if args.osr_transfer not in recovered.TRANSFERS:
+        raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
+    if args.osr_transfer == "table" and not args.uses_ext_loss:
+        raise InputError(f"--osr-transfer: 'table' with --loss {args.loss}, whose only statistics are the moments")
+    if args.osr_transfer == "none" and args.osr_save is not None:
+        raise InputError("--osr-save: nothing is recovered with --osr-transfer none; leave out one of the two")
+
+
+def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
+    """Fill in the surrogate of the recovery; None without one, or for a loss without surrogates.
+
+    Raises:
+        InputError: the one given has no effect, or is another than the identity and the training's.
+    """
+    given, own = args.osr_surrogate, args.surrogate
+    has_effect = recovers(args) and own is not None
+    if given is None or ("osr_surrogate" in args.recipe_flags and not has_effect):
+        args.osr_surrogate = recovered.SURROGATE if has_effect else None
+    elif not recovers(args):
+        other = "--osr-transfer none" if args.osr_load is None else "--osr-load"
+        raise InputError(f"--osr-surrogate: {given!r} with {other}, which recovers nothing; leave it out")
+    elif own is None:
+        raise InputError(f"--osr-surrogate: {given!r} with --loss {args.loss}, which has no surrogates; leave it out")
+    elif given not in (recovered.SURROGATE, own):
+        raise InputError(f"--osr-surrogate: {given!r} is neither identity nor the training's --surrogate {own}")

@@ -1,0 +1,178 @@
+"""The supported versions of OpenCLIP: a `Host` for each training loop, with the names that the seams replace.
+
+Nothing of OpenCLIP is imported before its version is checked, so an unsupported one gives a one-line error.
+"""
+
+import importlib
+import inspect
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.openclip.versions import open_clip_version, release_of
+
+LEGACY, TASKS = "legacy", "tasks"
+"""The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One training loop of OpenCLIP's.
+
+    Args:
+        versions: the first supported (major, minor), and the first that is no longer supported.
+        loop: LEGACY or TASKS.
+        main, train: modules of the command and of its epochs.
+        shards: the module that builds the pipeline of shards.
+        shards_builder, sample_filter: names in it of the data set's builder and of the filter of samples.
+        builds_filter: whether the filter is a class to be instantiated, not a function.
+        zero_shot: the function of the epochs' module that `evaluate` calls whatever the data.
+        scale_name: name of 1 / tau in a logged step.
+        dict_batches: whether samples and batches are dicts of `image` and `text` instead of pairs.
+        refused: prefixes of the flags that the loop or this package ignores.
+    """
+
+    versions: tuple[tuple[int, int], tuple[int, int]]
+    loop: str = LEGACY
+    main: str = "open_clip_train.main"
+    train: str = "open_clip_train.train"
+    shards: str = "open_clip_train.data"
+    shards_builder: str = "get_wds_dataset"
+    sample_filter: str = "filter_no_caption_or_no_image"
+    builds_filter: bool = False
+    zero_shot: str = "zero_shot_eval"
+    scale_name: str = "scale"
+    dict_batches: bool = False
+    refused: tuple[str, ...] = ()
+
+    @property
+    def range(self) -> str:
+        """The supported versions in pip's notation, such as '>=2.26,<4.0'."""
+        low, high = (".".join(map(str, bound)) for bound in self.versions)
+        return f">={low},<{high}"
+
+    @property
+    def main_module(self) -> Any:
+        return importlib.import_module(self.main)
+
+    @property
+    def train_module(self) -> Any:
+        return importlib.import_module(self.train)
+
+    def pair(self, batch: Any) -> tuple[Any, Any]:
+        """Image(s) and tokens of a sample or a batch of the loop."""
+        return (batch["image"], batch["text"]) if self.dict_batches else batch
+
+    def batch(self, image: Any, text: Any) -> Any:
+        """The sample or batch of the loop with these image(s) and tokens."""
+        return {"image": image, "text": text} if self.dict_batches else (image, text)
+
+    def check_flags(self, args: Namespace, defaults: Namespace) -> None:
+        """Raise InputError for the first given flag that would be ignored, unless it has its default value."""
+        for name in sorted(args.given_flags):
+            if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
+                raise InputError(
+                    f"{flag_of(name)}: is not followed by open_clip_ext with {self.main} of open_clip_torch "
+                    f"{open_clip_version()}; leave it out"
+                )
+        if args.dataset_type.endswith("-audio"):
+            raise InputError(f"--dataset-type: {args.dataset_type} has no images; give webdataset or csv")
+
+
+# They rename the members of shards, which `shards.ShardRows` and `loading.PAIR_MEMBERS` fix.
+OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
+
+# If several support a version, the first is used.
+HOSTS = (
+    Host(versions=((2, 26), (4, 0))),
+    Host(
+        versions=((4, 2), (4, 3)),
+        loop=TASKS,
+        sample_filter="FilterValidSample",
+        builds_filter=True,
+        zero_shot="zero_shot_eval_all",
+        scale_name="logit_scale",
+        dict_batches=True,
+        refused=(
+            # For data other than images and captions of fixed length
+            "audio_", "bucket_", "force_naflex", "length_bucketing", "naflex_", "pretrained_audio", "use_naflex",
+            *OTHER_MEMBERS,
+        ),
+    ),
+    Host(
+        versions=((4, 2), (4, 3)),
+        main="open_clip_train.legacy_main",
+        train="open_clip_train.legacy_train",
+        shards="open_clip_train.legacy_data",
+        shards_builder="get_wds_dataset_legacy",
+        sample_filter="FilterValidSample",
+        builds_filter=True,
+        scale_name="logit_scale",
+        dict_batches=True,
+        refused=(
+            # For the task loop only
+            "audio_", "bucket_", "force_naflex", "fsdp", "image_layer_decay", "length_bucketing", "log_metric",
+            "max_image_pixels", "naflex_", "opt_fallback_list", "pretrained_audio", "text_layer_decay", "text_pooler",
+            "torchcompile_", "train_loss_ema", "use_naflex", "visual_layer_decay", "wd_exclude",
+            *OTHER_MEMBERS,
+        ),
+    ),
+)
+
+# The values of flags that some versions lack.
+ABSENT = {
+    "cache_dir": None, "device": "cuda", "force_context_length": None, "horovod": False, "loss_dist_impl": None,
+    "momentum": None, "opt": "adamw", "torchscript": False, "trace": False,
+}
+
+
+_chosen: Host | None = None
+
+
+def installed(legacy: bool = False) -> Host:
+    """The training loop of the installed OpenCLIP.
+
+    Args:
+        legacy: whether --legacy-loop is given.
+
+    Raises:
+        InputError: OpenCLIP is missing or not supported, or `legacy` with a version that has one loop.
+    """
+    version = open_clip_version()
+    loops = [host for host in HOSTS if host.versions[0] <= release_of(version) < host.versions[1]]
+    if not loops:
+        ranges = " or ".join(dict.fromkeys(host.range for host in HOSTS))
+        raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
+    if legacy and len(loops) == 1:
+        raise InputError(f"--legacy-loop: open_clip_torch {version} has one training loop; leave it out")
+    return loops[legacy]
+
+
+def choose(legacy: bool) -> None:
+    """Set the loop that `host` returns."""
+    global _chosen
+    _chosen = installed(legacy)
+
+
+def host() -> Host:
+    """The chosen training loop; by default the installed version's first."""
+    if _chosen is None:
+        choose(legacy=False)
+    assert _chosen is not None
+    return _chosen
+
+
+def complete(args: Namespace) -> None:
+    """Add to `args` the flags that the installed OpenCLIP lacks, and their names as `absent_flags`."""
+    args.absent_flags = frozenset(ABSENT.keys() - vars(args).keys())
+    for name in args.absent_flags:
+        setattr(args, name, ABSENT[name])
+
+
+def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
+    """The keyword arguments that `function` of the installed OpenCLIP accepts."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in kwargs.items() if name in parameters}

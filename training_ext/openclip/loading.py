@@ -1,0 +1,233 @@
+"""Read files that others may have written, without executing anything in them."""
+
+import logging
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import fsspec
+import numpy as np
+import torch
+
+from open_clip_ext.errors import InputError
+from training_ext.openclip.launch import world_info
+
+PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
+"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
+
+
+def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
+    """What a sample, a dict by suffix, lacks to be a pair, and what it has instead, for messages; None if it is one.
+
+    Args:
+        no_caption: what it lacks if it has no "txt".
+    """
+    *images, text = PAIR_MEMBERS
+    has_image = any(name in sample for name in images)
+    if text in sample and has_image:
+        return None
+    lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
+    suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
+    if has_image and "json" in sample:  # the captions may be there
+        return f"{lacks} but {suffixes}"
+    return (
+        f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "
+        "(tar --sort=name --hard-dereference)"
+    )
+
+
+CHUNK = 2**20  # bytes
+TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
+UNPICKLER, UNKNOWN = "WeightsUnpickler error: ", re.compile(r"Unsupported global: GLOBAL (\S+)")  # in torch's messages
+
+
+class NumberType:
+    """Stands for `numpy.dtype` in a checkpoint's pickle; torch finds it by these names."""
+
+    __module__, __qualname__ = "numpy", "dtype"
+    order = "<"
+
+    def __init__(self, code: str, *_: Any):
+        self.code = code
+
+    def __setstate__(self, state: tuple) -> None:
+        self.order = state[1]
+
+
+def number_of(module: str) -> Callable[[NumberType, bytes], Any]:
+    """Stands for the function `scalar` in this module of NumPy's, and gives a number of Python's."""
+
+    def scalar(kind: NumberType, data: bytes) -> Any:
+        if not re.fullmatch(r"[<>|][fiub][1248]", kind.order + kind.code):
+            raise pickle.UnpicklingError(f"it contains a NumPy scalar of type {kind.code!r}, which is not a number")
+        return np.frombuffer(data, kind.order + kind.code, 1)[0].item()
+
+    scalar.__module__, scalar.__qualname__ = module, "scalar"
+    return scalar
+
+
+# OpenCLIP before 2.30 saved learning rates that NumPy had computed.
+NUMBERS: list[Any] = [NumberType, number_of("numpy.core.multiarray"), number_of("numpy._core.multiarray")]
+
+
+def load_plain(file: Any, **options: Any) -> Any:
+    """`torch.load` of plain tensors, numbers and strings, on the CPU; a file with anything else is refused.
+
+    Args:
+        file: a path or an open file.
+        options: arguments of `torch.load`.
+    """
+    try:
+        with torch.serialization.safe_globals(NUMBERS):
+            # Explicit, since TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD in the environment changes the default.
+            return torch.load(file, **{"map_location": "cpu", **options, "weights_only": True})
+    except pickle.UnpicklingError as error:
+        reason = str(error).rpartition(UNPICKLER)[2].strip().partition("\n")[0]
+        if unknown := UNKNOWN.match(reason):
+            reason = f"it contains {unknown[1]}, which is neither a tensor, a number nor a string"
+        raise pickle.UnpicklingError(reason) from None
+
+
+def load_mapped(path: str, **options: Any) -> Any:
+    """`load_plain` from a local file, whose tensors stay on disk until they are used."""
+    # Files from before torch 1.6, which OpenCLIP loads, too, are not zip archives and cannot be mapped.
+    return load_plain(path, mmap=zipfile.is_zipfile(path), **options)
+
+
+def load_verified(path: str, **options: Any) -> Any:
+    """`load_mapped`, once the file's checksums are verified: one changed bit would be trained on in silence."""
+    verify(path)
+    return load_mapped(path, **options)
+
+
+def verify(path: str) -> None:
+    """Raise ValueError that names a damaged record of a local checkpoint; the first process of each machine looks."""
+    if world_info()[0] == 0:
+        stat = os.stat(path)
+        _verify(path, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=16)
+def _verify(path: str, mtime_ns: int, size: int) -> None:
+    """Verify a file, again when it changes."""
+    with open(path, "rb") as file:
+        verify_records(file)
+
+
+def verify_records(file: Any) -> None:
+    """Compare the checksums of an open checkpoint's records with their bytes, which are read in pieces.
+
+    Raises:
+        ValueError: a record is damaged.
+    """
+    if not zipfile.is_zipfile(file):  # from before torch 1.6, without checksums
+        return
+    with zipfile.ZipFile(file) as archive:
+        for record in archive.infolist():
+            if record.CRC == 0:  # torch can be told to compute none
+                continue
+            try:
+                with archive.open(record) as content:
+                    while content.read(CHUNK):
+                        pass
+            except Exception as error:  # where a bit of a header has changed, it may be anything
+                raise ValueError(f"its record {record.filename!r} is damaged: {one_line(error)}") from None
+
+
+def load_resumed(path: str, map_location: Any = "cpu") -> Any:
+    """Load the checkpoint of `--resume`, a path or a URL for fsspec.
+
+    A local file is memory-mapped, since each process needs only its own rows of a table.
+
+    Raises:
+        InputError: it cannot be read, or has more than tensors, numbers and strings.
+    """
+    try:
+        if os.path.isfile(path):
+            return load_verified(path, map_location=map_location)
+        with fsspec.open(path, "rb") as file:
+            if world_info()[0] == 0:
+                verify_records(file)
+                file.seek(0)
+            return load_plain(file, map_location=map_location)
+    except Exception as error:  # file systems and archives may raise anything
+        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {one_line(error)}") from None
+
+
+def load_weights(path: Any, **options: Any) -> Any:
+    """Replaces `torch.load` where OpenCLIP loads pretrained weights.
+
+    Raises:
+        InputError: the file cannot be read, or has more than tensors, numbers and strings.
+    """
+    try:
+        verify(path)
+        return load_plain(path, **options)
+    except Exception as error:
+        raise InputError(f"pretrained weights: {os.fspath(path)!r} cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """No log lines up to warnings within the block: OpenCLIP warns of settings that do not matter there."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(level)
+
+
+@contextmanager
+def collected_warnings() -> Iterator[list[str]]:
+    """The warnings that are logged within the block; they are shown nowhere else."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    before, logging.root.handlers = logging.root.handlers, [handler]
+    try:
+        yield told
+    finally:
+        logging.root.handlers = before
+
+
+def one_line(error: Exception) -> str:
+    """An exception's message on one line, of at most 200 characters."""
+    return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
+
+
+def decode_pairs(decode: Callable) -> Callable:
+    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
+
+    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
+    """
+    return partial(decode, only=PAIR_MEMBERS)
+
+
+def without_remote_code(tokenizer: Callable) -> Callable:
+    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
+
+    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
+    """
+
+    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+        if trust_remote_code:
+            raise InputError(
+                f"--model: the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
+                "refused; give a model with a tokenizer of transformers"
+            )
+        try:
+            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
+        except Exception as error:  # transformers may raise anything
+            reason = one_line(error).rstrip(".") or repr(error)
+            raise InputError(
+                f"--model: the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
+                "or a model of the hub that has one"
+            ) from None
+
+    return build

@@ -1,0 +1,103 @@
+"""This package's losses as a task of OpenCLIP 4.x, whose loop trains tasks: model and loss in one module."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from open_clip.task import CLIPTask
+from torch import Tensor, nn
+
+from training_ext.core.loss import LogItems, TrainingLoss
+
+BESIDE = ("index", "key")
+"""Entries of a batch that are for the loss, not for the model."""
+
+
+class Batch(dict):
+    """Images and tokens, which the loop passes to the model; `beside` has the entries for the loss, on the CPU."""
+
+    beside: dict[str, Tensor]
+
+
+class TaskLosses(LogItems):
+    """The losses of a step as the task loop takes them.
+
+    The loop sums the losses in `items()` and sets the total, "loss"; from then on it logs `items()`, on every process.
+    """
+
+    def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
+        super().__init__({"contrastive_loss": value}, diagnostics)
+        self._name = name
+
+    def items(self) -> Any:
+        if "loss" not in self:
+            return dict.items(self)
+        values = {self._name: self["loss"]} | self._diagnostics()
+        # The loop reduces them over the processes, which NCCL does on its own devices only.
+        return {name: value.to(self["loss"].device) for name, value in values.items()}.items()
+
+
+class LossTask(CLIPTask):
+    """A task of a model and one of this package's losses.
+
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
+
+    Args:
+        model: the model that OpenCLIP built.
+        reference: a frozen model whose features the loss also gets, or None.
+        clamp: called with OpenCLIP's `clamp_logit_scale` after each step.
+
+    `loss` is set once the data are known, and never without a training.
+    """
+
+    loss: TrainingLoss
+
+    def __init__(self, model: nn.Module, reference: nn.Module | None, clamp: Callable[[Callable], None]):
+        super().__init__(model, default_loss=False)
+        self.reference = None if reference is None else reference.eval().requires_grad_(False)
+        self._clamp = clamp
+
+    def train(self, mode: bool = True) -> "LossTask":
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    def prepare_batch(
+        self, batch: dict[str, Any], device: torch.device, input_dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
+        for_model = {name: value for name, value in batch.items() if name not in BESIDE}
+        prepared = Batch(super().prepare_batch(for_model, device, input_dtype))
+        prepared.beside = {name: batch[name] for name in BESIDE if name in batch}
+        return prepared
+
+    def training_forward(self, batch: Batch) -> tuple[dict, dict]:
+        output = self.trainable_module(**batch)
+        report = self._report(output)
+        if self.reference is not None:
+            with torch.no_grad():
+                output |= {f"dist_{name}": value for name, value in self.reference(**batch).items()}
+        losses = self._losses(output, [batch])
+        losses["loss"] = losses["contrastive_loss"]
+        return losses, report
+
+    def compute_accum_loss(
+        self, inputs: dict[str, Tensor], inputs_no_accum: dict[str, Tensor], accum_batches: list[Batch]
+    ) -> tuple[dict, dict]:
+        return self._losses(inputs | inputs_no_accum, accum_batches), self._report(inputs_no_accum)
+
+    def _losses(self, output: dict[str, Tensor], batches: list[Batch]) -> TaskLosses:
+        beside = {name: torch.cat([batch.beside[name] for batch in batches]) for name in batches[0].beside}
+        return TaskLosses(self.loss.value(**output, **beside), self.loss.name, self.loss.diagnostics)
+
+    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
+        """Compile the model only, since the loss updates state of its own."""
+        if target == "model":
+            super().compile(target=target, **kwargs)
+        elif compile_train:
+            kwargs.pop("compile_eval", None)
+            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
+        return self
+
+    def clamp_logit_scale(self, *args: Any, **kwargs: Any) -> None:
+        self._clamp(super().clamp_logit_scale)

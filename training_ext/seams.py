@@ -1,0 +1,390 @@
+"""THE table of seams: every replaced name of OpenCLIP's training code, why, and what the replacement relies on.
+
+The rows for the task loop only are in `task_seams`. OpenCLIP's main (see `hosts`) runs unchanged: its code looks a name
+up when it uses it, so it finds the value that replaces the name for the duration of the run. Nothing else of OpenCLIP
+is changed or copied.
+"""
+
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+
+from open_clip_ext.errors import InputError, fault_of_machine
+from open_clip_ext.losses import NonFiniteError
+from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.core.latest import latest_checkpoint
+from training_ext.features.midepoch import save_checkpoint
+from training_ext.flags.ranges import likely_cause
+from training_ext.openclip.hosts import LEGACY, host
+from training_ext.openclip.loading import load_weights, without_remote_code
+from training_ext.openclip.patching import look_up, replaced
+from training_ext.openclip.versions import open_clip_version
+from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
+from training_ext.session import RUN, Session
+from training_ext.task_seams import TASK_SEAMS
+
+SEAMS = (
+    Seam(
+        MAIN, "parse_args",
+        why="our flags are parsed together with OpenCLIP's, before anything is written",
+        contract="main(args) calls parse_args(args) once, first",
+        replacement=lambda original, session: lambda argv: session.args,
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "init_distributed_device",
+        why="processes started with another loss or other data must be detected before they train together",
+        contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
+        replacement=lambda original, session: partial(session.init_distributed, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "get_latest_checkpoint",
+        why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from checkpoints_old",
+        contract="main calls get_latest_checkpoint(folder, remote=bool), resumes from the path that it returns, and "
+        "has natural_key, its order of names",
+        replacement=lambda original, session: partial(latest_checkpoint, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "torch.save",
+        why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick; "
+        "the epoch's file replaces the mid-epoch ones",
+        contract="checkpoints are written by torch.save(dict, path)",
+        replacement=lambda original, session: partial(save_checkpoint, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "torch.nn.parallel.DistributedDataParallel",
+        why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
+        contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
+        replacement=lambda original, session: session.cpu_ready(original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        DATA, "get_dataset_fn",
+        why="--dataset-type shapes",
+        contract="get_data finds the builder of a data set without shards by get_dataset_fn(path, type)",
+        replacement=lambda original, session: partial(session.data.builder_of, original),
+        for_ext_loss=False,
+    ),
+    *(
+        Seam(
+            module, name,
+            why="the data sets are built with the names below replaced",
+            contract=f"get_data builds each of its data sets by {name}(args, transform, is_train=..., tokenizer=...)",
+            replacement=lambda original, session: partial(
+                session.data.build_dataset, original, partial(scoped, session)
+            ),
+            for_ext_loss=False,
+        )
+        for module, name in ((SHARDS, "{shards_builder}"), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
+    ),
+    Seam(
+        DATA, "SyntheticDataset",
+        why="carries the rows; stands in for generated scenes",
+        contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
+        replacement=lambda original, session: session.data.synthetic(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "CsvDataset",
+        why="carries the rows; one image that cannot be read would end the run",
+        contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
+        "cells in images and captions",
+        replacement=lambda original, session: session.data.csv_lines(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
+        DATA, "pd.read_csv",
+        why="a column of digits is read as numbers, without their leading zeros",
+        contract="CsvDataset reads its cells by pd.read_csv(path, sep=)",
+        replacement=lambda original, session: partial(session.data.read_csv, original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+    ),
+    Seam(
+        SHARDS, "tarfile_to_samples_nothrow",
+        why="a sample's position in its shard is known only where the tar is read; shards that cannot be read are "
+        "tried again without end",
+        contract="get_wds_dataset uses it for train data as the stage from shard urls to raw samples, dicts with txt, "
+        "once for each pass over a worker's shards",
+        replacement=lambda original, session: session.data.shard_rows(),
+        scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
+    ),
+    Seam(
+        SHARDS, "{sample_filter}",
+        why="counts what it leaves out",
+        contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by what "
+        "this class builds",
+        replacement=lambda original, session: session.data.complete(original),
+        scopes=(TRAIN_DATA,),
+        for_ext_loss=False,
+    ),
+    Seam(
+        SHARDS, "wds.decode",
+        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
+        "cannot be decoded",
+        contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
+        replacement=lambda original, session: session.data.decode(original),
+        scopes=(TRAIN_DATA, VAL_DATA),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        SHARDS, "wds.shuffle",
+        why="webdataset seeds its shuffle buffer by time and process number; after the buffer and before decoding, a "
+        "resumed epoch drops the samples that it has used",
+        contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages that "
+        "follow take one sample at a time",
+        replacement=lambda original, session: session.data.seeded_shuffle(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        SHARDS, "wds.WebLoader",
+        why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is shorter",
+        contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a batch "
+        "each, and returns a DataInfo with shared_epoch",
+        replacement=lambda original, session: session.data.seeded_loader(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        SHARDS, "ResampledShards2",
+        why="its seed comes from the loader's workers, which differ in a resumed run",
+        contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
+        replacement=lambda original, session: session.data.seeded_shards(original),
+        scopes=(TRAIN_DATA,),
+    ),
+    Seam(
+        MAIN, "start_sync_process",
+        why="its endless process keeps a run that ends early alive, and does not copy the last checkpoint",
+        contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
+        "process 0, starts the process that it returns, and ends it after the last epoch",
+        replacement=lambda original, session: partial(session.start_sync_process, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "create_model_and_transforms",
+        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel; the "
+        "log names the size of the model",
+        contract="main gets the model from it before wrapping it, and the first call is the trained model",
+        replacement=lambda original, session: partial(session.create_model, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "optim.AdamW",
+        why="the temperature has a learning rate of its own; our state is saved in the optimizer's",
+        contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
+        replacement=lambda original, session: partial(session.create_optimizer, original),
+        loop=LEGACY,
+    ),
+    Seam(
+        "timm.optim", "create_optimizer_v2",
+        why="the same for --opt timm/...",
+        contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
+        replacement=lambda original, session: partial(session.create_optimizer, original),
+        loop=LEGACY,
+    ),
+    Seam(
+        "open_clip_train.scheduler", "assign_learning_rate",
+        why="OpenCLIP's schedules set one rate for every group, before 2.30 a number of NumPy's",
+        contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
+        replacement=lambda original, session: partial(session.assign_learning_rate, original),
+    ),
+    Seam(
+        TRAIN, "enumerate",
+        why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
+        "complete when the next batch is requested",
+        contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
+        "alone it tells the step, and asks for the next batch when the optimizer's step is done",
+        replacement=lambda original, session: partial(session.enumerate, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        TRAIN, "time.time",
+        why="while the machine's clock is set back, durations and rates are negative",
+        contract="train_one_epoch uses time.time() for durations only",
+        replacement=lambda original, session: time.monotonic,
+        for_ext_loss=False,
+    ),
+    Seam(
+        TRAIN, "logging.info",
+        why="a logged step is a line of 500 characters and more; ours is short, and all numbers are in metrics.jsonl",
+        contract="train_one_epoch logs a step by logging.info, and nothing else, and gives its numbers to "
+        "tb_writer.add_scalar('train/' + name, number, step) if there is a writer; evaluate logs by it, too",
+        replacement=lambda original, session: partial(session.log.of_loop, original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        MAIN, "logging.info",
+        why="the model's structure and all flags fill pages of a terminal; 'Start epoch 0' comes before a recovery",
+        contract="between building the model and get_data or pt_load main logs these pages; after create_loss it logs "
+        "that an epoch starts",
+        replacement=lambda original, session: partial(session.log.of_main, original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        TRAIN, "unwrap_model",
+        why="OpenCLIP clamps the temperature after each step, which must not move a fixed one, nor any in a recovery",
+        contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
+        replacement=lambda original, session: session.clamped(original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        MAIN, "pt_load",
+        why="takes our state out of the checkpoint before OpenCLIP loads the optimizer; OpenCLIP leaves it to torch's "
+        "default whether the file's pickles are run",
+        contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
+        replacement=lambda original, session: session.load_checkpoint,
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        "open_clip.factory", "torch.load",
+        why="where reading fails by a TypeError, OpenCLIP leaves it to torch's default whether the file's pickles are "
+        "run; and weights that cannot be read end in one line",
+        contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
+        replacement=lambda original, session: load_weights,
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip.factory", "HFTokenizer",
+        why="a hub folder's configuration may ask for a tokenizer with code of its own, and one that cannot be loaded "
+        "ends in one line",
+        contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
+        replacement=lambda original, session: without_remote_code(original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "get_data",
+        why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations; "
+        "one's own classes must make OpenCLIP evaluate",
+        contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
+        replacement=lambda original, session: partial(session.get_data, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        MAIN, "create_loss",
+        why="the loss itself; what main logs after it waits until a recovery is done",
+        contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
+        replacement=lambda original, session: partial(session.create_loss, original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        MAIN, "train_one_epoch",
+        why="schedules by epoch, seeds by epoch, gathering the state that only some processes hold; before the first "
+        "epoch the recovery of statistics, which is this same epoch at learning rate 0",
+        contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
+        "tb_writer=), before optimizer.state_dict() is saved; it enumerates data['train'].dataloader, calls set_epoch "
+        "of data['train'] and scheduler(step)",
+        replacement=lambda original, session: partial(session.train_one_epoch, original),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    Seam(
+        MAIN, "evaluate",
+        why="warns about metrics that are worse than before training, and keeps the best weights",
+        contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
+        "returns metrics by name, {} on all processes but 0",
+        replacement=lambda original, session: partial(session.evaluate, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        TRAIN, "get_clip_metrics",
+        why="takes 22 bytes for each image and text, before 4.0, and counts an image's other captions as wrong",
+        contract="evaluate calls get_clip_metrics(image_features=, text_features=, ...) with the features of all "
+        "validation pairs in their order, or lists of batches of them, and adds what it returns to metrics",
+        replacement=lambda original, session: session.clip_metrics,
+        for_ext_loss=False,
+    ),
+    Seam(
+        TRAIN, "{zero_shot}",
+        why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
+        contract="evaluate calls it as (model or task, data, epoch, args, tokenizer=), whatever the data, and adds "
+        "what it returns to metrics",
+        replacement=lambda original, session: partial(session.zero_shot_eval, original),
+        for_ext_loss=False,
+    ),
+    Seam(
+        "open_clip_train.zero_shot", "float",
+        why="from NumPy 2.4 on, float refuses an array with one element in a dimension",
+        contract="accuracy makes a number of each of its arrays of one element by float(array), and nothing else there "
+        "uses float",
+        replacement=lambda original, session: lambda array: array.item(),
+        for_ext_loss=False,
+        loop=LEGACY,
+    ),
+    *TASK_SEAMS,
+)
+
+
+def session_class() -> type[Session]:
+    """The class of the session for the chosen training loop."""
+    if host().loop == LEGACY:
+        return Session
+    from training_ext.task_session import TaskSession  # OpenCLIP before 4 has no tasks
+
+    return TaskSession
+
+
+def seams() -> tuple[Seam, ...]:
+    """The rows of the table for the chosen training loop, with its names filled in."""
+    return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
+
+
+def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
+    """A context in which the names of `scope` are replaced."""
+    chosen = [s for s in seams() if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
+    return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
+
+
+def check_seams() -> None:
+    """Check that every replaced name exists.
+
+    Raises:
+        InputError: one does not; one line with OpenCLIP's version.
+        ImportError: the training loop itself cannot be imported.
+    """
+    if not hasattr(host().main_module, "main"):
+        raise ImportError(f"cannot import name 'main' from {host().main!r}")
+    for seam in seams():
+        try:
+            look_up(seam.module, seam.path)
+        except (AttributeError, ImportError) as error:
+            raise InputError(
+                f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
+                f"replaces: {error}; it runs with {host().range}"
+            ) from None
+
+
+def run(session: Session) -> None:
+    """Run OpenCLIP's main with the names replaced.
+
+    Raises:
+        InputError: OpenCLIP ended early, or the machine failed: a full disk, a worker that was killed.
+        NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
+        Stopped: after SIGTERM or Ctrl-C.
+    """
+    try:
+        with scoped(session, RUN):
+            if host().main_module.main(None):
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+            session.completed = True
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
+    except (OSError, RuntimeError) as error:
+        fault = fault_of_machine(error, session.folder)
+        if fault is None:
+            raise
+        raise InputError(f"{fault}{session.last_saved()}") from None
+    finally:
+        session.close()
+    session.finish()
