@@ -1,9 +1,10 @@
 """Every method as its paper prints it: plain PyTorch with autograd, on one process. Read this first.
 
-These functions are slow and overflow in float32. The losses of `create_loss` are fast and do not overflow; the tests
-compare them with these functions in float64. `python -m open_clip_ext.equations` computes every method on eight pairs.
+One file per paper, named after it; what all share is in basics.py. These functions are slow and overflow in float32.
+The losses of `create_loss` are fast and do not overflow; the tests compare them with these functions in float64.
+`python -m open_clip_ext.equations` computes every method on eight pairs: see its source for the calls.
 
-A step of a method is three lines:
+A step of a method is three lines (`neuclip_algorithm_1` is a whole training):
 
     g = batch_g(gaps(e1, e2), tau)         the batch's estimate of each anchor's normalizer
     u = sogclr_u(u, g, gamma, eps)         updates the estimate over the whole data set: old state in, new state out
@@ -20,7 +21,7 @@ fastclip-v0 | sogclr_u, fastclip_v0                   | MovingAverageTable, Unsc
 fastclip-v1 | sogclr_u, fastclip_v1                   | MovingAverageTable, FixedTemperature      | temperature
 fastclip-v2 | sogclr_u, fastclip_v2, fastclip_v2_tau  | MovingAverageTable, IndividualTemperature | temperature
 fastclip-v3 | sogclr_u, fastclip_v3                   | MovingAverageTable, LearnableTemperature  | global_contrastive
-neuclip     | neuclip_w                               | Prototypes                                | prototypes
+neuclip     | neuclip_w, neuclip_algorithm_1          | Prototypes                                | prototypes
 neuclip     | neuclip_alpha, neuclip                  | Prototypes, Unified                       | global_contrastive
 amorlip     | amorlip_z, amorlip_lambda, amorlip      | Amortization, AmorLIPLoss                 | amorlip
 tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | temperature
@@ -45,25 +46,22 @@ tau, tau_v,i, tau_t,i: temperatures                        | tau: 0-d, or (2, B)
 tau of AmorLIP, an inverse temperature                     | s: 0-d
 S, D: the data set; B: the mini-batch                      | what e1 and e2 hold
 
-Sources: CLIP, arXiv 2103.00020. CyCLIP, arXiv 2205.14459. DCL, arXiv 2110.06848. SogCLR, PMLR 162; its equations and
-those of FastCLIP, arXiv 2407.01445, are cited as NeuCLIP prints them. iSogCLR, PMLR 202. NeuCLIP, arXiv 2511.08417.
-AmorLIP, arXiv 2505.18983. TuneCLIP, arXiv 2601.09859. SCENT, arXiv 2602.02877. TempNet, arXiv 2404.04575. DRRho-CLIP,
-arXiv 2505.06699. Where a paper is silent the docstring says what is done here.
+The papers write the same in several notations. Equal up to a constant are
+
+- the moving averages: u of `sogclr_u` is eps + s of `isogclr_s` and eps + u of `tuneclip_u`;
+- the objectives: NeuCLIP, Eq. 1 is iSogCLR, Appendix B with one temperature, TuneCLIP, Eq. 9 without hinge (rho 0), and
+  the least value of NeuCLIP, Eq. 12 over alpha;
+- both directions: `clip` is half of TuneCLIP, Eq. 1 and of AmorLIP, Eq. 3, which are sums;
+- the mean over the B - 1 negatives: `dcl` has their sum, and is 2 log(B - 1) above `fastclip_v0` with the batch's own g
+  and without epsilon. TuneCLIP divides by B: with an epsilon B / (B - 1) times TuneCLIP's, division by B - 1 gives the
+  same gradient and a value larger by 2 tau log(B / (B - 1)). AmorLIP's mean over all B has the positive, too:
+  B Z_i = exp(s_ii / tau) (1 + (B - 1) g_i).
+
+SogCLR and FastCLIP are cited as NeuCLIP prints them; docs/references.md has all papers. Where a paper is silent the
+docstring says what is done here.
 """
 
-from open_clip_ext.equations.basics import (
-    batch_g,
-    clip,
-    consistency,
-    cyclip,
-    dcl,
-    gaps,
-    global_contrastive,
-    gradient_of,
-    two_view_gaps,
-)
-from open_clip_ext.equations.neighbours import drrho_clip, drrho_gaps, scent, scent_gamma, scent_u, tempnet, tempnet_tau
-from open_clip_ext.equations.networks import (
+from open_clip_ext.equations.amorlip import (
     amorlip,
     amorlip_beta,
     amorlip_kernel,
@@ -75,38 +73,33 @@ from open_clip_ext.equations.networks import (
     amorlip_z_comb,
     js,
     kl,
-    neuclip,
-    neuclip_alpha,
-    neuclip_separate,
-    neuclip_w,
-    queue,
-    queue_alpha,
 )
-from open_clip_ext.equations.tables import (
+from open_clip_ext.equations.basics import batch_g, clip, gaps, global_contrastive, gradient_of
+from open_clip_ext.equations.cyclip import consistency, consistency_terms, cyclip
+from open_clip_ext.equations.dcl import dcl
+from open_clip_ext.equations.drrho import drrho_clip, drrho_gaps
+from open_clip_ext.equations.fastclip import (
     fastclip_gamma,
     fastclip_v0,
     fastclip_v1,
     fastclip_v2,
     fastclip_v2_tau,
     fastclip_v3,
-    isogclr,
-    isogclr_objective,
-    isogclr_s,
-    isogclr_tau,
-    sogclr,
-    sogclr_u,
-    tuneclip,
-    tuneclip_objective,
-    tuneclip_phi,
-    tuneclip_u,
 )
+from open_clip_ext.equations.isogclr import isogclr, isogclr_objective, isogclr_s, isogclr_tau, two_view_gaps
+from open_clip_ext.equations.neuclip import neuclip, neuclip_algorithm_1, neuclip_alpha, neuclip_separate, neuclip_w
+from open_clip_ext.equations.queue import queue, queue_alpha
+from open_clip_ext.equations.scent import scent, scent_gamma, scent_u
+from open_clip_ext.equations.sogclr import sogclr, sogclr_u
+from open_clip_ext.equations.tempnet import tempnet, tempnet_tau
+from open_clip_ext.equations.tuneclip import tuneclip, tuneclip_objective, tuneclip_phi, tuneclip_u
 
 __all__ = [
     "amorlip", "amorlip_beta", "amorlip_kernel", "amorlip_lambda", "amorlip_mle", "amorlip_networks",
-    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "consistency", "cyclip", "dcl",
-    "drrho_clip", "drrho_gaps", "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v2_tau",
-    "fastclip_v3", "gaps", "global_contrastive", "gradient_of", "isogclr", "isogclr_objective", "isogclr_s",
-    "isogclr_tau", "js", "kl", "neuclip", "neuclip_alpha", "neuclip_separate", "neuclip_w", "queue", "queue_alpha",
-    "scent", "scent_gamma", "scent_u", "sogclr", "sogclr_u", "tempnet", "tempnet_tau", "tuneclip",
-    "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
+    "amorlip_objective", "amorlip_z", "amorlip_z_comb", "batch_g", "clip", "consistency", "consistency_terms",
+    "cyclip", "dcl", "drrho_clip", "drrho_gaps", "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2",
+    "fastclip_v2_tau", "fastclip_v3", "gaps", "global_contrastive", "gradient_of", "isogclr", "isogclr_objective",
+    "isogclr_s", "isogclr_tau", "js", "kl", "neuclip", "neuclip_algorithm_1", "neuclip_alpha", "neuclip_separate",
+    "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "sogclr", "sogclr_u", "tempnet",
+    "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
 ]

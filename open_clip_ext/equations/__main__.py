@@ -8,7 +8,10 @@ from open_clip_ext import equations as eq
 
 
 def main() -> None:
-    """Print every method's value on eight pairs in 16 dimensions, at the first visit of their rows."""
+    """Print every method's value on eight pairs in 16 dimensions, at the first visit of their rows.
+
+    NeuCLIP's is that after 20 steps of its Algorithm 1 with two linear encoders.
+    """
     torch.manual_seed(0)
     e1 = normalize(torch.randn(8, 16, dtype=torch.float64), dim=1)
     e2 = normalize(e1 + 0.2 * torch.randn(8, 16, dtype=torch.float64), dim=1)
@@ -18,8 +21,14 @@ def main() -> None:
     g, phi = eq.batch_g(h, tau), eq.tuneclip_phi(h, tau, m=0.1)
     u = eq.sogclr_u(new_rows, g, gamma=eq.fastclip_gamma(epoch=0, gamma_min=0.2, decay_epochs=15), eps=eps)
 
+    image_encoder, text_encoder = (nn.Linear(16, 16, bias=False).double() for _ in range(2))
+    learned_tau = tau.clone().requires_grad_()
+    optimizer = torch.optim.AdamW([*image_encoder.parameters(), *text_encoder.parameters(), learned_tau], lr=1e-3)
     w1, w2 = (torch.empty(4, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    eq.neuclip_w(w1, w2, torch.optim.Adagrad([w1, w2], lr=0.1), e1, e2, tau, t=0, T_r=500, T_u=10, eps=eps)
+    neuclip_values = eq.neuclip_algorithm_1(
+        image_encoder, text_encoder, e1, e2, learned_tau, optimizer, w1, w2, torch.optim.Adagrad([w1, w2], lr=0.1),
+        batch_size=8, T=20, T_r=500, T_u=10, rho=rho, eps=eps,
+    )
 
     online, target = (
         nn.ModuleList(nn.Sequential(nn.Linear(16, 1), nn.Flatten(0)).double() for _ in range(2)) for _ in range(2)
@@ -47,7 +56,7 @@ def main() -> None:
         "fastclip-v1": eq.fastclip_v1(g, tau, u),
         "fastclip-v2": eq.fastclip_v2(g, taus, u, rho),
         "fastclip-v3": eq.fastclip_v3(g, tau, u, rho),
-        "neuclip": eq.neuclip(g, tau, eq.neuclip_alpha(w1, w2, e1, e2, tau, eps), rho, eps),
+        "neuclip": torch.tensor(neuclip_values[-1]),
         "amorlip": eq.amorlip(e1, e2, 1 / tau, eq.amorlip_networks(target, e1, e2), rho),
         "tuneclip": eq.tuneclip(phi, tau, eq.tuneclip_u(new_rows, phi, gamma=1.0), eps),
         "queue": eq.queue(g, tau, eq.queue_alpha(e2.roll(1, 0), e1.roll(1, 0), g, e1, e2, tau, 0.6, eps), rho, eps),

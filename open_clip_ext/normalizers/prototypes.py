@@ -6,7 +6,7 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with image and text swapp
 
 A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `trained` says when the prototypes are reset and
 trained; `kernels.prototype_gradient` has the gradient (Eq. 12). In plain PyTorch: `equations.neuclip_alpha`,
-`equations.neuclip_w`.
+`equations.neuclip_w`, and a whole training in `equations.neuclip_algorithm_1`.
 
 Readings fixed here, where the paper is silent:
 

@@ -90,6 +90,7 @@ def test_moving_averages():
     close(equations.isogclr_s(u, g, gamma), torch.tensor([[3.0, 5.0], [5.0, 7.0]]))
     close(equations.tuneclip_u(u, g, gamma), torch.tensor([[3.0, 5.0], [5.0, 7.0]]))
     close(equations.sogclr_u(u, g, gamma, eps), torch.tensor([[3.125, 5.5], [5.125, 7.5]]))
+    close(equations.sogclr_u(eps + u, g, gamma, eps), eps + equations.isogclr_s(u, g, gamma))
 
 
 def test_equations_4_and_13_at_any_u(pairs):
@@ -171,6 +172,7 @@ def test_amorlip(pairs):
         expected = reference.amorlip_eq6(e1, e2, s, lam, positive) / s.detach() + RHO / s
         same_gradients(equations.amorlip(e1, e2, s, lam, RHO, positive), expected, pairs)
     z = equations.amorlip_z(e1, e2, s)
+    close(5 * z, (s * (e1 * e2).sum(dim=1)).exp() * (1 + 4 * batch_g(gaps(e1, e2), tau)))
     eq10 = equations.amorlip_objective(lam, z, z)
     close(eq10, sum((lam[side].log() - z[side].log()).pow(2).mean() for side in range(2)) / 2)
     eq8 = equations.amorlip_objective(lam, z, z, equations.kl) - 0.1 * eq10

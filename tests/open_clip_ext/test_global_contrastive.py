@@ -7,8 +7,7 @@ import torch
 from numerics import close, unit, visit
 
 from open_clip_ext import InputError, NonFiniteError, create_loss, equations
-from open_clip_ext.equations import batch_g, gaps
-from open_clip_ext.equations.basics import consistency_terms
+from open_clip_ext.equations import batch_g, consistency_terms, gaps
 
 SHAPES = [(2, 3, 1.0), (5, 8, 0.07), (17, 64, 0.05), (9, 16, 0.03), (6, 64, 0.01)]
 

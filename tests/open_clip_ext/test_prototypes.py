@@ -6,7 +6,7 @@ from numerics import unit
 from torch.nn.functional import normalize
 
 from open_clip_ext import InputError, create_loss
-from open_clip_ext.equations import batch_g, gaps, neuclip, neuclip_alpha, neuclip_w
+from open_clip_ext.equations import batch_g, gaps, neuclip, neuclip_algorithm_1, neuclip_alpha, neuclip_w
 from open_clip_ext.kernels import streaming
 
 
@@ -80,6 +80,43 @@ def test_algorithm_1_as_the_paper_has_it(opt, updates):
         neuclip_w(w1, w2, optimizer, e1, e2, tau, t=t, T_r=2, T_u=updates, eps=eps)
         expected = torch.stack([w1, w2]).detach()
         torch.testing.assert_close(loss.full_state()["state.weight"], expected, rtol=1e-6, atol=1e-8)
+
+
+def test_algorithm_1_trains_two_encoders_as_the_loss_does():
+    """All twelve lines: the encoders after five steps, and tau's gradient of the last."""
+    eps, m, size, rho, tau = 1e-6, 4, 6, 3.0, 0.2
+    generator = torch.Generator().manual_seed(0)
+    images, texts = unit(generator, 20, 5), unit(generator, 20, 7)
+    plain, fast = ([torch.nn.Linear(k, 8, bias=False).double() for k in (5, 7)] for _ in range(2))
+    for one, other in zip(plain, fast, strict=True):
+        one.weight.data = unit(generator, *one.weight.shape)
+        other.weight.data = one.weight.data.clone()
+
+    learned = torch.tensor(tau).double().requires_grad_()
+    groups = [{"params": [encoder.weight for encoder in plain]}, {"params": [learned], "lr": 0.0}]
+    w1, w2 = (torch.zeros(m, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    optimizers = torch.optim.SGD(groups, lr=0.1), torch.optim.SGD([w1, w2], lr=0.1)
+    torch.manual_seed(1)
+    values = neuclip_algorithm_1(
+        *plain, images, texts, learned, optimizers[0], w1, w2, optimizers[1], size, T=5, T_r=3, T_u=2, rho=rho, eps=eps
+    )
+
+    network = {"npn_prototypes": m, "npn_restart_every": 3, "npn_updates": 2, "npn_opt": "sgd", "npn_lr": 0.1}
+    loss = create_loss("neuclip", rho=rho, loss_eps=eps, **network)
+    log_scale = (1 / learned.detach()).log().requires_grad_()
+    optimizer = torch.optim.SGD([encoder.weight for encoder in fast], lr=0.1)
+    torch.manual_seed(1)
+    for _ in range(5):
+        batch = torch.randperm(20)[:size]
+        pair = [normalize(encode(data[batch]), dim=1) for encode, data in zip(fast, (images, texts), strict=True)]
+        optimizer.zero_grad()
+        log_scale.grad = None
+        loss(*pair, log_scale.exp()).backward()
+        optimizer.step()
+    for one, other in zip(plain, fast, strict=True):
+        torch.testing.assert_close(other.weight, one.weight, rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(log_scale.grad, -learned.detach() * learned.grad, rtol=1e-7, atol=1e-9)
+    assert len(values) == 5
 
 
 @pytest.mark.parametrize("max_rise", [10.0, 0.0, 1e30])

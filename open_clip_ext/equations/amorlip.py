@@ -1,60 +1,12 @@
-"""NeuCLIP's and AmorLIP's networks, which predict the normalizers, and a queue of embeddings."""
+"""AmorLIP, arXiv 2505.18983: networks learn the partition functions, and the encoders divide by them."""
 
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
-from open_clip_ext.equations.basics import batch_g, gaps, gradient_of
-
-# NeuCLIP: a network of prototypes predicts the log-normalizers
-
-
-def neuclip_alpha(w1: Tensor, w2: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 10-11: the log-normalizers, (2, B), that the prototypes, (m, d), predict. Fast: `Prototypes`."""
-    e, w = normalize(torch.stack([e1, e2]), dim=2), normalize(torch.stack([w1, w2]), dim=2)
-    cosines_above_positive = e @ w.mT - (e1 * e2).sum(dim=1)[:, None]
-    return (eps + batch_g(cosines_above_positive, tau)).log()
-
-
-def neuclip(g: Tensor, tau: Tensor, alpha: Tensor, rho: float, eps: float) -> Tensor:
-    """NeuCLIP, Eq. 12 on the batch, 0-d; its gradient also goes through alpha. Fast: `Unified`."""
-    bound = (-alpha).exp() * (eps + g) + alpha
-    return tau * bound.mean(dim=1).sum() + 2 * tau * (rho - 1)
-
-
-def neuclip_separate(g: Tensor, alpha: Tensor, eps: float) -> Tensor:
-    """NeuCLIP, Section 5.2, 0-d: the network's objective in the ablation "Separate" (AmorLIP's). Fast: `L2Log`."""
-    return (alpha - (eps + g).log()).square().mean(dim=1).sum() / 2
-
-
-def neuclip_w(
-    w1: Tensor, w2: Tensor, optimizer: torch.optim.Optimizer, e1: Tensor, e2: Tensor, tau: Tensor, t: int, T_r: int,
-    T_u: int, eps: float,
-) -> None:
-    """NeuCLIP, Algorithm 1, lines 3-9: update the prototypes, (m, d), in place at step `t`.
-
-    Lines 10-12 are `neuclip_alpha`, then `neuclip` with its gradient in e1, e2 and tau. A reset takes the last m <= B
-    pairs of the batch. The paper does not say what to take where m > B; the fast class takes the latest m pairs of
-    several batches. Fast: `NetworkNormalizer`, `Prototypes`.
-
-    Args:
-        optimizer: of w1 and w2, such as torch.optim.Adagrad([w1, w2], lr=1.0).
-    """
-    e1, e2, tau = e1.detach(), e2.detach(), tau.detach()
-    if t % T_r == 0:
-        w1.data.copy_(e2[-len(w1) :])
-        w2.data.copy_(e1[-len(w2) :])
-    g = batch_g(gaps(e1, e2), tau)
-    for _ in range(T_u):
-        optimizer.zero_grad()
-        neuclip(g, tau, neuclip_alpha(w1, w2, e1, e2, tau, eps), rho=0.0, eps=eps).backward()
-        optimizer.step()
-
-
-# AmorLIP: networks learn the partition functions, and the encoders divide by them
+from open_clip_ext.equations.basics import gradient_of
 
 
 def amorlip_kernel(e1: Tensor, e2: Tensor, scale: Tensor, positive: float = 1.0) -> Tensor:
@@ -161,24 +113,3 @@ def amorlip(e1: Tensor, e2: Tensor, scale: Tensor, lam: Tensor, rho: float, posi
     eq6 = -2 * scale * (e1 * e2).sum(dim=1).mean() + (kernel / lam[0][:, None]).mean() + (kernel / lam[1]).mean()
     value = (amorlip_mle(e1, e2, scale, lam) + rho) / scale
     return value.detach() + gradient_of(eq6 / scale.detach() + rho / scale)
-
-
-# A queue of the latest embeddings; not from a paper
-
-
-def queue_alpha(
-    texts: Tensor, images: Tensor, g: Tensor, e1: Tensor, e2: Tensor, tau: Tensor, mixing: float, eps: float
-) -> Tensor:
-    """The queue's log-normalizers mixed with the batch's, (2, B). Fast: `Queue`, `GlobalContrastiveLoss.mixing`.
-
-    The batch's part is a constant.
-
-    Args:
-        texts, images: queued embeddings without the batch's own, (k, d) each, k >= 1.
-        mixing: weight of the batch, in [0, 1).
-    """
-    above_positive = torch.stack([e1 @ texts.T, e2 @ images.T]) - (e1 * e2).sum(dim=1)[:, None]
-    return (mixing * (eps + g).detach() + (1 - mixing) * (eps + batch_g(above_positive, tau))).log()
-
-
-queue = neuclip
