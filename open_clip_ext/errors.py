@@ -22,8 +22,8 @@ class InputError(ValueError):
     A command prints the line with the argument as a flag and exits with code 2.
 
     Args:
-        text: the line, without the argument's name.
-        argument: name of the argument in Python; the message starts with it.
+        text: the value and what would be right.
+        argument: name of the argument in Python, or the flag; the message starts with it.
     """
 
     def __init__(self, text: str, argument: str | None = None):

@@ -156,7 +156,7 @@ def exit_code(command: Callable[[], object]) -> int:
         command()
         return 0
     except (InputError, NonFiniteError) as error:
-        if isinstance(error, InputError) and error.argument is not None:
+        if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
             error = InputError(error.text, flag_of(error.argument))
         print(f"open_clip_ext: error: {last_line(error)}", file=sys.stderr, flush=True)
         return 2

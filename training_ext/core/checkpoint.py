@@ -165,7 +165,7 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
             raise FileNotFoundError(f"it has no {missing[0]}")
         return load_verified(path) if os.path.exists(path) else None
     except Exception as error:
-        raise InputError(f"--resume: {folder!r} is not a complete checkpoint: {one_line(error)}") from None
+        raise InputError(f"{folder!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
 
 
 def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
@@ -179,11 +179,11 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     try:
         checkpoint = load_verified(path)
     except FileNotFoundError:
-        raise InputError(f"--resume: {path!r} does not exist") from None
+        raise InputError(f"{path!r} does not exist", "--resume") from None
     except Exception as error:
-        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {one_line(error)}") from None
+        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
-        raise InputError(f"--resume: {path!r} has weights only; give it as --pretrained")
+        raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 
@@ -203,47 +203,50 @@ def check_entry(
     given = f"--loss {args.loss}" if args.loss else "OpenCLIP's own loss"
     if entry is None:
         if args.uses_ext_loss:
-            raise InputError(f"{flag}: {path!r} was not trained with {given}; {instead}")
+            raise InputError(f"{path!r} was not trained with {given}; {instead}", flag)
         return
     if entry["format"] not in READABLE:
         age = "a newer" if entry["format"] > max(READABLE) else "an older"
-        raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}")
+        raise InputError(f"{path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}", flag)
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:
             given += _parts(vars(args))
         saved = f"--loss {entry['loss']}{_parts(entry)}"
-        raise InputError(f"{flag}: {path!r} was trained with {saved}, not with {given}; {instead}")
+        raise InputError(f"{path!r} was trained with {saved}, not with {given}; {instead}", flag)
     for option in state_options(args):
         # A file from before an option existed was trained with its default.
         value, saved = getattr(args, option.name), entry.get(option.name, default_value(option.default))
         own = flag_of(option.name)
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
-            raise InputError(f"{own}: {value}, but {path!r} has {saved}; {right}")
+            raise InputError(f"{value}, but {path!r} has {saved}; {right}", own)
     recovery = entry.get("osr_epochs", 0.0)  # absent in files from before the recovery existed
     if args.osr_epochs != recovery:
         raise InputError(
-            f"--osr-epochs: {args.osr_epochs:g}, but {path!r} was trained after {recovery:g}, which its schedules "
-            f"count; give --osr-epochs {recovery:g}"
+            f"{args.osr_epochs:g}, but {path!r} was trained after {recovery:g}, which its schedules "
+            f"count; give --osr-epochs {recovery:g}",
+            "--osr-epochs",
         )
     if args.uses_ext_loss and (saved := entry["state"].get("surrogate", args.surrogate)) != args.surrogate:
-        raise InputError(f"--surrogate: {args.surrogate}, but the table of {path!r} is of {saved}; give {saved}")
+        raise InputError(f"{args.surrogate}, but the table of {path!r} is of {saved}; give {saved}", "--surrogate")
     if rows is not None and not is_same_data(entry, rows):
         if rows.kind in ("synthetic", "shapes") and entry["num_rows"] != rows.num_rows:
             num_rows = entry["num_rows"]
-            raise InputError(f"--train-num-samples: {rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}")
+            raise InputError(f"{rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}", "--train-num-samples")
         others = "other samples" if rows.captions is None else "other captions, or images below the folder of all"
         raise InputError(
-            f"{flag}: {path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
-            f"{rows.num_rows}, or the same number of {others}); {instead}"
+            f"{path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
+            f"{rows.num_rows}, or the same number of {others}); {instead}",
+            flag,
         )
     if rows is not None and rows.shards is not None and needs_index(args):
         before = entry.get("shard_keys", {})
         for name, digest in rows.shards.counted.items():
             if before.get(name, digest) != digest:
                 raise InputError(
-                    f"{flag}: {path!r} was trained on other samples: those in shard {name!r} have other keys now; "
-                    f"{instead}"
+                    f"{path!r} was trained on other samples: those in shard {name!r} have other keys now; "
+                    f"{instead}",
+                    flag,
                 )
 
 
@@ -261,8 +264,9 @@ def check_reference(entry: dict[str, Any], path: str, args: Namespace, reference
     """Raise InputError if the loss's rows belong to another reference model than the one with this digest."""
     if entry.get("reference", reference) != reference:  # absent in older files
         raise InputError(
-            f"--distill-pretrained: {args.distill_pretrained!r} has other weights than the reference model with which "
-            f"{path!r} was trained; give those"
+            f"{args.distill_pretrained!r} has other weights than the reference model with which "
+            f"{path!r} was trained; give those",
+            "--distill-pretrained",
         )
 
 

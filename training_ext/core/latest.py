@@ -27,7 +27,7 @@ def resumed_path(args: Namespace) -> str | None:
     if args.resume != "latest":
         return args.resume
     if args.name is None:
-        raise InputError("--resume: 'latest' is the latest checkpoint of an experiment; give its --name")
+        raise InputError("'latest' is the latest checkpoint of an experiment; give its --name", "--resume")
     if args.remote_sync is not None:
         return None
     folder = os.path.join(args.logs, args.name, "checkpoints")

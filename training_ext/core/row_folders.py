@@ -115,11 +115,12 @@ def folder_of(file: str, name: Any, flag: str) -> str | None:
     if name is None:
         return None
     if not isinstance(name, str) or not FOLDER.fullmatch(name):
-        raise InputError(f"{flag}: {file!r} names {name!r} as the folder of its rows, which is not such a name")
+        raise InputError(f"{file!r} names {name!r} as the folder of its rows, which is not such a name", flag)
     if "://" in file:
         raise InputError(
-            f"{flag}: {file!r} has its rows per sample in the folder {name!r} beside it, which is read from a local "
-            "disk; copy both there"
+            f"{file!r} has its rows per sample in the folder {name!r} beside it, which is read from a local "
+            "disk; copy both there",
+            flag,
         )
     beside = os.path.join(os.path.dirname(file), name)
     linked = os.path.join(os.path.dirname(os.path.realpath(file)), name)
@@ -133,7 +134,7 @@ def check(file: str, name: Any, state: Any, flag: str) -> None:
         try:
             check_row_files(folder, state)
         except InputError as error:
-            raise InputError(f"{flag}: {error}") from None
+            raise InputError(f"{error}", flag) from None
 
 
 def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:

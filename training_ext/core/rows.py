@@ -109,7 +109,7 @@ def find_rows(args: Namespace) -> DataRows:
     if kind == "webdataset":
         if args.train_num_samples is not None and not needs_index(args):
             if args.shard_sizes:
-                raise InputError(f"--shard-sizes: --loss {args.loss} with --train-num-samples does not use it")
+                raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
             seen = check_usable(args)
             listing = digest_of_list(args.train_data)
             return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
@@ -117,13 +117,13 @@ def find_rows(args: Namespace) -> DataRows:
         seen = look_at_first(args, [url for url in shards.urls if shards.size_of(url)])
         return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
     if args.shard_sizes:
-        raise InputError(f"--shard-sizes: --dataset-type {kind} has no shards and does not use it")
+        raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
     if kind == "csv":
         table = read_csv(args, args.train_data, max_bad=args.max_bad_samples)
         check_column(args, table)
         captions = table[args.csv_caption_key]
         if len(captions) == 0:
-            raise InputError(f"--train-data: {args.train_data!r} has no rows below its header")
+            raise InputError(f"{args.train_data!r} has no rows below its header", "--train-data")
         lines = hashlib.sha256()
         for number, caption in enumerate(captions):
             lines.update(b"\x1f" * bool(number) + str(caption).encode())
@@ -141,7 +141,7 @@ def find_rows(args: Namespace) -> DataRows:
         seen = see(captions, images, "the {} captions")
         return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
     if not args.train_num_samples or args.train_num_samples < 1:
-        raise InputError(f"--train-num-samples: {args.train_num_samples} with --dataset-type {kind}; give at least 1")
+        raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
     seed = args.shapes_seed if kind == "shapes" else None
     shifted = " shifted" if args.shapes_shifted else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
@@ -169,7 +169,7 @@ def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
         return builders[open_clip_data.get_dataset_fn(path, "auto")]
     except ValueError:
         raise InputError(
-            f"{flag}: {path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type"
+            f"{path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type", flag
         ) from None
 
 
@@ -190,7 +190,7 @@ def read_csv(
     except (OSError, ValueError, re.error, ImportError, EOFError, *_DAMAGED_ARCHIVE) as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{flag}: {path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}"
+            f"{path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}", flag
         ) from None
     for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
         if column not in table.columns:
@@ -205,8 +205,9 @@ def read_csv(
         column = cells.columns[cells.iloc[empty[0]]][0]
         instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
         raise InputError(
-            f"{flag}: {len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
-            f"in column {column!r} (words such as NA and null count as empty); {instead}"
+            f"{len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
+            f"in column {column!r} (words such as NA and null count as empty); {instead}",
+            flag,
         )
     look_at_lines(table, args.csv_img_key, path, flag)
     return table

@@ -135,8 +135,9 @@ def find_shards(
         size, source = recorded.get(url, (contents.samples, ""))
         if contents.damage is None and contents.samples != size:
             raise InputError(
-                f"--train-data: shard {url!r} holds {contents.samples} samples where {source} says {size}; correct it, "
-                "or leave the shard out of it to have it counted"
+                f"shard {url!r} holds {contents.samples} samples where {source} says {size}; correct it, "
+                "or leave the shard out of it to have it counted",
+                "--train-data",
             )
     damaged = {url: contents.damage for url, contents in found.items() if contents.damage is not None}
     _check_share("--train-data", urls, missing | damaged, max_bad)
@@ -172,9 +173,10 @@ def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> di
             continue
         if path is None:
             raise InputError(
-                f"--train-data: shard {url!r} is not a local file and has no recorded size: list it in "
+                f"shard {url!r} is not a local file and has no recorded size: list it in "
                 f"--shard-sizes FILE, a JSON file of samples by file name or full url, such as "
-                f'{{"{name}": 10000}}'
+                f'{{"{name}": 10000}}',
+                "--train-data",
             )
         listing = os.path.join(os.path.dirname(path), "sizes.json")
         if listing not in beside:
@@ -233,7 +235,7 @@ def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float
     if flag == "--train-data" and len(bad) < len(urls):
         # Rounded up, so that it suffices.
         instead += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
-    raise InputError(f"{flag}: {len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}")
+    raise InputError(f"{len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}", flag)
 
 
 def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
@@ -330,7 +332,7 @@ class ShardRows:
             errors: list[Exception] = []
             for sample in samples_before(url, errors):
                 if size is not None and position >= size:
-                    raise InputError(f"--train-data: shard {url!r} holds more samples than {_RECORDED.format(size)}")
+                    raise InputError(f"shard {url!r} holds more samples than {_RECORDED.format(size)}", "--train-data")
                 keys.add(sample["__key__"])
                 if self.recaption is not None:
                     self.recaption(sample)
@@ -361,7 +363,7 @@ class ShardRows:
             return 0, None
         if url not in self.shards.offsets:
             known = len(self.shards.urls)
-            raise InputError(f"--train-data: shard {url!r} is not one of the {known} that have rows")
+            raise InputError(f"shard {url!r} is not one of the {known} that have rows", "--train-data")
         return self.shards.offsets[url], self.shards.size_of(url)
 
     def _check_whole(self, url: str, size: int | None, samples: int, keys: KeyDigest) -> None:
@@ -369,12 +371,13 @@ class ShardRows:
             return
         if samples < size:
             raise InputError(
-                f"--train-data: shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}"
+                f"shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}", "--train-data"
             )
         if self.shards.keys.get(url, keys.value()) != keys.value():
             raise InputError(
-                f"--train-data: shard {url!r} holds other samples than when it was counted, before the start; keep the "
-                "data as they are while a training runs"
+                f"shard {url!r} holds other samples than when it was counted, before the start; keep the "
+                "data as they are while a training runs",
+                "--train-data",
             )
 
 

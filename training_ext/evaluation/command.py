@@ -165,14 +165,14 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
             raise InputError(f"{flag_of(setting)}: {value} is out of range; it must be at least {least}")
     check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
     if args.data is None and args.zeroshot_data is None:
-        raise InputError("--data: is missing, and there is nothing to evaluate on; give it, or --zeroshot-data")
+        raise InputError("is missing, and there is nothing to evaluate on; give it, or --zeroshot-data", "--data")
     alphas = check_interpolation(args)
     number = len(alphas or args.checkpoint)
     several = number > 1
     if several and args.out.endswith(LINES):
-        raise InputError(f"--out: {args.out!r} is one file for {number} checkpoints; give a folder")
+        raise InputError(f"{args.out!r} is one file for {number} checkpoints; give a folder", "--out")
     if os.path.isdir(args.out) == args.out.endswith(LINES) and os.path.exists(args.out):
-        raise InputError(f"--out: {args.out!r} must be a folder, or a file whose name ends in {LINES}")
+        raise InputError(f"{args.out!r} must be a folder, or a file whose name ends in {LINES}", "--out")
     check_writable("--out", os.path.dirname(args.out) if args.out.endswith(LINES) else args.out)
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     if args.interpolate is not None:
@@ -180,7 +180,7 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         load_model(checkpoints[0], Namespace(precision="fp32", device="cpu"))  # raises unless both are of the model
     labels = [one.label for one in checkpoints]
     if len({label.replace("/", "-") for label in labels}) < len(labels):
-        raise InputError(f"--checkpoint: the names {', '.join(labels)} must differ, since results are filed by name")
+        raise InputError(f"the names {', '.join(labels)} must differ, since results are filed by name", "--checkpoint")
     if args.out.endswith(LINES):
         outs = [args.out]
     else:
@@ -194,7 +194,9 @@ def check(args: argparse.Namespace) -> tuple[Job, list[Results]]:
         wanted = [task for task in tasks if task.key in folders and is_wanted(task, args)]
         sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
     elif args.tasks:
-        raise InputError(f"--tasks: {' '.join(args.tasks)} has no effect without --data; give the folder of the tasks")
+        raise InputError(
+            f"{' '.join(args.tasks)} has no effect without --data; give the folder of the tasks", "--tasks"
+        )
     if args.zeroshot_data is not None:
         own = open_own_classes("--zeroshot-data", args.zeroshot_data)
         warn_of_contents(own)
@@ -218,19 +220,19 @@ def check_interpolation(args: argparse.Namespace) -> list[float]:
                 raise InputError(f"{flag_of(setting)}: {value} has no effect without --interpolate; give the start")
         return []
     if len(args.checkpoint) > 1:
-        raise InputError(f"--checkpoint: {len(args.checkpoint)} files with --interpolate; give one, the end")
+        raise InputError(f"{len(args.checkpoint)} files with --interpolate; give one, the end", "--checkpoint")
     text = ALPHAS if args.alphas is None else args.alphas
     try:
         alphas = [float(word) for word in text.split(",")]
     except ValueError:
         alphas = [-1.0]
     if not all(0 <= alpha <= 1 for alpha in alphas):
-        raise InputError(f"--alphas: {text!r} must be numbers in [0, 1] with commas between them, such as {ALPHAS}")
+        raise InputError(f"{text!r} must be numbers in [0, 1] with commas between them, such as {ALPHAS}", "--alphas")
     if (path := args.save_best) is not None:
         if not path.endswith(".pt") or os.path.isdir(path):
-            raise InputError(f"--save-best: {path!r} must be a file whose name ends in .pt")
+            raise InputError(f"{path!r} must be a file whose name ends in .pt", "--save-best")
         if os.path.realpath(path) in map(os.path.realpath, (*args.checkpoint, args.interpolate)):
-            raise InputError(f"--save-best: {path!r} is one of the two that are interpolated; give another file")
+            raise InputError(f"{path!r} is one of the two that are interpolated; give another file", "--save-best")
         check_writable("--save-best", os.path.dirname(path))
     return alphas
 
@@ -251,8 +253,9 @@ def is_to_do(source: Source, row: Row | None, digest: str, out: str) -> bool:
     if row.folder is not None:
         if row.data != digest and row.folder != os.path.abspath(source.folder):
             raise InputError(
-                f"--zeroshot-data: {source.folder!r} has the name of {row.folder!r}, whose result is in {out!r}; "
-                "choose another --out, or rename the folder"
+                f"{source.folder!r} has the name of {row.folder!r}, whose result is in {out!r}; "
+                "choose another --out, or rename the folder",
+                "--zeroshot-data",
             )
         if not os.path.exists(confusion_path(out, source)):
             return True
@@ -280,14 +283,14 @@ def about(args: argparse.Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
 def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str]]:
     """Name of the table of tasks, all its tasks, and by key the folders that exist."""
     if not os.path.isdir(args.data):
-        raise InputError(f"--data: there is no folder {args.data!r}")
+        raise InputError(f"there is no folder {args.data!r}", "--data")
     name, every = read_tasks(args.data)
     tasks = list(every)
     if args.tasks:
         known = {word: task for task in every for word in (task.key, task.name)}
         unknown = [word for word in args.tasks if word not in known]
         if unknown:
-            raise InputError(f"--tasks: {unknown[0]!r} is not one of {', '.join(task.name for task in every)}")
+            raise InputError(f"{unknown[0]!r} is not one of {', '.join(task.name for task in every)}", "--tasks")
     folders = {}
     for task in tasks:
         paths = [os.path.join(args.data, folder) for folder in task.folder_names()]
@@ -297,7 +300,7 @@ def find_tasks(args: argparse.Namespace) -> tuple[str, list[Task], dict[str, str
     wanted = [task for task in tasks if is_wanted(task, args)]
     if not any(task.key in folders for task in wanted):
         looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
-        raise InputError(f"--data: {args.data!r} has no folder of a task, such as {looked_for}")
+        raise InputError(f"{args.data!r} has no folder of a task, such as {looked_for}", "--data")
     return name, tasks, folders
 
 

@@ -304,7 +304,7 @@ def open_own_classes(flag: str, folder: str) -> Source:
         InputError: the folder has neither, or is of another type.
     """
     if not os.path.isdir(folder):
-        raise InputError(f"{flag}: there is no folder {folder!r}")
+        raise InputError(f"there is no folder {folder!r}", flag)
     source: Source
     if any(os.path.exists(os.path.join(folder, "test", name)) for name in ("nshards.txt", "0.tar")):
         source = Shards(flag, folder)

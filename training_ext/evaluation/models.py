@@ -65,7 +65,9 @@ def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Ch
     """
     model = read_params(os.path.join(experiment_of(path), PARAMS)).get("model", end.model)
     if model != end.model:
-        raise InputError(f"--interpolate: {path!r} is of {model!r} and --checkpoint of {end.model!r}; give one model's")
+        raise InputError(
+            f"{path!r} is of {model!r} and --checkpoint of {end.model!r}; give one model's", "--interpolate"
+        )
     start = find_checkpoint(path, model, flag="--interpolate")
     return [
         replace(
@@ -98,18 +100,18 @@ def find_checkpoint(
             the model's.
     """
     if not os.path.isfile(path):
-        raise InputError(f"{flag}: {path!r} is not a file")
+        raise InputError(f"{path!r} is not a file", flag)
     folder, name = os.path.split(os.path.abspath(path))
     experiment = experiment_of(path)
     inside = experiment != folder
     params = read_params(os.path.join(experiment, PARAMS))
     if model is None and not isinstance(params.get("model"), str):
-        raise InputError(f"--model: there is no {PARAMS} with the model's name beside {path!r}; give the name")
+        raise InputError(f"there is no {PARAMS} with the model's name beside {path!r}; give the name", "--model")
     own = model is None or model == params.get("model")
     name_of_model = str(model or params["model"])
     if tag is not None and not is_pretrained_cfg(name_of_model.replace("/", "-"), tag):
         known = ", ".join(open_clip.list_pretrained_tags_by_model(name_of_model)) or "none"
-        raise InputError(f"--pretrained: {tag!r} is not a tag of {name_of_model!r}, which has {known}")
+        raise InputError(f"{tag!r} is not a tag of {name_of_model!r}, which has {known}", "--pretrained")
     if tag is not None and not (own and params.get("force_quick_gelu")):
         warn_of_activation(name_of_model, tag)
     if tag is None and own:
@@ -179,14 +181,14 @@ def names_of_weights(path: str, flag: str) -> list[str]:
         reason = f"is not a complete checkpoint: {one_line(error)}"
         if "TorchScript" in reason:
             reason = "is a TorchScript archive, which would execute what it contains; give a file of its state_dict"
-        raise InputError(f"{flag}: {path!r} {reason}") from None
+        raise InputError(f"{path!r} {reason}", flag) from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
     if not (
         isinstance(weights, dict)
         and weights
         and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items())
     ):
-        raise InputError(f"{flag}: {path!r} has no weights of a model")
+        raise InputError(f"{path!r} has no weights of a model", flag)
     return [plain_name(name) for name in weights]
 
 

@@ -65,7 +65,7 @@ class Results:
                 )
             others = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"--out: {self.path!r} is not a file of results: {one_line(error)}") from None
+            raise InputError(f"{self.path!r} is not a file of results: {one_line(error)}", "--out") from None
         if others:
             given = f"--out: {self.path!r} has the results of another {', '.join(sorted(others))}"
             raise InputError(f"{given}; choose another file, or delete it")

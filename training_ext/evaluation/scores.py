@@ -91,8 +91,9 @@ def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
     """
     if answers.fields is None or answers.fields.shape[1] != len(task.fields):
         raise InputError(
-            f"--data: {source.folder!r}: each sample of {task.name} needs an .npy of {len(task.fields)} numbers, "
-            f"{', '.join(task.fields)}"
+            f"{source.folder!r}: each sample of {task.name} needs an .npy of {len(task.fields)} numbers, "
+            f"{', '.join(task.fields)}",
+            "--data",
         )
     name = "acc" if task.top_k == 1 else f"acc_top{task.top_k}"
     right = metrics.is_among(answers.ranked, answers.labels, task.top_k)

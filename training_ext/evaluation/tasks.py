@@ -131,13 +131,13 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(field.name for field in fields(Task))
         raise InputError(
-            f"--data: {path!r} is not a table of tasks: {error!r}; give a name and tasks with {names}"
+            f"{path!r} is not a table of tasks: {error!r}; give a name and tasks with {names}", "--data"
         ) from None
     if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
-        raise InputError(f"--data: {path!r} must have a name other than {DATACOMP} and tasks of different keys")
+        raise InputError(f"{path!r} must have a name other than {DATACOMP} and tasks of different keys", "--data")
     for task in tasks:
         if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
-            raise InputError(f"--data: {path!r}: {task.key!r} has an unknown kind, or group_by is not in its fields")
+            raise InputError(f"{path!r}: {task.key!r} has an unknown kind, or group_by is not in its fields", "--data")
     return name, tasks
 
 

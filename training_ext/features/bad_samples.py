@@ -117,7 +117,7 @@ class Skips:
         self._samples_in_a_row += 1
         if self._samples_in_a_row >= SAMPLES_IN_A_ROW:
             raise InputError(
-                f"--train-data: {self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}"
+                f"{self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}", "--train-data"
             )
         own = self.own()
         if not is_new or own[PASSES]:
@@ -157,7 +157,7 @@ class Skips:
     def _count_row(self, samples: int, last: str) -> None:
         self._shards_in_a_row = 0 if samples else self._shards_in_a_row + 1
         if self._shards_in_a_row >= SHARDS_IN_A_ROW:
-            raise InputError(f"--train-data: {SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}")
+            raise InputError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
 
     def pass_over(self) -> None:
         """Count a sample that a resumed epoch has had already, and that is not decoded again."""
@@ -178,8 +178,9 @@ class Skips:
             return
         left_out = describe(self.counts())
         raise InputError(
-            f"--train-data: a loader worker's shards have {used} usable samples, but --batch-size is {batch_size}"
-            + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers")
+            f"a loader worker's shards have {used} usable samples, but --batch-size is {batch_size}"
+            + (f"; left out were {left_out}" if left_out else "; lower one of --batch-size and --workers"),
+            "--train-data",
         )
 
     def check_share(self, counts: list[int], share: float) -> None:
@@ -194,8 +195,9 @@ class Skips:
     def _raise_share(self, counts: list[int], last: str = "") -> None:
         last = f"; the last is {last}" if last else ""
         raise InputError(
-            f"--max-bad-samples: more than {self.max_share:g} of the train data cannot be used: "
-            f"{describe(counts)}{last}; repair the data or give a larger fraction"
+            f"more than {self.max_share:g} of the train data cannot be used: "
+            f"{describe(counts)}{last}; repair the data or give a larger fraction",
+            "--max-bad-samples",
         )
 
     def _name(self, kind: int, text: str) -> None:
@@ -427,6 +429,6 @@ class UsableLines(Dataset):
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
         what = f"line {self.line_of[row] + 2} of {self.path!r}"
         if self.skips is None:
-            raise InputError(f"--val-data: {what} cannot be used: {why}; repair or remove it")
+            raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
         self.skips.skip(kind, what, why, is_new)
         return None

@@ -31,7 +31,7 @@ def check_captions(args: Namespace, kind: str) -> None:
     for name, of_kind in FLAGS.items():
         if getattr(args, name) and kind != of_kind:
             other = {"csv": "; give --several-captions", "webdataset": "; give --captions-field"}.get(kind, "")
-            raise InputError(f"{flag_of(name)}: is for {of_kind} data, but the train data are {kind}{other}")
+            raise InputError(f"is for {of_kind} data, but the train data are {kind}{other}", flag_of(name))
 
 
 def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
@@ -98,8 +98,9 @@ class Pictures:
         others = (codes != codes[self.first][self.of]).nonzero()[0]
         if len(others):
             raise InputError(
-                f"--same-key: the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
-                "or leave out --several-captions"
+                f"the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
+                "or leave out --several-captions",
+                "--same-key",
             )
 
 

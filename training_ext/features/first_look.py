@@ -62,7 +62,7 @@ def look_at_shards(
             reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
     if reasons:
         (first, _), *_ = reasons.items()
-        raise InputError(f"{flag}: none of the first {reasons.total()} samples can be used, as {first}")
+        raise InputError(f"none of the first {reasons.total()} samples can be used, as {first}", flag)
     return None
 
 
@@ -146,4 +146,4 @@ def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "-
         except Exception as error:
             first = first or f"line {row + 2} names {str(image)!r}: {one_line(error)}"
     if first is not None:
-        raise InputError(f"{flag}: none of the first {len(images)} images of {path!r} can be read; {first}")
+        raise InputError(f"none of the first {len(images)} images of {path!r} can be read; {first}", flag)

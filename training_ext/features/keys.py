@@ -35,15 +35,16 @@ def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
         return
     flag = "--same-caption" if args.same_key is None else "--same-key"
     if args.same_key is not None and args.same_caption:
-        raise InputError(f"--same-caption: with --same-key {args.same_key!r}; give one of the two")
+        raise InputError(f"with --same-key {args.same_key!r}; give one of the two", "--same-caption")
     if not takes_keys:
         raise InputError(
-            f"{flag}: --loss {args.loss} as given cannot leave out single negatives; use one with --normalizer table, "
-            "prototypes, queue or batch, and --negatives cross"
+            f"--loss {args.loss} as given cannot leave out single negatives; use one with --normalizer table, "
+            "prototypes, queue or batch, and --negatives cross",
+            flag,
         )
     if args.same_key is not None and kind not in ("csv", "webdataset"):
         raise InputError(
-            f"--same-key: {args.same_key!r} is a column or a field, and {kind} has none; use --same-caption"
+            f"{args.same_key!r} is a column or a field, and {kind} has none; use --same-caption", "--same-key"
         )
 
 
@@ -51,7 +52,9 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
     """Raise InputError unless the csv has the column of `--same-key`."""
     if args.same_key is not None and args.same_key not in table.columns:
         columns = ", ".join(repr(name) for name in table.columns)
-        raise InputError(f"--same-key: {args.train_data!r} has no column {args.same_key!r}; its columns are {columns}")
+        raise InputError(
+            f"{args.train_data!r} has no column {args.same_key!r}; its columns are {columns}", "--same-key"
+        )
 
 
 def columns_of_text(args: Namespace) -> dict[str, type]:

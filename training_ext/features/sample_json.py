@@ -61,4 +61,4 @@ class JsonKey:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
     def _error(self, sample: dict, what: str) -> InputError:
-        return InputError(f"--same-key: sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}")
+        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}", "--same-key")

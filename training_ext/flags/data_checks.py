@@ -27,8 +27,9 @@ def check_upsampling(args: Namespace) -> None:
         raise InputError(f"{given}: {error}; {instead}") from None
     if urls != expand_urls(args.train_data)[0]:
         raise InputError(
-            f"--train-data: {args.train_data!r} has a variable, which OpenCLIP does not fill in with "
-            "--train-data-upsampling-factors; write the paths out"
+            f"{args.train_data!r} has a variable, which OpenCLIP does not fill in with "
+            "--train-data-upsampling-factors; write the paths out",
+            "--train-data",
         )
     weights = weights or []
     if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
@@ -42,9 +43,9 @@ def check_size_known(args: Namespace) -> None:
     try:
         size, _ = get_dataset_size(args.train_data)
     except Exception as error:  # a sizes.json may have anything
-        raise InputError(f"--train-data: its sizes.json cannot be used: {one_line(error) or repr(error)}") from None
+        raise InputError(f"its sizes.json cannot be used: {one_line(error) or repr(error)}", "--train-data") from None
     if not size:
-        raise InputError("--train-num-samples: needed for shards without a sizes.json; give their number of samples")
+        raise InputError("needed for shards without a sizes.json; give their number of samples", "--train-num-samples")
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
@@ -82,8 +83,9 @@ def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -
     steps = steps_per_epoch(args, kind, num_samples, world_size)
     if steps < 1:
         raise InputError(
-            f"--batch-size: {args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
-            f"the {num_samples} samples of an epoch; lower it"
+            f"{args.batch_size} x {world_size} process(es) x --accum-freq {args.accum_freq} is more than "
+            f"the {num_samples} samples of an epoch; lower it",
+            "--batch-size",
         )
     return steps
 
@@ -103,7 +105,7 @@ def check_val_data(args: Namespace) -> None:
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
         if read_csv(args, args.val_data, flag="--val-data").empty:
-            raise InputError(f"--val-data: {args.val_data!r} has no lines; give one with pairs, or leave it out")
+            raise InputError(f"{args.val_data!r} has no lines; give one with pairs, or leave it out", "--val-data")
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")
@@ -112,6 +114,6 @@ def check_val_data(args: Namespace) -> None:
         local = {url: path for url in urls if (path := local_path(url)) is not None}
         for url, contents in scan_all(local, progress=True).items():
             if contents.damage is not None:
-                raise InputError(f"--val-data: shard {url!r} is damaged: {contents.damage}; repair or remove it")
+                raise InputError(f"shard {url!r} is damaged: {contents.damage}; repair or remove it", "--val-data")
 
 

@@ -95,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         try:
             self._parse_known(arguments)
         except InputError as error:
-            raise InputError(f"--recipe: {recipe.name!r}: {error}") from None
+            raise InputError(f"{recipe.name!r}: {error}", "--recipe") from None
         return arguments
 
     def _given(self, args: Sequence[str]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
             try:
                 group.add_argument(option.flag, **settings)
             except argparse.ArgumentError:
-                raise InputError(f"{option.flag}: another package's option has the name of OpenCLIP's flag") from None
+                raise InputError("another package's option has the name of OpenCLIP's flag", option.flag) from None
         group.add_argument(
             "--shard-sizes",
             metavar="FILE",
@@ -312,8 +312,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     try:
         return _resolve(args)
     except InputError as error:
-        name = str(error).partition(":")[0].removeprefix("--").replace("-", "_")
-        if name not in args.recipe_flags:
+        if error.argument is None or error.argument.removeprefix("--").replace("-", "_") not in args.recipe_flags:
             raise
         raise InputError(f"{error.text} (from --recipe {args.recipe})", error.argument) from None
 
@@ -321,13 +320,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
     if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
-        raise InputError(f"--max-bad-samples: {args.max_bad_samples} is out of range; it must be from 0 to 1")
+        raise InputError(f"{args.max_bad_samples} is out of range; it must be from 0 to 1", "--max-bad-samples")
     if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
-        raise InputError(f"--max-bad-samples: --dataset-type {args.dataset_type} is made as it is read; leave it out")
+        raise InputError(f"--dataset-type {args.dataset_type} is made as it is read; leave it out", "--max-bad-samples")
     given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
     if args.loss is None:
         for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
-            raise InputError(f"{flag_of(name)}: needs --loss; without it the loss is OpenCLIP's own")
+            raise InputError("needs --loss; without it the loss is OpenCLIP's own", flag_of(name))
         args.uses_ext_loss = False
         args.osr_epochs = 0.0
         return args
@@ -348,12 +347,12 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     if args.loss == "siglip":
         args.siglip = True
     elif args.siglip:
-        raise InputError(f"--siglip: --loss {args.loss} is another loss; give one of the two")
+        raise InputError(f"--loss {args.loss} is another loss; give one of the two", "--siglip")
     if args.shard_sizes and not args.uses_ext_loss:
-        raise InputError(f"--shard-sizes: --loss {args.loss} keeps nothing per sample and does not use it")
+        raise InputError(f"--loss {args.loss} keeps nothing per sample and does not use it", "--shard-sizes")
     for name in ("same_key", "same_caption"):
         if getattr(args, name) and not args.uses_ext_loss:
-            raise InputError(f"{flag_of(name)}: --loss {args.loss} is OpenCLIP's own and does not use it")
+            raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     if trains_logit_scale(args):
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
@@ -365,9 +364,9 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 def check_lengths(epochs: int, osr_epochs: float) -> None:
     """Raise InputError for a length that is out of range."""
     if not 0 <= epochs <= MOST_EPOCHS:
-        raise InputError(f"--epochs: {epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}")
+        raise InputError(f"{epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}", "--epochs")
     if not 0 <= osr_epochs <= MOST_EPOCHS:
-        raise InputError(f"--osr-epochs: {osr_epochs} is out of range; it must be a number >= 0, at most 1e6")
+        raise InputError(f"{osr_epochs} is out of range; it must be a number >= 0, at most 1e6", "--osr-epochs")
 
 
 def check_taus(args: argparse.Namespace) -> None:
@@ -376,7 +375,7 @@ def check_taus(args: argparse.Namespace) -> None:
     for low, high in order:
         least, most = getattr(args, low), getattr(args, high)
         if least is not None and most is not None and most < least:
-            raise InputError(f"{flag_of(high)}: {most:g} is below {flag_of(low)} {least:g}; give at least that")
+            raise InputError(f"{most:g} is below {flag_of(low)} {least:g}; give at least that", flag_of(high))
 
 
 def recovers(args: argparse.Namespace) -> bool:
@@ -396,11 +395,11 @@ def resolve_recovery(args: argparse.Namespace) -> None:
         args.osr_load = None
     if args.osr_load is not None:
         if args.osr_save is not None:
-            raise InputError(f"--osr-save: {args.osr_save!r} with --osr-load, which recovers nothing; leave it out")
+            raise InputError(f"{args.osr_save!r} with --osr-load, which recovers nothing; leave it out", "--osr-save")
         saved = recovered.read(args.osr_load)["epochs"]
         if "osr_epochs" in args.given_flags - args.recipe_flags and args.osr_epochs != saved:
             raise InputError(
-                f"--osr-epochs: {args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out"
+                f"{args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out", "--osr-epochs"
             )
         args.osr_epochs = saved
     args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
@@ -410,16 +409,16 @@ def resolve_recovery(args: argparse.Namespace) -> None:
                 continue
             if name == "osr_save" or name not in args.recipe_flags:
                 flag = flag_of(name)
-                raise InputError(f"{flag}: has no effect without a recovery; give --osr-epochs or leave it out")
+                raise InputError("has no effect without a recovery; give --osr-epochs or leave it out", flag)
             setattr(args, name, None)
     if args.osr_transfer is None:
         args.osr_transfer = "both"
     if args.osr_transfer not in recovered.TRANSFERS:
-        raise InputError(f"--osr-transfer: {args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}")
+        raise InputError(f"{args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}", "--osr-transfer")
     if args.osr_transfer == "table" and not args.uses_ext_loss:
-        raise InputError(f"--osr-transfer: 'table' with --loss {args.loss}, whose only statistics are the moments")
+        raise InputError(f"'table' with --loss {args.loss}, whose only statistics are the moments", "--osr-transfer")
     if args.osr_transfer == "none" and args.osr_save is not None:
-        raise InputError("--osr-save: nothing is recovered with --osr-transfer none; leave out one of the two")
+        raise InputError("nothing is recovered with --osr-transfer none; leave out one of the two", "--osr-save")
 
 
 def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
@@ -434,8 +433,8 @@ def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
         args.osr_surrogate = recovered.SURROGATE if has_effect else None
     elif not recovers(args):
         other = "--osr-transfer none" if args.osr_load is None else "--osr-load"
-        raise InputError(f"--osr-surrogate: {given!r} with {other}, which recovers nothing; leave it out")
+        raise InputError(f"{given!r} with {other}, which recovers nothing; leave it out", "--osr-surrogate")
     elif own is None:
-        raise InputError(f"--osr-surrogate: {given!r} with --loss {args.loss}, which has no surrogates; leave it out")
+        raise InputError(f"{given!r} with --loss {args.loss}, which has no surrogates; leave it out", "--osr-surrogate")
     elif given not in (recovered.SURROGATE, own):
-        raise InputError(f"--osr-surrogate: {given!r} is neither identity nor the training's --surrogate {own}")
+        raise InputError(f"{given!r} is neither identity nor the training's --surrogate {own}", "--osr-surrogate")

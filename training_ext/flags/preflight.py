@@ -89,10 +89,10 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
         until.enter_context(only_user(folder))
     except InUseError as holder:
         raise InputError(
-            f"--name: the folder {folder!r} is in use by {holder}; let that run end, or give another name"
+            f"the folder {folder!r} is in use by {holder}; let that run end, or give another name", "--name"
         ) from None
     except OSError as error:
-        raise InputError(f"--name: {folder!r} cannot be locked: {error.strerror}: {error.filename!r}") from None
+        raise InputError(f"{folder!r} cannot be locked: {error.strerror}: {error.filename!r}", "--name") from None
 
 
 def check(args: Namespace) -> DataRows | None:
@@ -220,8 +220,9 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
             if name in PATHS and None not in (theirs.get(name), value):
                 continue
             raise InputError(
-                f"{flag_of(name)}: process {other} has {theirs.get(name)!r} and process 0 {value!r}; start every "
-                "process alike"
+                f"process {other} has {theirs.get(name)!r} and process 0 {value!r}; start every "
+                "process alike",
+                flag_of(name),
             )
     vars(args).update({name: first[name] for name in OF_FIRST & first.keys()})
     if first["has_rows"]:
@@ -242,8 +243,9 @@ def _check_same_data(args: Namespace, rows: DataRows | None, known: bool) -> Non
             raise InputError(theirs)
         if theirs not in (None, every[0]):
             raise InputError(
-                f"--train-data: process {other} has {theirs[0]} rows and process 0 {every[0][0]}, or the same number "
-                "of other samples; give every process the same data"
+                f"process {other} has {theirs[0]} rows and process 0 {every[0][0]}, or the same number "
+                "of other samples; give every process the same data",
+                "--train-data",
             )
 
 
@@ -274,16 +276,16 @@ def prepare_shapes(args: Namespace) -> None:
     if args.dataset_type != "shapes":
         if args.shapes_seed is not None:
             raise InputError(
-                f"--shapes-seed: {args.shapes_seed} with --dataset-type {args.dataset_type}; only shapes uses it"
+                f"{args.shapes_seed} with --dataset-type {args.dataset_type}; only shapes uses it", "--shapes-seed"
             )
         if args.shapes_shifted:
-            raise InputError(f"--shapes-shifted: with --dataset-type {args.dataset_type}; only shapes uses it")
+            raise InputError(f"with --dataset-type {args.dataset_type}; only shapes uses it", "--shapes-shifted")
         return
     args.shapes_seed = args.shapes_seed or 0
     if not 0 <= args.shapes_seed < 2**63:
-        raise InputError(f"--shapes-seed: {args.shapes_seed} is out of range; it must be at least 0 and below 2**63")
+        raise InputError(f"{args.shapes_seed} is out of range; it must be at least 0 and below 2**63", "--shapes-seed")
     if args.train_num_samples is None and args.val_num_samples is None:
-        raise InputError("--train-num-samples: --dataset-type shapes needs a number of scenes")
+        raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):
         path, scenes = getattr(args, f"{split}_data"), getattr(args, f"{split}_num_samples")
         if path is not None:
@@ -299,7 +301,7 @@ def prepare_shapes(args: Namespace) -> None:
 def check_name(args: Namespace) -> None:
     below = Path(args.name)
     if below.anchor or ".." in below.parts or not below.parts:
-        raise InputError(f"--name: {args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1")
+        raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")
 
 
 def check_experiment(args: Namespace) -> None:
@@ -310,7 +312,7 @@ def check_experiment(args: Namespace) -> None:
     path = os.path.join(args.logs, args.name, name)
     if os.path.exists(path):
         raise InputError(
-            f"--name: the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest"
+            f"the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest", "--name"
         )
 
 
@@ -323,13 +325,13 @@ def check_pretrained(flag: str, model: str, given: str | None) -> None:
             try:
                 load_verified(given)
             except Exception as error:
-                raise InputError(f"{flag}: {given!r} cannot be loaded: {one_line(error)}") from None
+                raise InputError(f"{given!r} cannot be loaded: {one_line(error)}", flag) from None
         return
     if os.path.isdir(given):
-        raise InputError(f"{flag}: {given!r} is a folder; give --model local-dir:{given} if it is of a hub model")
+        raise InputError(f"{given!r} is a folder; give --model local-dir:{given} if it is of a hub model", flag)
     tags = ", ".join(open_clip.list_pretrained_tags_by_model(model.replace("/", "-")))
     known = f"the tags {tags}" if tags else "no tags"
-    raise InputError(f"{flag}: there is no file {given!r}, and the model {model} has {known}")
+    raise InputError(f"there is no file {given!r}, and the model {model} has {known}", flag)
 
 
 def check_distillation(args: Namespace) -> None:
@@ -341,20 +343,24 @@ def check_distillation(args: Namespace) -> None:
     if args.uses_ext_loss and bool(args.reference_gap) != (args.distill_model is not None):
         given = f"--loss {args.loss}{' --reference-gap' if 'reference_gap' in args.given_flags else ''}"
         if args.reference_gap:
-            raise InputError(f"--distill-model: {given} needs a reference model; give it and --distill-pretrained")
+            raise InputError(f"{given} needs a reference model; give it and --distill-pretrained", "--distill-model")
         raise InputError(
-            f"--distill-model: {args.distill_model!r} with {given}, which does not distill; use --loss clip for that, "
-            "or as a reference --loss drrho-clip"
+            f"{args.distill_model!r} with {given}, which does not distill; use --loss clip for that, "
+            "or as a reference --loss drrho-clip",
+            "--distill-model",
         )
     if args.distill_model is None:
         return
     if args.siglip:
         raise InputError(
-            f"--distill-model: {args.distill_model!r} with SigLIP's loss (--siglip), which does not distill; "
-            "leave one out"
+            f"{args.distill_model!r} with SigLIP's loss (--siglip), which does not distill; "
+            "leave one out",
+            "--distill-model",
         )
     if args.accum_freq > 1:
-        raise InputError(f"--accum-freq: {args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1")
+        raise InputError(
+            f"{args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1", "--accum-freq"
+        )
     check_pretrained("--distill-pretrained", args.distill_model, args.distill_pretrained)
     if args.uses_ext_loss:
         check_reference_inputs(args)
@@ -366,7 +372,7 @@ def check_what_is_made(args: Namespace, resumed: str | None) -> None:
     size = getattr(getattr(model, "visual", None), "image_size", None)
     if args.trace and not isinstance(size, int | None):
         raise InputError(
-            f"--trace: OpenCLIP cannot trace {args.model!r}, whose image size is a pair of numbers; leave it out"
+            f"OpenCLIP cannot trace {args.model!r}, whose image size is a pair of numbers; leave it out", "--trace"
         )
     optimizer = check_optimizer(args, model) if trains(args) else None
     if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
@@ -377,7 +383,7 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
     if args.osr_epochs > 0 and not trains(args):
         for name in ("osr_epochs", "osr_load", "osr_save", "osr_transfer", "osr_surrogate"):
             if name in args.given_flags:
-                raise InputError(f"{flag_of(name)}: needs data to train on; give --train-data")
+                raise InputError("needs data to train on; give --train-data", flag_of(name))
     unfinished = find_unfinished(args) if recovers(args) and not resumes_training else None
     content = None if unfinished is None else read_unfinished(args, unfinished)
     path = args.osr_save
@@ -385,50 +391,55 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
         return
     folder, name = os.path.split(path)
     if not os.path.isdir(folder or "."):
-        raise InputError(f"--osr-save: the folder of {path!r} does not exist")
+        raise InputError(f"the folder of {path!r} does not exist", "--osr-save")
     if path.endswith(".pt"):
         instead = path.removesuffix(".pt") + ".state"
-        raise InputError(f"--osr-save: --resume latest may take {path!r} for a checkpoint; call it {instead!r}")
+        raise InputError(f"--resume latest may take {path!r} for a checkpoint; call it {instead!r}", "--osr-save")
     if resumes_training:  # after the recovery, so nothing is written
         return
     if os.path.exists(path):
         if content is None:
-            raise InputError(f"--osr-save: {path!r} exists; give another path, or load it with --osr-load")
+            raise InputError(f"{path!r} exists; give another path, or load it with --osr-load", "--osr-save")
         if not recovered.is_same(path, content):
             raise InputError(
-                f"--osr-save: {path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path"
+                f"{path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path",
+                "--osr-save",
             )
     check_writable("--osr-save", folder or ".")
     most = os.pathconf(folder or ".", "PC_NAME_MAX") - recovered.LONGEST_END
     if len(os.fsencode(name)) > most:
-        raise InputError(f"--osr-save: the name {name!r} is too long; give one of at most {most} bytes")
+        raise InputError(f"the name {name!r} is too long; give one of at most {most} bytes", "--osr-save")
 
 
 def check_numbers(args: Namespace, world_size: int) -> None:
     if not 0 <= args.seed <= 2**32 - world_size:
-        raise InputError(f"--seed: {args.seed} is out of range; it must be from 0 to {2**32 - world_size}")
+        raise InputError(f"{args.seed} is out of range; it must be from 0 to {2**32 - world_size}", "--seed")
     if args.lr is None and trains(args):
-        raise InputError(f"--lr: --opt {args.opt} needs a learning rate")
+        raise InputError(f"--opt {args.opt} needs a learning rate", "--lr")
     has_negatives = not args.siglip and "coca" not in args.model.lower()
     if trains(args) and has_negatives and args.batch_size * world_size * args.accum_freq < 2:
         raise InputError(
-            f"--batch-size: {args.batch_size} in {world_size} process; a contrastive loss needs at least 2 pairs per "
-            "step, since the other pairs are the negatives"
+            f"{args.batch_size} in {world_size} process; a contrastive loss needs at least 2 pairs per "
+            "step, since the other pairs are the negatives",
+            "--batch-size",
         )
 
 
 def check_schedule(args: Namespace) -> None:
     if args.lr_scheduler == "const-cooldown":
         if args.epochs_cooldown is None:
-            raise InputError("--lr-scheduler: 'const-cooldown' needs --epochs-cooldown; give its number of epochs")
+            raise InputError("'const-cooldown' needs --epochs-cooldown; give its number of epochs", "--lr-scheduler")
         if args.epochs_cooldown > args.epochs:
-            raise InputError(f"--epochs-cooldown: {args.epochs_cooldown} is more than --epochs {args.epochs}; lower it")
+            raise InputError(
+                f"{args.epochs_cooldown} is more than --epochs {args.epochs}; lower it", "--epochs-cooldown"
+            )
     if args.delete_previous_checkpoint and not args.save_most_recent:
         # OpenCLIP removes the checkpoint of the epoch before also after an epoch that saves none.
         if 1 < args.save_frequency < args.epochs - 1:
             raise InputError(
-                f"--delete-previous-checkpoint: with --save-frequency {args.save_frequency} it removes the only "
-                "checkpoint; give --save-frequency 1 or --save-most-recent"
+                f"with --save-frequency {args.save_frequency} it removes the only "
+                "checkpoint; give --save-frequency 1 or --save-most-recent",
+                "--delete-previous-checkpoint",
             )
 
 
@@ -437,18 +448,19 @@ def check_pairs(args: Namespace) -> None:
     least = 1 if loss is None else loss.least_pairs
     if args.batch_size * args.accum_freq < least:
         raise InputError(
-            f"--batch-size: {args.batch_size}; --loss {args.loss} needs at least {least} pairs per step in each process"
+            f"{args.batch_size}; --loss {args.loss} needs at least {least} pairs per step in each process",
+            "--batch-size",
         )
 
 
 def check_combination(args: Namespace) -> None:
     given = f"--loss {args.loss}"
     if args.horovod:
-        raise InputError(f"--horovod: {given} runs under torch.distributed only; use torchrun")
+        raise InputError(f"{given} runs under torch.distributed only; use torchrun", "--horovod")
     if "coca" in args.model.lower():
-        raise InputError(f"--model: {given} has no captioning part for {args.model!r}; use --loss clip with CoCa")
+        raise InputError(f"{given} has no captioning part for {args.model!r}; use --loss clip with CoCa", "--model")
     if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
-        raise InputError(f"--train-data: {given} needs data to train on, or --val-data to evaluate on")
+        raise InputError(f"{given} needs data to train on, or --val-data to evaluate on", "--train-data")
     loss = build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
     if trains(args):
         check_keys(args, kind_of(args, args.train_data), loss.takes_keys)

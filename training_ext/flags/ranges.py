@@ -148,7 +148,7 @@ def check_ranges(args: Namespace) -> None:
         range_ = ranges.get(name) or FITS.get(type(value))
         if value is not None and range_ is not None and not range_.holds(value):
             shown = " ".join(map(str, value)) if isinstance(value, list) else repr(value)
-            raise InputError(f"{flag_of(name)}: {shown} is out of range; it must be {range_.expected}")
+            raise InputError(f"{shown} is out of range; it must be {range_.expected}", flag_of(name))
 
 
 # Usual values of the flags that can make numbers overflow; when one overflows, the first flag outside is named.

@@ -27,7 +27,9 @@ def check_reference_inputs(args: Namespace) -> None:
 
     def compare(what: str, own: Any, its: Any, instead: str) -> None:
         if own != its:
-            raise InputError(f"--distill-model: {args.distill_model!r} has {what} {its}, the training {own}; {instead}")
+            raise InputError(
+                f"{args.distill_model!r} has {what} {its}, the training {own}; {instead}", "--distill-model"
+            )
 
     size = _pair(args.force_image_size or _image_size(ours))
     compare("an image size of", size, _pair(_image_size(theirs)), "use models of one size")

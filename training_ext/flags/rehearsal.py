@@ -96,11 +96,11 @@ def check_model(args: Namespace) -> nn.Module | None:
     """
     config = model_config(args)
     if config is not None and config["text_cfg"].get("variable_text") and args.uses_ext_loss:
-        raise InputError(f"--model: {args.model!r} takes captions of variable length; --loss {args.loss} does not")
+        raise InputError(f"{args.model!r} takes captions of variable length; --loss {args.loss} does not", "--model")
     if config is None:
         return None
     if args.pretrained_image and "timm_model_name" not in config["vision_cfg"]:
-        raise InputError(f"--pretrained-image: --model {args.model} has no image tower of timm's; leave it out")
+        raise InputError(f"--model {args.model} has no image tower of timm's; leave it out", "--pretrained-image")
     with quiet():
         load_tokenizer(args, config["text_cfg"])
     tower = None
@@ -194,12 +194,14 @@ def _load_weights(model: nn.Module, args: Namespace) -> None:
     except (AttributeError, KeyError):  # OpenCLIP looks for a part of the model that only the file has
         if model.logit_bias is None and "logit_bias" in open_clip.factory.load_state_dict(args.pretrained):
             raise InputError(
-                f"--pretrained: {args.pretrained!r} has a logit_bias, which --model {args.model} has with SigLIP's "
-                "loss (--siglip) only; give that loss, or save the weights without it"
+                f"{args.pretrained!r} has a logit_bias, which --model {args.model} has with SigLIP's "
+                "loss (--siglip) only; give that loss, or save the weights without it",
+                "--pretrained",
             ) from None
         raise InputError(
-            f"--pretrained: {args.pretrained!r} has the weights of another model than --model {args.model}; "
-            "give others or leave it out"
+            f"{args.pretrained!r} has the weights of another model than --model {args.model}; "
+            "give others or leave it out",
+            "--pretrained",
         ) from None
 
 
@@ -229,7 +231,7 @@ def check_optimizer(args: Namespace, model: nn.Module | None) -> torch.optim.Opt
     except Exception as error:  # timm's optimizers may raise anything
         flag, value, advice = _optimizer_flag_to_blame(args, model)
         reason = one_line(error) or repr(error)
-        raise InputError(f"{flag}: {value} does not work with the other flags: {reason}{advice}") from None
+        raise InputError(f"{value} does not work with the other flags: {reason}{advice}", flag) from None
 
 
 def _try_optimizer(args: Namespace, model: nn.Module | None) -> torch.optim.Optimizer:
@@ -252,8 +254,9 @@ def _try_optimizer(args: Namespace, model: nn.Module | None) -> torch.optim.Opti
         optimizer.step()
     if args.uses_ext_loss and not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):
         raise InputError(
-            f"--opt: {args.opt!r} cannot save the state of --loss {args.loss}, as timm's Lookahead has no hooks; "
-            "leave out lookahead_"
+            f"{args.opt!r} cannot save the state of --loss {args.loss}, as timm's Lookahead has no hooks; "
+            "leave out lookahead_",
+            "--opt",
         )
     return optimizer
 
@@ -307,7 +310,7 @@ def _check_timm(args: Namespace) -> None:
     known = list_optimizers()
     if args.opt.lower().split("timm/")[-1].removeprefix("lookahead_") not in known:
         near = did_you_mean(args.opt, [f"timm/{other}" for other in known], "see timm.optim.list_optimizers()")
-        raise InputError(f"--opt: {args.opt!r} is not one of timm's{near}")
+        raise InputError(f"{args.opt!r} is not one of timm's{near}", "--opt")
     if (args.beta1 is None) != (args.beta2 is None):
         one, other = ("beta1", "beta2") if args.beta2 is None else ("beta2", "beta1")
         raise InputError(f"--{one}: {getattr(args, one)} with --opt {args.opt} needs --{other}, too; give both or none")
@@ -329,7 +332,7 @@ def _timm_optimizer(args: Namespace, numbers: nn.Module) -> torch.optim.Optimize
     except TypeError:
         if more.get("eps", 0) is not None:
             raise
-        raise InputError(f"--eps: --opt {args.opt} needs one from OpenCLIP; give for example 1e-8") from None
+        raise InputError(f"--opt {args.opt} needs one from OpenCLIP; give for example 1e-8", "--eps") from None
 
 
 def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, args: Namespace) -> None:
@@ -342,18 +345,18 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
     """
     content = load_mapped(path)
     if not isinstance(content, dict):
-        raise InputError(f"--resume: {path!r} contains a {type(content).__name__}; give a checkpoint of OpenCLIP's")
+        raise InputError(f"{path!r} contains a {type(content).__name__}; give a checkpoint of OpenCLIP's", "--resume")
     if "epoch" not in content:
         _check_weights(path, content, model, args)  # weights only, which OpenCLIP accepts, too
         return
     epoch = content["epoch"]
     if type(epoch) is not int or epoch < 0:
-        raise InputError(f"--resume: {path!r} has the epoch {epoch!r}; give a checkpoint of OpenCLIP's")
+        raise InputError(f"{path!r} has the epoch {epoch!r}; give a checkpoint of OpenCLIP's", "--resume")
     _check_weights(path, content.get("state_dict"), model, args)
     if optimizer is None:
         return
     if epoch >= args.epochs and args.resume != "latest":  # a requeued job may find that it is already done
-        raise InputError(f"--epochs: {args.epochs}, but --resume {path!r} has completed {epoch}; give more")
+        raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")
     _check_moments(path, content.get("optimizer"), model, optimizer, args)
     _check_temperature(path, content["state_dict"], args)
     check_same_loop(path, content, args)
@@ -361,7 +364,7 @@ def check_resumed(path: str, model: nn.Module | None, optimizer: torch.optim.Opt
 
 def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Namespace) -> None:
     if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
-        raise InputError(f"--resume: {path!r} has no weights; give a checkpoint of OpenCLIP's")
+        raise InputError(f"{path!r} has no weights; give a checkpoint of OpenCLIP's", "--resume")
     if model is None:
         return
     own = {name: tuple(value.shape) for name, value in model.state_dict().items()}
@@ -373,11 +376,13 @@ def _check_weights(path: str, weights: Any, model: nn.Module | None, args: Names
             if name == "logit_bias" and (name in own) != (name in saved):
                 was, right = ("was", "give --loss siglip") if name in saved else ("was not", "leave --loss siglip out")
                 raise InputError(
-                    f"--resume: {path!r} {was} trained with SigLIP's loss, which adds a logit_bias to a model; {right}"
+                    f"{path!r} {was} trained with SigLIP's loss, which adds a logit_bias to a model; {right}",
+                    "--resume",
                 )
             raise InputError(
-                f"--resume: {path!r} is of another model than --model {args.model}: {name} is "
-                f"{saved.get(name, 'not there')}, and should be {own.get(name, 'not there')}"
+                f"{path!r} is of another model than --model {args.model}: {name} is "
+                f"{saved.get(name, 'not there')}, and should be {own.get(name, 'not there')}",
+                "--resume",
             )
 
 
@@ -389,7 +394,7 @@ def _check_temperature(path: str, weights: dict[str, torch.Tensor], args: Namesp
     given = torch.full_like(saved, -math.log(args.tau_init))
     if (saved.double() - given.double()).abs().item() > 1e-5:
         tau = math.exp(-saved.item())
-        raise InputError(f"--tau-init: {args.tau_init:g}, but {path!r} has {tau:g}; give {tau:g}")
+        raise InputError(f"{args.tau_init:g}, but {path!r} has {tau:g}; give {tau:g}", "--tau-init")
 
 
 def _check_moments(
@@ -397,18 +402,22 @@ def _check_moments(
 ) -> None:
     groups = saved.get("param_groups") if isinstance(saved, dict) else None
     if not groups:
-        raise InputError(f"--resume: {path!r} has no optimizer state; give it as --pretrained to use its weights only")
+        raise InputError(
+            f"{path!r} has no optimizer state; give it as --pretrained to use its weights only", "--resume"
+        )
     # A group's name is a label of the task loop's; files of the other loop are for `check_same_loop`.
     missing = set(optimizer.param_groups[0]) - set(groups[0]) - {"group_name"}
     if missing:
         raise InputError(
-            f"--opt: {path!r} was trained with another optimizer than {args.opt!r}, one without "
-            f"{', '.join(sorted(missing))}; give that one"
+            f"{path!r} was trained with another optimizer than {args.opt!r}, one without "
+            f"{', '.join(sorted(missing))}; give that one",
+            "--opt",
         )
     own = None if model is None else sum(parameter.requires_grad for parameter in model.parameters())
     count = sum(len(group["params"]) for group in groups)
     if own is not None and count != own:
         raise InputError(
-            f"--resume: {path!r} trained {count} of the model's tensors, and this command line trains {own}; "
-            "lock the same towers, and learn the temperature in both or in neither"
+            f"{path!r} trained {count} of the model's tensors, and this command line trains {own}; "
+            "lock the same towers, and learn the temperature in both or in neither",
+            "--resume",
         )

@@ -75,11 +75,12 @@ class Host:
         for name in sorted(args.given_flags):
             if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
                 raise InputError(
-                    f"{flag_of(name)}: is not followed by open_clip_ext with {self.main} of open_clip_torch "
-                    f"{open_clip_version()}; leave it out"
+                    f"is not followed by open_clip_ext with {self.main} of open_clip_torch "
+                    f"{open_clip_version()}; leave it out",
+                    flag_of(name),
                 )
         if args.dataset_type.endswith("-audio"):
-            raise InputError(f"--dataset-type: {args.dataset_type} has no images; give webdataset or csv")
+            raise InputError(f"{args.dataset_type} has no images; give webdataset or csv", "--dataset-type")
 
 
 # They rename the members of shards, which `shards.ShardRows` and `loading.PAIR_MEMBERS` fix.
@@ -147,7 +148,7 @@ def installed(legacy: bool = False) -> Host:
         ranges = " or ".join(dict.fromkeys(host.range for host in HOSTS))
         raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
     if legacy and len(loops) == 1:
-        raise InputError(f"--legacy-loop: open_clip_torch {version} has one training loop; leave it out")
+        raise InputError(f"open_clip_torch {version} has one training loop; leave it out", "--legacy-loop")
     return loops[legacy]
 
 

@@ -81,7 +81,9 @@ def text_tower(args: Namespace, config: dict[str, Any]) -> dict[str, Any]:
     if own.model_type in FIRST_POSITION:
         most = own.max_position_embeddings - FIRST_POSITION[own.model_type]
         if context > most:
-            raise InputError(f"--force-context-length: {context} tokens, but {name!r} has {most} positions; give fewer")
+            raise InputError(
+                f"{context} tokens, but {name!r} has {most} positions; give fewer", "--force-context-length"
+            )
     return {}
 
 
@@ -111,8 +113,9 @@ def lock_text(model: Any, args: Namespace) -> None:
             model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
     except KeyError:  # OpenCLIP knows the layers of only some towers of Hugging Face
         raise InputError(
-            f"--lock-text-unlocked-layers: {args.lock_text_unlocked_layers} with --model {args.model}, whose text "
-            "tower OpenCLIP can lock only as a whole; leave it out"
+            f"{args.lock_text_unlocked_layers} with --model {args.model}, whose text "
+            "tower OpenCLIP can lock only as a whole; leave it out",
+            "--lock-text-unlocked-layers",
         ) from None
 
 
@@ -139,8 +142,9 @@ def built(args: Namespace, build: Callable[[], Any], frozen: bool = False) -> An
         # These two name only what is missing.
         reason = "" if isinstance(error, AttributeError | KeyError) else one_line(error).rstrip(".")
         raise InputError(
-            f"{flag}: {name!r} cannot be built{given}: {reason or repr(error)}; "
-            "give weights of this model, and a text tower (hf_model_name) that can be loaded"
+            f"{name!r} cannot be built{given}: {reason or repr(error)}; "
+            "give weights of this model, and a text tower (hf_model_name) that can be loaded",
+            flag,
         ) from error
     if args.lock_text and not frozen and isinstance(getattr(model, "text", None), open_clip.hf_model.HFTextEncoder):
         lock_text(model, args)  # OpenCLIP will lock it again; the rehearsal has not seen a tower that was downloaded

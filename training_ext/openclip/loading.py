@@ -156,7 +156,7 @@ def load_resumed(path: str, map_location: Any = "cpu") -> Any:
                 file.seek(0)
             return load_plain(file, map_location=map_location)
     except Exception as error:  # file systems and archives may raise anything
-        raise InputError(f"--resume: {path!r} is not a complete checkpoint: {one_line(error)}") from None
+        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
 
 
 def load_weights(path: Any, **options: Any) -> Any:
@@ -218,16 +218,18 @@ def without_remote_code(tokenizer: Callable) -> Callable:
     def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
         if trust_remote_code:
             raise InputError(
-                f"--model: the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
-                "refused; give a model with a tokenizer of transformers"
+                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
+                "refused; give a model with a tokenizer of transformers",
+                "--model",
             )
         try:
             return tokenizer(source, *args, trust_remote_code=False, **kwargs)
         except Exception as error:  # transformers may raise anything
             reason = one_line(error).rstrip(".") or repr(error)
             raise InputError(
-                f"--model: the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
-                "or a model of the hub that has one"
+                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
+                "or a model of the hub that has one",
+                "--model",
             ) from None
 
     return build

@@ -48,7 +48,7 @@ def check_writable(flag: str, path: str) -> None:
             pass
     except OSError as error:
         reason = error.strerror or one_line(error)
-        raise InputError(f"{flag}: {path!r} cannot be written to: {reason}; give a writable folder") from None
+        raise InputError(f"{path!r} cannot be written to: {reason}; give a writable folder", flag) from None
 
 
 def check_logs(args: Namespace) -> None:
@@ -71,13 +71,14 @@ def check_device(args: Namespace) -> None:
             return
         there = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "cpu"
         reason = str(error).splitlines()[0][:120]
-        raise InputError(f"--device: {args.device!r} is not on this machine, which has {there}: {reason}") from None
+        raise InputError(f"{args.device!r} is not on this machine, which has {there}: {reason}", "--device") from None
     processes = processes_here()
     if kind == "cuda" and is_using_distributed() and not args.no_set_device_rank:
         if processes > torch.cuda.device_count():
             raise InputError(
-                f"--device: {args.device!r} for {processes} processes on this machine, which has "
-                f"{torch.cuda.device_count()} GPUs; start one process per GPU"
+                f"{args.device!r} for {processes} processes on this machine, which has "
+                f"{torch.cuda.device_count()} GPUs; start one process per GPU",
+                "--device",
             )
 
 
@@ -87,13 +88,13 @@ def check_backend(args: Namespace) -> None:
         known = [*dist.Backend.backend_list[1:], *REGISTERED_ELSEWHERE]
         if name not in known or (is_using_distributed() and not dist.is_backend_available(name)):
             here = ", ".join(other for other in known if dist.is_backend_available(other))
-            raise InputError(f"--dist-backend: {args.dist_backend!r} is not in this PyTorch, which has {here}")
+            raise InputError(f"{args.dist_backend!r} is not in this PyTorch, which has {here}", "--dist-backend")
 
 
 def check_packages(args: Namespace) -> None:
     for name, package in PACKAGES.items():
         if getattr(args, name) and importlib.util.find_spec(package) is None:
-            raise InputError(f"{flag_of(name)}: needs the package {package}; install it or leave the flag out")
+            raise InputError(f"needs the package {package}; install it or leave the flag out", flag_of(name))
     given = f"--report-to: {args.report_to!r}"
     loggers = [name for name in ("wandb", "tensorboard") if name in args.report_to or "all" in args.report_to]
     for logger in loggers:
@@ -149,7 +150,7 @@ def check_remote_file(flag: str, url: str) -> None:
         if not system.isfile(path):
             raise FileNotFoundError("there is no such file")
     except Exception as error:  # file systems may raise anything
-        raise InputError(f"{flag}: {url!r} cannot be read: {one_line(error) or repr(error)}") from None
+        raise InputError(f"{url!r} cannot be read: {one_line(error) or repr(error)}", flag) from None
 
 
 def check_code(args: Namespace) -> None:
@@ -160,11 +161,12 @@ def check_code(args: Namespace) -> None:
     source = Path(host().main_module.__file__).resolve().parents[2]
     if args.copy_codebase and (source / "site-packages").is_dir():
         raise InputError(
-            f"--copy-codebase: OpenCLIP is installed as a package, and {source} with everything in it would be copied; "
-            "leave it out"
+            f"OpenCLIP is installed as a package, and {source} with everything in it would be copied; "
+            "leave it out",
+            "--copy-codebase",
         )
     if args.trace and trains(args):
-        raise InputError("--trace: a traced model cannot be trained; leave it out, or leave out --train-data")
+        raise InputError("a traced model cannot be trained; leave it out, or leave out --train-data", "--trace")
 
 
 CHECKS: tuple[Callable[[Namespace], None], ...] = (

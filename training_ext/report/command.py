@@ -87,19 +87,21 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, argparse.Namespace]:
     args = params.parse_args(training_flags(options.checkpoint, rest))
     check_data_of_recipe(args, rest)
     if args.dry_run:
-        raise InputError("--dry-run: the report has no dry run; leave the flag out")
+        raise InputError("the report has no dry run; leave the flag out", "--dry-run")
     return options, args
 
 
 def check_options(options: argparse.Namespace) -> None:
     if options.anchors < 1:
-        raise InputError(f"--anchors: {options.anchors} is out of range; it must be at least 1")
+        raise InputError(f"{options.anchors} is out of range; it must be at least 1", "--anchors")
     if options.gradient_batches < 0 or options.gradient_batches == 1:
-        raise InputError(f"--gradient-batches: {options.gradient_batches} is out of range; it must be 0 or at least 2")
+        raise InputError(
+            f"{options.gradient_batches} is out of range; it must be 0 or at least 2", "--gradient-batches"
+        )
     if not 1e-3 <= options.chunk_mib <= 2**20:
-        raise InputError(f"--chunk-mib: {options.chunk_mib} is out of range; it must be from 0.001 to 2**20")
+        raise InputError(f"{options.chunk_mib} is out of range; it must be from 0.001 to 2**20", "--chunk-mib")
     if not 0 <= options.report_seed < 2**63:
-        raise InputError(f"--report-seed: {options.report_seed} is out of range; it must be from 0 to 2**63 - 1")
+        raise InputError(f"{options.report_seed} is out of range; it must be from 0 to 2**63 - 1", "--report-seed")
     temperatures_of(options.taus)
 
 
@@ -108,10 +110,10 @@ def temperatures_of(given: str | None) -> list[float]:
     try:
         taus = sorted(map(float, given.split(","))) if given is not None else []
     except ValueError:
-        raise InputError(f"--taus: {given!r} is not a list of numbers such as 0.02,0.05") from None
+        raise InputError(f"{given!r} is not a list of numbers such as 0.02,0.05", "--taus") from None
     for tau in taus:
         if not 1e-3 <= tau <= 10:
-            raise InputError(f"--taus: {tau:g} is out of range; it must be from 0.001 to 10")
+            raise InputError(f"{tau:g} is out of range; it must be from 0.001 to 10", "--taus")
     return taus
 
 

@@ -251,20 +251,21 @@ class EmbeddingCache:
         path = os.path.join(self.folder, KEY_FILE)
         if not os.path.exists(path):
             if os.path.isdir(self.folder) and os.listdir(self.folder):
-                raise InputError(f"--out: {self.folder!r} has files that are not embeddings; choose another folder")
+                raise InputError(f"{self.folder!r} has files that are not embeddings; choose another folder", "--out")
             return
         try:
             with open(path) as file:
                 found = json.load(file)
         except (OSError, ValueError) as error:
-            raise InputError(f"--out: {path!r} cannot be read: {error}; choose another folder") from None
+            raise InputError(f"{path!r} cannot be read: {error}; choose another folder", "--out") from None
         if not isinstance(found, dict):
-            raise InputError(f"--out: {path!r} is not a key of embeddings; choose another folder")
+            raise InputError(f"{path!r} is not a key of embeddings; choose another folder", "--out")
         for name, value in self.key.items():
             if found.get(name) != value:
                 raise InputError(
-                    f"--out: the embeddings in {self.folder!r} were computed with other {name.replace('_', ' ')}; "
-                    "choose another folder, or delete this one"
+                    f"the embeddings in {self.folder!r} were computed with other {name.replace('_', ' ')}; "
+                    "choose another folder, or delete this one",
+                    "--out",
                 )
 
     def begin(self) -> None:
@@ -308,14 +309,16 @@ class EmbeddingCache:
                         texts.append(file.get_tensor("text"))
             except (OSError, SafetensorError) as error:
                 raise InputError(
-                    f"--out: {self.path(block)!r} cannot be read: {' '.join(str(error).split())}; delete it, and give "
-                    "a folder that every process sees"
+                    f"{self.path(block)!r} cannot be read: {' '.join(str(error).split())}; delete it, and give "
+                    "a folder that every process sees",
+                    "--out",
                 ) from None
         problem = next((problem for problem in problems if problem), None)
         if sum(map(len, rows)) < 2:
             count = sum(map(len, rows))
             raise InputError(
-                f"--train-data: {count} of {self.num_rows} rows can be read, 2 are needed; the first problem: {problem}"
+                f"{count} of {self.num_rows} rows can be read, 2 are needed; the first problem: {problem}",
+                "--train-data",
             )
         return Embedded(images, texts, torch.cat(rows), self.num_rows, problem)
 
@@ -400,5 +403,5 @@ def _embed_piece(model: torch.nn.Module, piece: Piece, args: Namespace) -> tuple
         outputs = {"image_features": outputs[0], "text_features": outputs[1]}
     image, text = (normalize(outputs[f"{side}_features"].float(), dim=1).cpu() for side in ("image", "text"))
     if not (image.isfinite().all() and text.isfinite().all()):
-        raise InputError(f"--checkpoint: its embeddings of rows {piece.rows[0]} to {piece.rows[-1]} are not finite")
+        raise InputError(f"its embeddings of rows {piece.rows[0]} to {piece.rows[-1]} are not finite", "--checkpoint")
     return image, text

@@ -57,15 +57,15 @@ class Saved:
         try:
             content = load_verified(path)
         except FileNotFoundError:
-            raise InputError(f"--checkpoint: {path!r} does not exist") from None
+            raise InputError(f"{path!r} does not exist", "--checkpoint") from None
         except Exception as error:
             reason = one_line(error)
-            raise InputError(f"--checkpoint: {path!r} is not a complete checkpoint: {reason}") from None
+            raise InputError(f"{path!r} is not a complete checkpoint: {reason}", "--checkpoint") from None
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
         weights = weights if isinstance(weights, dict) else {}
         weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
         if "logit_scale" not in weights:
-            raise InputError(f"--checkpoint: {path!r} has no CLIP model")
+            raise InputError(f"{path!r} has no CLIP model", "--checkpoint")
         return cls(weights, checkpoint.take_entry(content), content.get("epoch"))
 
     @property
@@ -111,31 +111,35 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
     check_device(args)
     model_config(args)
     if not trains(args):
-        raise InputError("--train-data: is missing, and the report needs it; repeat the flags of the training")
+        raise InputError("is missing, and the report needs it; repeat the flags of the training", "--train-data")
     if args.horovod:
-        raise InputError("--horovod: the report runs under torch.distributed only; use torchrun")
+        raise InputError("the report runs under torch.distributed only; use torchrun", "--horovod")
     if args.loss is not None and issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
         raise InputError(
-            f"--loss: the networks of {args.loss!r} predict a partition function that depends on the batch size, so "
-            "there is no exact value over all data; give a checkpoint of another loss"
+            f"the networks of {args.loss!r} predict a partition function that depends on the batch size, so "
+            "there is no exact value over all data; give a checkpoint of another loss",
+            "--loss",
         )
     if args.uses_ext_loss and getattr(args, "reference_gap", None):
         raise InputError(
-            f"--loss: the normalizers of {args.loss!r} also depend on the reference model, and the report has the "
-            "checkpoint's embeddings only; give a checkpoint of another loss"
+            f"the normalizers of {args.loss!r} also depend on the reference model, and the report has the "
+            "checkpoint's embeddings only; give a checkpoint of another loss",
+            "--loss",
         )
     if args.uses_ext_loss and has_keys(args):
         flag = "--same-key" if args.same_key is not None else "--same-caption"
         raise InputError(
-            f"{flag}: the normalizers of this training leave out pairs of equal keys, and the report sums over all; "
-            "give a checkpoint of a training without it"
+            "the normalizers of this training leave out pairs of equal keys, and the report sums over all; "
+            "give a checkpoint of a training without it",
+            flag,
         )
     check_ranges(args)
     rows, shards = find_all_rows(options, args)
     if saved.is_weights_only and args.uses_ext_loss:
         raise InputError(
-            f"--checkpoint: {options.checkpoint!r} has weights only, without the state of --loss {args.loss}; give a "
-            "file of checkpoints/"
+            f"{options.checkpoint!r} has weights only, without the state of --loss {args.loss}; give a "
+            "file of checkpoints/",
+            "--checkpoint",
         )
     instead = "repeat the flags of its training"
     checkpoint.check_entry(saved.entry, options.checkpoint, args, rows, flag="--checkpoint", instead=instead)
@@ -143,13 +147,13 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
         row_folders.check(options.checkpoint, saved.entry.get("rows"), saved.entry["state"], "--checkpoint")
     num_rows = rows.num_rows if shards is None else shards.num_rows
     if num_rows < 2:
-        raise InputError(f"--train-data: {num_rows} row has no negatives; at least 2 are needed")
+        raise InputError(f"{num_rows} row has no negatives; at least 2 are needed", "--train-data")
     sizes = batch_sizes(options.batch_sizes, num_rows, global_batch(args))
     if options.gradient_batches > 0 and not sizes:
-        raise InputError(f"--batch-sizes: is empty, but --gradient-batches {options.gradient_batches} needs a size")
+        raise InputError(f"is empty, but --gradient-batches {options.gradient_batches} needs a size", "--batch-sizes")
     out = options.out or default_folder(options.checkpoint)
     if os.path.exists(out) and not os.path.isdir(out):
-        raise InputError(f"--out: {out!r} is a file; give a folder")
+        raise InputError(f"{out!r} is a file; give a folder", "--out")
     return Job(rows, shards, saved.digest(), files_of(args, shards), sizes, out)
 
 
@@ -174,10 +178,10 @@ def batch_sizes(given: str | None, num_rows: int, trained_with: int) -> list[int
     try:
         sizes = sorted({int(part) for part in given.split(",")}) if given.strip() else []
     except ValueError:
-        raise InputError(f"--batch-sizes: {given!r} is not a list of integers such as 64,256") from None
+        raise InputError(f"{given!r} is not a list of integers such as 64,256", "--batch-sizes") from None
     for size in sizes:
         if not 2 <= size <= num_rows:
-            raise InputError(f"--batch-sizes: {size} is out of range; it must be from 2 to the {num_rows} rows")
+            raise InputError(f"{size} is out of range; it must be from 2 to the {num_rows} rows", "--batch-sizes")
     return sizes
 
 
@@ -210,7 +214,7 @@ def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
         return
     urls = shard_urls(args.train_data) if kind_of(args, args.train_data) == "webdataset" else [args.train_data]
     if not all(map(is_local, [*args.train_data.split("::"), *urls])):
-        raise InputError(f"--train-data: {args.train_data!r} in {args.recipe!r} is not local; give it as a flag")
+        raise InputError(f"{args.train_data!r} in {args.recipe!r} is not local; give it as a flag", "--train-data")
 
 
 def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards | None]:
@@ -266,7 +270,7 @@ def build_model(args: Namespace, saved: Saved, path: str) -> tuple[torch.nn.Modu
         model.load_state_dict(saved.weights)
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1].strip()[:200]
-        raise InputError(f"--model: {path!r} is of another model than {args.model!r}: {reason}") from None
+        raise InputError(f"{path!r} is of another model than {args.model!r}: {reason}", "--model") from None
     return model.eval(), tuple(transforms), tokenizer
 
 

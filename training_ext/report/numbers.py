@@ -69,7 +69,7 @@ def compare(
     num_read = len(embedded.rows)
     sizes = [size for size in job.sizes if size <= num_read]
     if len(sizes) < len(job.sizes) and options.batch_sizes is not None:
-        raise InputError(f"--batch-sizes: {job.sizes[-1]} is more than the {num_read} rows that can be read")
+        raise InputError(f"{job.sizes[-1]} is more than the {num_read} rows that can be read", "--batch-sizes")
     draw_anchors = torch.Generator().manual_seed(options.report_seed)
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     index = embedded.rows[places]

@@ -89,20 +89,21 @@ def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
         content = load_verified(path)
     except (FileNotFoundError, IsADirectoryError):
         raise InputError(
-            f"{flag}: there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead"
+            f"there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead", flag
         ) from None
     except Exception as error:
-        raise InputError(f"{flag}: {path!r} cannot be read: {one_line(error)}") from None
+        raise InputError(f"{path!r} cannot be read: {one_line(error)}", flag) from None
     if not isinstance(content, dict) or content.get("kind") != KIND:
-        raise InputError(f"{flag}: {path!r} was not written by --osr-save")
+        raise InputError(f"{path!r} was not written by --osr-save", flag)
     if content["format"] not in (FORMAT, IN_FILES):
         age = "a newer" if content["format"] > IN_FILES else "an older"
-        raise InputError(f"{flag}: {path!r} was written by {age} open_clip_ext (format {content['format']})")
+        raise InputError(f"{path!r} was written by {age} open_clip_ext (format {content['format']})", flag)
     done, epochs = content["done"], ceil(content["epochs"])
     if flag == "--osr-load" and (done < epochs or content.get("position") is not None):
         raise InputError(
-            f"{flag}: {path!r} is of an interrupted recovery (epoch {done} of {epochs}); finish that run with "
-            "--resume latest, and load what it saves with --osr-save"
+            f"{path!r} is of an interrupted recovery (epoch {done} of {epochs}); finish that run with "
+            "--resume latest, and load what it saves with --osr-save",
+            flag,
         )
     return content
 
@@ -123,5 +124,5 @@ def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "
     for name, value in own.items():
         if saved.get(name, value) != value:  # files from before an entry existed do not have it
             raise InputError(
-                f"{flag}: {path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}"
+                f"{path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}", flag
             )

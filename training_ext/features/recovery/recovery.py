@@ -261,13 +261,15 @@ def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
     epochs, surrogate = content["epochs"], content.get("surrogate", args.surrogate)
     if surrogate != args.osr_surrogate:
         raise InputError(
-            f"--osr-surrogate: {args.osr_surrogate}, but the interrupted recovery {path!r} has {surrogate}; give that, "
-            "or remove the file"
+            f"{args.osr_surrogate}, but the interrupted recovery {path!r} has {surrogate}; give that, "
+            "or remove the file",
+            "--osr-surrogate",
         )
     if epochs != args.osr_epochs:
         raise InputError(
-            f"--osr-epochs: {args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give that, or "
-            "remove the file"
+            f"{args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give that, or "
+            "remove the file",
+            "--osr-epochs",
         )
     return content
 

@@ -117,7 +117,7 @@ def number_of_samples(
         return args.train_num_samples
     if kind is None:
         if declared is None:
-            raise InputError("--train-num-samples: is missing; give it, or --train-data, whose samples are counted")
+            raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
         return declared
     try:
         data_checks.check_size_known(args)
@@ -195,7 +195,7 @@ def bytes_of(model: Any) -> int:
 def model_bytes(args: Namespace) -> dict[str, int]:
     """Bytes of the weights, gradients and moments; {} for a model that is not in OpenCLIP's list."""
     if ":" not in args.model and known_config(args.model) is None:
-        raise InputError(f"--model: {args.model!r} is unknown to this open_clip_torch")
+        raise InputError(f"{args.model!r} is unknown to this open_clip_torch", "--model")
     model = model_on_meta(args, args.model)
     if model is None:
         return {}

@@ -67,8 +67,9 @@ class Recipe:
         parts = processes * accum_freq
         if self.global_batch_size % parts:
             raise InputError(
-                f"--recipe: {self.name!r} has a global batch of {self.global_batch_size}, which is not divisible by "
-                f"{processes} process(es) x --accum-freq {accum_freq}; change one of the two, or give --batch-size"
+                f"{self.name!r} has a global batch of {self.global_batch_size}, which is not divisible by "
+                f"{processes} process(es) x --accum-freq {accum_freq}; change one of the two, or give --batch-size",
+                "--recipe",
             )
         return self.global_batch_size // parts
 
@@ -89,7 +90,7 @@ def find(name: str) -> Recipe:
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]}?" if near else "see --list-recipes, or give a file that ends in .yaml"
-        raise InputError(f"--recipe: {name!r} is unknown; {hint}")
+        raise InputError(f"{name!r} is unknown; {hint}", "--recipe")
     return read(PUBLISHED / f"{name}.yaml", name)
 
 
