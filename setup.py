@@ -8,7 +8,7 @@ version = next(
     if line.startswith("__version__")
 )
 URL = "https://github.com/open-clip-ext/open_clip_ext"
-data = ["scikit-learn", "resvg-py"]
+data = ["scikit-learn", "resvg-py"]  # of examples/data
 docs = ["pdoc"]
 
 setup(

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from open_clip_ext import MODEL_CONFIGS
 
+MAKE_SHARDS = Path(__file__).parents[1] / "examples/data/make_shards.py"
 LINE = re.compile(r"Train Epoch: 0 .*? Batch \(t\): ([\d.]+),")
 # OpenCLIP itself does not have the tiny model's configuration.
 OPEN_CLIP = """import sys, open_clip
@@ -55,8 +56,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         data, logs = Path(folder, "data"), Path(folder, "logs")
         logs.mkdir()
-        make = ["open_clip_ext.data.make_shards", "shapes", "--out", str(data), "--num-samples", str(args.samples)]
-        subprocess.run([sys.executable, "-m", *make], check=True, capture_output=True)
+        make = [str(MAKE_SHARDS), "shapes", "--out", str(data), "--num-samples", str(args.samples)]
+        subprocess.run([sys.executable, *make], check=True, capture_output=True)
         shards = sorted(str(path) for path in data.glob("train-*.tar"))
         common = [
             "--model", args.model, "--train-data", "::".join(shards), "--dataset-type", "webdataset",

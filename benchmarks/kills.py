@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +30,6 @@ import torch
 from measuring import table
 
 from open_clip_ext.data import Scenes
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.main import main as train
 from open_clip_ext.metrics_file import FILE
 from training_ext import hooks, params, preflight, session  # noqa: F401  # imported once, before every fork
@@ -41,6 +41,7 @@ MODEL = {
 }
 COMMON = "--model kills-tiny --precision fp32 --device cpu --dist-backend gloo --batch-size 8 --warmup 2 --lr 1e-3"
 COMMON += " --epochs 2 --log-every-n-steps 1 --force-patch-dropout 0.25 --save-every-steps 5 --resume latest"
+MAKE_SHARDS = Path(__file__).parents[1] / "examples/data/make_shards.py"
 SAMPLES, DEADLINE = 160, 300  # seconds after which a process that should have ended counts as hanging
 PHASES = {"recovery": "recovery", "train": "training", "eval": "evaluation"}
 
@@ -79,7 +80,8 @@ CASES = (
 
 def make_data(folder: Path) -> None:
     size = f"--num-samples {SAMPLES} --val-samples 8 --samples-per-shard 20 --image-size 48"
-    make_shards(f"shapes --out {folder}/shards {size}".split())
+    command = [sys.executable, str(MAKE_SHARDS), "shapes", "--out", f"{folder}/shards", *size.split()]
+    subprocess.run(command, check=True, capture_output=True)
     (folder / "images").mkdir()
     lines = ["filepath\ttitle"]
     for row, (image, caption) in enumerate(Scenes(SAMPLES, image_size=48)):

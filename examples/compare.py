@@ -17,7 +17,7 @@ repeated, an interrupted one resumes. Results: `compare/EXPERIMENT-SIZE.json`, `
 
 Differences to `clip`, or without it to the first variant, are paired by seed and have 95 % intervals.
 
-With other data, here the digits that `python -m open_clip_ext.data.make_shards digits --out digits` writes:
+With other data, here the digits that `python examples/data/make_shards.py digits --out digits` writes:
 
     python examples/compare.py methods --folder compare-digits --rows 1500 --samples 48000 --data "--val-num-samples 297
         --train-data digits/train-{000000..000001}.tar --val-data digits/val-000000.tar --train-num-samples {n}"

@@ -22,6 +22,7 @@ LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 512 --npn-restart-every 50 --npn-lr 0.05 --rho 5 --lr-tau 5e-3",
     "clip": "--loss clip",
 }
+MAKE_SHARDS = Path(__file__).with_name("data") / "make_shards.py"
 MARK = ".demo"  # in a folder that a demo has made; a second one removes its runs and scores
 RECIPE = (
     "--model ViT-shapes-tiny --device {device} --precision {precision} --workers 1 --batch-size {batch} "
@@ -70,7 +71,7 @@ def make_data(args) -> dict[str, str]:
     for name in LOSSES:
         shutil.rmtree(args.folder / "logs" / name, ignore_errors=True)
     print(f"Writing {args.samples} generated pairs as webdataset shards to {folder}", flush=True)
-    command = [sys.executable, "-m", "open_clip_ext.data.make_shards", "shapes", "--out", str(folder)]
+    command = [sys.executable, str(MAKE_SHARDS), "shapes", "--out", str(folder)]
     sizes = ["--num-samples", str(args.samples), "--val-samples", "1000", "--image-size", "48"]
     subprocess.run([*command, *sizes, "--overwrite"], check=True, stdout=subprocess.DEVNULL)
     last = {split: max(folder.glob(f"{split}-*.tar")).stem.split("-")[1] for split in ("train", "val")}
@@ -102,12 +103,12 @@ def score(args) -> None:
     folder = args.folder / "evalset"
     shutil.rmtree(args.folder / "scores", ignore_errors=True)
     checkpoints = [str(args.folder / "logs" / name / "checkpoints" / f"epoch_{args.epochs}.pt") for name in LOSSES]
-    make = ["open_clip_ext.data.make_shards", "evalset", "--out", str(folder), "--overwrite"]
-    evaluate = ["open_clip_ext.evaluate", "--checkpoint", *checkpoints, "--data", str(folder), "--device", "cpu"]
+    make = [str(MAKE_SHARDS), "evalset", "--out", str(folder), "--overwrite"]
+    evaluate = ["-m", "open_clip_ext.evaluate", "--checkpoint", *checkpoints, "--data", str(folder), "--device", "cpu"]
     evaluate += ["--out", str(args.folder / "scores")]
     for command in (make, evaluate):
-        print(f"\npython -m {' '.join(command)}", flush=True)
-        subprocess.run([sys.executable, "-m", *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        print(f"\npython {' '.join(command)}", flush=True)
+        subprocess.run([sys.executable, *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def draw(results: dict[str, list[dict]], args, path: Path) -> None:

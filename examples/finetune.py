@@ -9,8 +9,8 @@ after each epoch.
 
 With `--icons` it is pretrained on monochrome icons and fine-tuned on emoji, and evaluated on both: zero-shot
 classification of monochrome icons from sets that no run saw and of the emoji of a vendor that no run saw, and retrieval
-of held-out emoji of the other vendors. FOLDER/mono and FOLDER/emoji are made by `python -m
-open_clip_ext.data.make_shards icons --kinds mono` and `--kinds emoji` (docs/icons.md).
+of held-out emoji of the other vendors. FOLDER/mono and FOLDER/emoji are made by `python
+examples/data/make_shards.py icons --kinds mono` and `--kinds emoji` (docs/icons.md).
 
 Logs, checkpoints, recovered statistics, `results.json` and a plot go to `finetune/`. Finished runs are not repeated.
 """

@@ -298,7 +298,7 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_real_run(evidence, monkeypatch, tmp_path):
     _, run, _ = evidence
-    from open_clip_ext.data.make_shards import main as make_shards
+    from make_shards import main as make_shards
 
     arguments = f"shapes --out {tmp_path}/data --num-samples 16 --val-samples 8 --samples-per-shard 16"
     assert not make_shards(arguments.split())

@@ -37,7 +37,7 @@ def example(monkeypatch, tmp_path):
 
 
 def test_a_sheet_of_samples(example, monkeypatch, tmp_path):
-    from open_clip_ext.data.make_shards import main as make_shards
+    from make_shards import main as make_shards
 
     assert not make_shards("shapes --out shards --num-samples 6 --val-samples 0 --samples-per-shard 6".split())
     drawn = []
@@ -86,7 +86,7 @@ def test_fine_tuning_pairs_its_seeds(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_fine_tuning_on_icons(example, tmp_path):
-    from open_clip_ext.data.make_shards import main as make_shards
+    from make_shards import main as make_shards
 
     for name, size in (("mono", 8), ("emoji", 130)):
         arguments = f"shapes --out icons/{name} --num-samples {size} --val-samples 8 --samples-per-shard 100"

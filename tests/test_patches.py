@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from make_shards import main as make_shards
 
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 nohup nice -n 19 python examples/evidence/run.py --data icons &
 
-`--data` is the folder of `python -m open_clip_ext.data.make_shards icons` (docs/icons.md). A finished run adds its line
+`--data` is the folder of `python examples/data/make_shards.py icons` (docs/icons.md). A finished run adds its line
 to results.jsonl beside this file and is not repeated; an interrupted one resumes after its last whole epoch. Several of
 these commands may share the logs. A diverged run is a result, too; any other failure ends the command.
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from PIL import Image, ImageDraw
-from torch.utils.data import Dataset
 
 COLOURS = {
     "red": (218, 28, 36),
@@ -89,7 +88,7 @@ _GAP = 0.04
 _OFF_LINE = 0.03
 _RING_HOLE = 0.55
 _KEY_BITS = 63
-_MAX_KEY = 2**_KEY_BITS - 1
+MAX_KEY = 2**_KEY_BITS - 1
 _CAPTION_DRAWS = 1
 
 
@@ -241,8 +240,8 @@ def _box(x: float, y: float, radius: float) -> tuple[int, int, int, int]:
 
 def _draws(seed: int, row: int, purpose: int = 0) -> Callable[[], float]:
     """A generator of numbers in [0, 1) for row `row` of `seed`; different purposes get independent numbers."""
-    seed = check_whole("seed", seed, 0, _MAX_KEY)
-    row = check_whole("row", row, 0, _MAX_KEY)
+    seed = check_whole("seed", seed, 0, MAX_KEY)
+    row = check_whole("row", row, 0, MAX_KEY)
     # random() is the only method whose sequence Python guarantees for a given seed.
     return random.Random((purpose << _KEY_BITS | seed) << _KEY_BITS | row).random
 
@@ -294,11 +293,6 @@ def describe_scene(seed: int, row: int) -> Scene:
     )
 
 
-def scene_caption(seed: int, row: int) -> str:
-    """The caption of scene `row` of `seed`; arguments and errors as for `describe_scene`."""
-    return describe_scene(seed, row).caption
-
-
 def shifted_caption(seed: int, row: int) -> str:
     """The caption of scene `row` of `seed` in shifted data; arguments and errors as for `describe_scene`.
 
@@ -312,7 +306,7 @@ def shifted_caption(seed: int, row: int) -> str:
         kind = _pick(_TRUE_CAPTIONS, draw)
         shown = {scene.first.name, scene.second.name}
         while not shown.isdisjoint({scene.first.name, scene.second.name}):
-            scene = describe_scene(seed, int(draw() * (_MAX_KEY + 1)))
+            scene = describe_scene(seed, int(draw() * (MAX_KEY + 1)))
     if kind == "full":
         return scene.caption
     first, second = (_with_article(thing.name) for thing in (scene.first, scene.second))
@@ -323,73 +317,3 @@ def shifted_caption(seed: int, row: int) -> str:
 
 def _with_article(name: str) -> str:
     return f"an {name}" if name[0] in "aeiou" else f"a {name}"
-
-
-def render_scene(seed: int, row: int, image_size: int = 64, shifted: bool = False) -> Image.Image:
-    """Scene `row` of `seed` as an RGB image of `image_size` x `image_size` pixels (16 to 512).
-
-    `shifted` draws it in the colours of shifted data.
-
-    Raises:
-        ValueError: an argument is not a whole number in its range (`seed`, `row`: 0 .. 2**63 - 1).
-    """
-    return describe_scene(seed, row).render(image_size, shifted)
-
-
-class Scenes(Dataset):
-    """Scenes `first_row` .. `first_row + num_samples - 1` of `seed`, drawn on access.
-
-    Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) after `transform`, and
-    `tokenizer([caption])[0]`; without these the PIL image and the string. For held-out data, set `first_row` past the
-    end of the training data. With `shifted` the scenes are the same, but drawn in the shifted colours and captioned by
-    `shifted_caption`.
-
-    Raises:
-        ValueError: an argument is out of range (`num_samples` at least 1; `seed` and all rows from 0 to 2**63 - 1).
-        IndexError: the index is outside `-num_samples .. num_samples - 1`.
-    """
-
-    def __init__(
-        self,
-        num_samples: int,
-        seed: int = 0,
-        image_size: int = 64,
-        first_row: int = 0,
-        transform: Callable[[Image.Image], Any] | None = None,
-        tokenizer: Callable[[list[str]], Any] | None = None,
-        shifted: bool = False,
-    ) -> None:
-        self.first_row = check_whole("first_row", first_row, 0, _MAX_KEY - 1)
-        self.num_samples = check_whole("num_samples", num_samples, 1, _MAX_KEY - self.first_row)
-        self.seed = check_whole("seed", seed, 0, _MAX_KEY)
-        self.image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
-        self.transform = transform
-        self.tokenizer = tokenizer
-        self.shifted = shifted
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def _row(self, i: int) -> int:
-        i = operator.index(i)
-        if not -self.num_samples <= i < self.num_samples:
-            raise IndexError(f"item {i} of {self.num_samples} scenes")
-        return self.first_row + i % self.num_samples
-
-    def scene(self, i: int) -> Scene:
-        """The description of item i, -num_samples to num_samples - 1; independent of `shifted`.
-
-        Raises:
-            IndexError: `i` is out of range.
-        """
-        return describe_scene(self.seed, self._row(i))
-
-    def __getitem__(self, i: int) -> tuple[Any, Any]:
-        scene = self.scene(i)
-        image = scene.render(self.image_size, self.shifted)
-        caption = shifted_caption(self.seed, self._row(i)) if self.shifted else scene.caption
-        if self.transform is not None:
-            image = self.transform(image)
-        if self.tokenizer is not None:
-            caption = self.tokenizer([caption])[0]
-        return image, caption

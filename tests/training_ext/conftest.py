@@ -11,11 +11,11 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from make_shards import main as make_shards
 from open_clip_train import params
 from pair import Pair
 
 from open_clip_ext.data import Scenes
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics

@@ -257,9 +257,9 @@ def make_data(folder: Path) -> None:
 def _make_data(folder: Path) -> None:
     import torch
     from conftest import TINY
+    from make_shards import main as make_shards
 
     from open_clip_ext.data import Scenes
-    from open_clip_ext.data.make_shards import main as make_shards
     from open_clip_ext.main import main
 
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)

@@ -10,13 +10,20 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from open_clip_ext.workers import usable_cores
 from training_ext.core.tars import Contents, scan
 
 _SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
 # Below 2 GiB, about 20,000 pairs, one process has finished in the second or two in which others start.
 _PARALLEL_ABOVE = 2 * 2**30
 _MOST_WORKERS = 16
+
+
+def usable_cores() -> int:
+    """Number of CPU cores that this process may use, which in a container may be fewer than the machine has."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return os.cpu_count() or 1
 
 
 def _stamp(path: str) -> list[int]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import (
     BACKGROUNDS,
     COLOURS,
@@ -22,14 +23,19 @@ from open_clip_ext.data.scenes import (
     SHIFTED_COLOURS,
     SIZES,
     TEMPLATES,
-    Scenes,
     describe_scene,
-    render_scene,
-    scene_caption,
     shifted_caption,
 )
 
 ROWS = range(300)
+
+
+def scene_caption(seed, row):
+    return describe_scene(seed, row).caption
+
+
+def render_scene(seed, row, image_size=64, shifted=False):
+    return describe_scene(seed, row).render(image_size, shifted)
 
 
 def digest(seed, rows, image_size=32):

@@ -6,8 +6,8 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from make_shards import main as make_shards
 
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.evaluate import main as evaluate
 
 PARAMS = "model: ViT-test\nforce_image_size: None\nimage_mean: None\nname: run\n"

@@ -20,8 +20,8 @@ from PIL import Image
 from tqdm import tqdm
 from webdataset import TarWriter
 
-from ..files import whole_file
-from .scenes import BACKGROUNDS, COLOURS, RELATIONS, TEMPLATES, Scene, describe_scene
+from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, RELATIONS, TEMPLATES, Scene, describe_scene
+from open_clip_ext.files import whole_file
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 400, 200
 TASKS_FILE = "tasks.json"  # written last: if it exists, all files do

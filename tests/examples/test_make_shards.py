@@ -9,12 +9,12 @@ import tarfile
 import time
 from pathlib import Path
 
+import make_shards
 import pytest
+from digits import NUM_DIGITS, digit_pairs
 from PIL import Image
 
-from open_clip_ext.data import make_shards
-from open_clip_ext.data.digits import NUM_DIGITS, digit_pairs
-from open_clip_ext.data.scenes import render_scene, scene_caption, shifted_caption
+from open_clip_ext.data.scenes import describe_scene, shifted_caption
 
 wds = pytest.importorskip("webdataset")
 braceexpand = pytest.importorskip("braceexpand")
@@ -59,10 +59,10 @@ def test_shapes_are_the_rows_in_order(tmp_path):
         assert [sample["__key__"] for sample in got] == [f"{row:09d}" for row in rows]
         for row, sample in zip(rows, got, strict=True):
             assert {name for name in sample if not name.startswith("__")} == {"png", "txt"}
-            assert sample["txt"].decode() == scene_caption(3, row)
+            assert sample["txt"].decode() == describe_scene(3, row).caption
             image = Image.open(io.BytesIO(sample["png"]))
             assert image.mode == "RGB"
-            assert image.tobytes() == render_scene(3, row, 16).tobytes()
+            assert image.tobytes() == describe_scene(3, row).render(16).tobytes()
 
 
 def test_shifted_are_the_training_shards_only(tmp_path):
@@ -74,7 +74,7 @@ def test_shifted_are_the_training_shards_only(tmp_path):
     for row, sample in enumerate(got):
         assert sample["txt"].decode() == shifted_caption(3, row)
         image = Image.open(io.BytesIO(sample["png"]))
-        assert image.tobytes() == render_scene(3, row, 16, shifted=True).tobytes()
+        assert image.tobytes() == describe_scene(3, row).render(16, shifted=True).tobytes()
     normal, shifted = contents(tmp_path / "normal"), contents(tmp_path / "shifted")
     assert set(normal) == set(shifted)
     for name in normal:
@@ -117,7 +117,7 @@ def test_jpg(tmp_path):
         image = Image.open(io.BytesIO(sample["jpg"]))
         assert image.format == "JPEG" and image.size == (16, 16)
         assert "png" not in sample
-        assert sample["txt"].decode() == scene_caption(0, row)
+        assert sample["txt"].decode() == describe_scene(0, row).caption
 
 
 def test_digits_are_split_without_overlap(tmp_path):
@@ -148,10 +148,9 @@ def test_digits_validation_is_the_end_of_the_permutation(tmp_path):
 def test_the_command_writes_the_same_bytes(tmp_path):
     argv = ["--num-samples", 23, "--val-samples", 5]
     write(tmp_path / "a", *argv)
-    command = [sys.executable, "-m", "open_clip_ext.data.make_shards", "shapes", "--out", tmp_path / "b"]
+    command = [sys.executable, make_shards.__file__, "shapes", "--out", tmp_path / "b"]
     command += ["--image-size", "16", "--samples-per-shard", "10", *argv]
-    root = Path(make_shards.__file__).parents[2]
-    result = subprocess.run([str(word) for word in command], cwd=root, capture_output=True, text=True)
+    result = subprocess.run([str(word) for word in command], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     assert contents(tmp_path / "a") == contents(tmp_path / "b")

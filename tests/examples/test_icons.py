@@ -10,11 +10,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import icons
+import make_shards
 import pytest
-from PIL import Image
-
-from open_clip_ext.data import icons, make_shards
-from open_clip_ext.data.icons import (
+from icons import (
     CONCEPT_TEMPLATES,
     HELD_OUT_EMOJI,
     Icon,
@@ -25,6 +24,7 @@ from open_clip_ext.data.icons import (
     split_icons,
     split_name,
 )
+from PIL import Image
 
 wds = pytest.importorskip("webdataset")
 pytest.importorskip("resvg_py")
@@ -413,7 +413,7 @@ def test_a_killed_rendering_process(tmp_path, capsys, package, monkeypatch):
 ORPHANS = """
 import os, signal, time
 from concurrent.futures import ProcessPoolExecutor
-from open_clip_ext.workers import end_with_parent
+from icons import end_with_parent
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(2, initializer=end_with_parent)
     waiting = [pool.submit(time.sleep, 600) for _ in range(2)]
@@ -427,7 +427,9 @@ if __name__ == "__main__":
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks into /proc")
 def test_rendering_processes_end_with_their_parent(tmp_path):
     (tmp_path / "orphans.py").write_text(ORPHANS)
-    ended = subprocess.run([sys.executable, tmp_path / "orphans.py"], stdout=subprocess.PIPE, text=True, timeout=120)
+    command = [sys.executable, tmp_path / "orphans.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(icons.__file__).parent)}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
     children = ended.stdout.split()
     assert ended.returncode == -15 and len(children) == 2
     deadline = time.monotonic() + 60

@@ -3,8 +3,7 @@ import sys
 
 import numpy as np
 import pytest
-
-from open_clip_ext.data.digits import NUM_DIGITS, WORDS, digit_pairs
+from digits import NUM_DIGITS, WORDS, digit_pairs
 
 sklearn_datasets = pytest.importorskip("sklearn.datasets")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from PIL import Image
 
-from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, check_whole
+from open_clip_ext.data.scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, check_whole
 
 NUM_DIGITS = 1797
 

@@ -7,9 +7,9 @@ import tarfile
 
 import numpy as np
 import pytest
+from make_shards import main as make_shards
 from PIL import Image
 
-from open_clip_ext.data.make_shards import main as make_shards
 from open_clip_ext.data.scenes import COLOURS
 
 ARGUMENTS = "evalset --num-samples 24 --samples-per-shard 10 --image-size 48 --seed 5"

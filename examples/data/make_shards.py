@@ -1,9 +1,9 @@
 """Write generated scenes, scanned digits or icons as webdataset shards that OpenCLIP trains on.
 
-    python -m open_clip_ext.data.make_shards shapes --out DIR
-    python -m open_clip_ext.data.make_shards digits --out DIR
-    python -m open_clip_ext.data.make_shards icons --iconify FILE --out DIR
-    python -m open_clip_ext.data.make_shards evalset --out DIR
+    python examples/data/make_shards.py shapes --out DIR
+    python examples/data/make_shards.py digits --out DIR
+    python examples/data/make_shards.py icons --iconify FILE --out DIR
+    python examples/data/make_shards.py evalset --out DIR
 
 DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which tells OpenCLIP the number of samples in
 each shard. The same arguments and the same Pillow (and resvg) give the same bytes. A file is complete or absent, and
@@ -35,15 +35,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
-from PIL import Image
-from tqdm import tqdm
-from webdataset import TarWriter
-
-from ..files import PARTIAL, is_full, whole_file
-from ..workers import usable_cores
-from . import evalset
-from .digits import NUM_DIGITS, digit_pairs
-from .icons import (
+import evalset
+from digits import NUM_DIGITS, digit_pairs
+from icons import (
     CONCEPT_TEMPLATES,
     EMOJI_TEMPLATES,
     KINDS,
@@ -53,7 +47,13 @@ from .icons import (
     licence_table,
     split_icons,
 )
-from .scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, render_scene, scene_caption, shifted_caption
+from PIL import Image
+from tqdm import tqdm
+from webdataset import TarWriter
+
+from open_clip_ext.data.scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, describe_scene, shifted_caption
+from open_clip_ext.files import PARTIAL, is_full, whole_file
+from training_ext.core.shard_scan import usable_cores
 
 SHAPES_NUM_SAMPLES = 10_000
 SHAPES_VAL_SAMPLES = 1_000
@@ -93,7 +93,7 @@ def _whole(low: int, high: int) -> Callable[[str], int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m open_clip_ext.data.make_shards",
+        prog="make_shards.py",
         description="Write generated scenes (shapes), scanned digits or icons as webdataset shards for OpenCLIP.",
         allow_abbrev=False,
     )
@@ -176,10 +176,10 @@ def _make_evalset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
 
 
 def _shapes(rows: Iterable[int], args: argparse.Namespace, shifted: bool = False) -> Iterator[Sample]:
-    caption = shifted_caption if shifted else scene_caption
     for row in rows:
-        image = render_scene(args.seed, row, args.image_size, shifted)
-        yield f"{row:09d}", _encode(image, args.image_format), caption(args.seed, row), None
+        scene = describe_scene(args.seed, row)
+        caption = shifted_caption(args.seed, row) if shifted else scene.caption
+        yield f"{row:09d}", _encode(scene.render(args.image_size, shifted), args.image_format), caption, None
 
 
 def _digits(rows: list[int], args: argparse.Namespace) -> Iterator[Sample]:

@@ -16,8 +16,11 @@ import gzip
 import hashlib
 import io
 import json
+import multiprocessing
+import os
 import re
 import tarfile
+import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -30,8 +33,6 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
-
-from ..workers import end_with_parent
 
 KINDS = ("mono", "colour", "emoji")
 NUM_VAL = 2_000
@@ -306,6 +307,18 @@ def render_icon(svg: str) -> bytes | None:
     stream = io.BytesIO()
     image.save(stream, "PNG")
     return stream.getvalue()
+
+
+def end_with_parent() -> None:
+    """Let this worker end when its parent does: a parent that is killed cannot shut down its pool."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def collect_icons(
