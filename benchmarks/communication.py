@@ -22,7 +22,7 @@ from open_clip.loss import ClipLoss
 from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
-from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.row_state import ShardedRows
 
 
 def measure(rank: int, world: int, port: int, args: argparse.Namespace, path: str) -> None:

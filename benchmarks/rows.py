@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.memory import total_memory
 from open_clip_ext.normalizers import MovingAverageTable
+from open_clip_ext.row_state import ShardedRows
 
 
 def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
@@ -23,7 +23,7 @@ def compare(num_rows: int, batch: int, device: torch.device, args) -> dict:
     normalizer = MovingAverageTable(num_rows, gamma_schedule="constant", device=where)
     seconds = {"start": now(device) - start}
     generator = torch.Generator().manual_seed(0)
-    rows: ShardedRows = normalizer.log_u
+    rows: ShardedRows = normalizer.rows
     empty, tau = torch.zeros(batch, 1, device=device), torch.tensor(0.1, device=device)
     log_batch = torch.randn(2, batch, device=device)
     indices: list[Tensor] = [torch.randint(num_rows, (batch,), generator=generator).to(device) for _ in range(64)]

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import EqualRows, ShardedRows, all_gather, rank, world_size
+from open_clip_ext.batch import EqualRows
+from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.losses import Loss
 from open_clip_ext.main import leave, main
 from open_clip_ext.options import not_negative, option, positive
 from open_clip_ext.presets import PRESETS, LossPreset
+from open_clip_ext.row_state import RowState
 from open_clip_ext.temperatures import FixedLogitScale
 
 
@@ -51,14 +53,13 @@ def glofnd_g(s: Tensor, tau: Tensor, kept: Tensor) -> Tensor:
     return ((gaps / tau).exp() * kept).sum(dim=2) / kept.sum(dim=2).clamp(min=1)
 
 
-class GloFND(Loss):
+class GloFND(RowState, Loss):
     """FastCLIP-v1's loss without the negatives above the anchors' thresholds.
 
     It keeps u, the threshold and its moments for `num_samples` images and texts. Args: see the class's body.
     """
 
     name = "glofnd"
-    needs_index = True
     trains_logit_scale = False
     optimizer_options = FixedLogitScale.options
     glofnd_share: float = option(
@@ -73,11 +74,10 @@ class GloFND(Loss):
     )
     glofnd_eps: float = option(1e-14, "eps added to g", valid=positive, expected="a number > 0")
 
+    columns = {"u": 0.0, "lambda": 1.0, "m": 0.0, "v": 0.0}  # u of 0: the row was never visited
+
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
-        super().__init__(**options)
-        self.num_samples = num_samples
-        # u (0: the row was never visited), lambda, m and v, each for images and texts.
-        self.rows = ShardedRows(num_samples, 8, fill=[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0], device=device)
+        super().__init__(num_samples, device, **options)
         self.epoch = 0
 
     def compute(
@@ -105,15 +105,6 @@ class GloFND(Loss):
         gradient = tau * (g / u).mean(dim=1).sum()
         # Every process has the global value with a graph to its own pairs; DistributedDataParallel averages gradients.
         return (tau * u.log().mean(dim=1).sum()).detach() + world_size() * (gradient - gradient.detach())
-
-    def full_state(self) -> dict[str, Tensor | int | str]:
-        table = self.rows.gather()
-        return {**super().full_state(), **({} if table is None else {"rows": table})}
-
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        super().load_full_state(state)
-        self.rows.load(state["rows"])
-
 
 def everyone(own: Tensor) -> Tensor:
     """The features of all processes, (B, d), with a graph to this process's own."""

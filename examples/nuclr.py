@@ -22,22 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import EqualRows, ShardedRows, all_gather, rank, world_size
+from open_clip_ext.batch import EqualRows
+from open_clip_ext.distributed import all_gather, rank, world_size
 from open_clip_ext.losses import Loss
 from open_clip_ext.main import leave, main
 from open_clip_ext.options import Derived, not_negative, option, positive
 from open_clip_ext.presets import PRESETS, LossPreset
+from open_clip_ext.row_state import RowState
 from open_clip_ext.temperatures import FixedLogitScale
 
 
-class NUCLR(Loss):
+class NUCLR(RowState, Loss):
     """NUCLR's loss; keeps log u, zeta and z for `num_samples` images and texts.
 
     Args: see the class's body; the defaults are those of the authors' script for CC3M, 30 epochs.
     """
 
     name = "nuclr"
-    needs_index = True
     trains_logit_scale = False
     optimizer_options = FixedLogitScale.options
     nuclr_gamma: float = option(
@@ -63,13 +64,14 @@ class NUCLR(Loss):
     xi: Tensor
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
-        super().__init__(**options)
-        self.num_samples = num_samples
-        start = self.nuclr_zeta
-        self.rows = ShardedRows(num_samples, 6, [-math.inf, -math.inf, start, start, math.inf, math.inf], device)
+        super().__init__(num_samples, device, **options)
         self.register_buffer("xi", torch.full((2,), self.nuclr_xi), persistent=False)
         self.epoch = 0
         self._epoch_of_xi = 0
+
+    @property
+    def columns(self) -> dict[str, float]:
+        return {"log_u": -math.inf, "zeta": self.nuclr_zeta, "z": math.inf}
 
     @property
     def current_eta(self) -> float:
@@ -118,15 +120,11 @@ class NUCLR(Loss):
         # Every process has the global value with a graph to its own pairs; DistributedDataParallel averages gradients.
         return value + world_size() * (gradient - gradient.detach())
 
-    def full_state(self) -> dict[str, Tensor | int | str]:
-        table = self.rows.gather()
-        xi = {"xi": self.xi.cpu().clone(), "epoch_of_xi": self._epoch_of_xi}
-        return {**super().full_state(), **xi, **({} if table is None else {"rows": table})}
+    def full_state(self) -> dict[str, Any]:
+        return {**super().full_state(), "xi": self.xi.cpu().clone(), "epoch_of_xi": self._epoch_of_xi}
 
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
+    def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
-        assert isinstance(state["xi"], Tensor)
-        self.rows.load(state["rows"])
         self.xi.copy_(state["xi"])
         self._epoch_of_xi = int(state["epoch_of_xi"])
 

@@ -7,6 +7,7 @@ stacked along the first axis, images as anchors first: (2, b) or (2, B).
 import copy
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -100,6 +101,12 @@ class Batch:
         """B."""
         return len(self.all_positives)
 
+    @cached_property
+    def equal_rows(self) -> "EqualRows":
+        """Which of the B samples have the same row; where there is an `index`."""
+        assert self.index is not None
+        return EqualRows(self.index)
+
     @property
     def local(self) -> slice:
         """Where this process's pairs are among the B."""
@@ -124,6 +131,37 @@ class Batch:
             instead = 1.0 if name == "all_tau" else 0.0
             setattr(other, name, torch.where(self.finite, getattr(self, name), instead))
         return other
+
+
+class EqualRows:
+    """Groups equal entries of `index` (B,), with static shapes and without a host sync, unlike torch.unique.
+
+    Attributes:
+        group: number of each entry's group, in [0, B), (B,).
+        count: how often each entry occurs, (B,) float32.
+    """
+
+    def __init__(self, index: Tensor):
+        ordered, order = index.sort()
+        is_new = torch.ones_like(ordered)
+        is_new[1:] = (ordered[1:] != ordered[:-1]).long()
+        self.group = torch.empty_like(index)
+        self.group[order] = is_new.cumsum(0) - 1
+        self.count = self._sum(torch.ones(len(index), device=index.device))
+
+    def _sum(self, values: Tensor) -> Tensor:
+        # index_put_ adds in a fixed order on CUDA, index_add_ does not.
+        return torch.zeros_like(values).index_put_((self.group,), values, accumulate=True)[self.group]
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Replace each of `values` (B, c) by the mean over its group."""
+        return self._sum(values) / self.count[:, None].to(values)
+
+    def log_mean_exp(self, values: Tensor) -> Tensor:
+        """Replace each of `values` (B, c) by the log of the mean of exp over its group."""
+        groups = self.group[:, None].expand_as(values)
+        peak = torch.full_like(values, -math.inf).scatter_reduce_(0, groups, values, "amax")[self.group]
+        return peak + self.mean((values - peak).exp()).log()
 
 
 def add_eps(log_values: Tensor, eps: float) -> Tensor:

@@ -1,23 +1,16 @@
-"""Helpers over torch.distributed: gathering without gradient, and tables whose rows are sharded over processes.
+"""Helpers over torch.distributed, which communicate nothing where there is one process.
 
-Shapes: b = samples of this process, W = world size, B = b * W, n = rows, c = columns.
-With one process nothing here communicates.
+Shapes: b = samples of this process, W = world size, B = b * W.
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from open_clip_ext.options import option
-
-if TYPE_CHECKING:
-    from open_clip_ext.row_files import RowFiles
+from torch import Tensor
 
 SOON, AT_LAST = timedelta(seconds=10), timedelta(minutes=5)  # after which `wait_for_others` warns, and gives up
 
@@ -47,6 +40,23 @@ def all_gather(tensor: Tensor) -> Tensor:
     gathered = tensor.new_empty((world_size() * tensor.shape[0], *tensor.shape[1:]))
     getattr(dist, GATHER)(gathered, tensor)
     return gathered
+
+
+def all_gather_object(value: Any) -> list[Any]:
+    """What every process gave, in the order of ranks."""
+    if world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, value)
+    return every
+
+
+def object_of_first(value: Any) -> Any:
+    """What process 0 gave."""
+    shared = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def transportable(tensor: Tensor) -> Tensor:
@@ -102,179 +112,3 @@ def copy_from_first(tensors: Iterable[Tensor], device: torch.device) -> None:
         for tensor in tensors:
             if tensor.device == device:
                 dist.broadcast(tensor, 0)
-
-
-ROWS_ON = option(
-    "device", "where rows per sample are kept: beside the model, or in host memory", choices=("device", "host")
-)
-
-
-class ShardedRows(nn.Module):
-    """A table of n rows of c float32 values, sharded: process r keeps the rows r, r + W, r + 2W, ...
-
-    A table that is made before torch.distributed starts has every row; its first use afterwards drops the other
-    processes'.
-
-    Args:
-        num_rows: n, at least 1.
-        columns: c.
-        fill: value of a row that was never written, or one for each column.
-        device: where the rows are kept; a lookup returns its values on the device of the index.
-        on_host: keep the rows in host memory whatever `device` and `Module.to` say; each lookup then waits for a copy.
-    """
-
-    rows: Tensor
-    files: ClassVar["RowFiles | None"] = None  # within `rows_in_files`
-    CHUNK = 1 << 22  # rows a process sends or writes at once when the table is saved: 32 MiB for two columns
-    DTYPE = torch.float32  # of the rows; tests set float64, where rounding cannot hide an error
-
-    def __init__(
-        self,
-        num_rows: int,
-        columns: int,
-        fill: float | Sequence[float],
-        device: torch.device | str = "cpu",
-        on_host: bool = False,
-    ):
-        super().__init__()
-        self._on_host = on_host
-        self.num_rows = num_rows
-        self.columns = columns
-        self._processes = world_size()  # W when the rows were divided
-        # Writes to rows of other processes go to an extra last row, so that shapes stay static.
-        local_rows = self._rows_of(rank()) + 1
-        self._fill = torch.tensor(fill, dtype=self.DTYPE).expand(columns)
-        rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
-        rows.copy_(self._fill)
-        self.register_buffer("rows", rows, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ShardedRows":
-        """Move the rows as `Module.to` does, but keep their type."""
-
-        def move(rows: Tensor) -> Tensor:
-            moved = fn(rows)
-            return moved if moved.dtype == rows.dtype else rows.to(moved.device)
-
-        return self if self._on_host else super()._apply(move, recurse)
-
-    def _rows_of(self, owner: int) -> int:
-        return len(range(owner, self.num_rows, world_size()))
-
-    def _divide(self) -> None:
-        """Divide the rows if torch.distributed has started since they were made.
-
-        Raises:
-            RuntimeError: they were divided among another number of processes.
-        """
-        now = world_size()
-        if self._processes == now:
-            return
-        if self._processes > 1:
-            raise RuntimeError(
-                f"the loss's rows are divided among {self._processes} processes, but now there are {now}; make a new "
-                "loss and load the state into it"
-            )
-        with torch.inference_mode(False):  # whose tensors could never be trained
-            self.rows = torch.cat([self.rows[:-1][rank() :: now], self.rows[-1:]])
-        self._processes = now
-
-    def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        self._divide()
-        owned = index % world_size() == rank()
-        local = torch.where(owned, index // world_size(), self.rows.shape[0] - 1)
-        return owned, local
-
-    def lookup(self, index: Tensor) -> Tensor:
-        """Values (B, c) of the rows `index` (B,), which must be the same on every process; one all-reduce."""
-        owned, local = self._locate(index)
-        found = self.rows[local.to(self.rows.device)].to(index.device)
-        values = torch.where(owned[:, None], found, 0.0)
-        if world_size() > 1:
-            dist.all_reduce(values)
-        return values
-
-    def assign(self, index: Tensor, values: Tensor) -> None:
-        """Write `values` (B, c) to the rows `index` (B,); a row that occurs twice must have the same values twice."""
-        _, local = self._locate(index)
-        self.rows[local.to(self.rows.device)] = values.to(self.rows)
-
-    def gather(self) -> Any:
-        """The whole table (n, c) on the CPU of process 0, None elsewhere. Every process must call it.
-
-        Within `rows_in_files` every process writes its rows, and a small dictionary stands for the table.
-        """
-        self._divide()
-        wait_for_others()
-        if self.files is not None:
-            return self.files.write(self.rows[:-1], self.num_rows)
-        table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype) if rank() == 0 else None
-        for owner in range(world_size()):
-            for start in range(0, self._rows_of(owner), self.CHUNK):
-                stop = min(start + self.CHUNK, self._rows_of(owner))
-                if owner == 0:
-                    chunk = self.rows[start:stop] if rank() == 0 else None
-                elif rank() == owner:
-                    dist.send(transportable(self.rows[start:stop].contiguous()), dst=0)
-                    chunk = None
-                elif rank() == 0:
-                    chunk = transportable(self.rows.new_empty(stop - start, self.columns))
-                    dist.recv(chunk, src=owner)
-                if table is not None and chunk is not None:
-                    table[owner :: world_size()][start:stop] = chunk.cpu()
-        return table
-
-    def check(self, table: Any) -> None:
-        """Raise ValueError unless `load` can load the table, InputError if a file of it is missing or damaged."""
-        if not isinstance(table, Tensor):
-            if self.files is None:
-                raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
-            shape: tuple[int, ...] = self.files.check(table)
-        else:
-            shape = tuple(table.shape)
-        if shape != (self.num_rows, self.columns):
-            raise ValueError(f"table: shape {shape} where {(self.num_rows, self.columns)} is needed")
-
-    def load(self, table: Any) -> None:
-        """Load this process's rows from the result of `gather` on process 0, saved under any world size.
-
-        Raises:
-            ValueError: the table has another shape, or is in files and this is not within `rows_in_files`.
-        """
-        self._divide()
-        self.check(table)
-        if not isinstance(table, Tensor):
-            assert self.files is not None
-            self.files.read(table, self.rows[:-1], self.num_rows)
-            return
-        self.rows[:-1] = table[rank() :: world_size()].to(self.rows)
-
-
-class EqualRows:
-    """Groups equal entries of `index` (B,), with static shapes and without a host sync, unlike torch.unique.
-
-    Attributes:
-        group: number of each entry's group, in [0, B), (B,).
-        count: how often each entry occurs, (B,) float32.
-    """
-
-    def __init__(self, index: Tensor):
-        ordered, order = index.sort()
-        is_new = torch.ones_like(ordered)
-        is_new[1:] = (ordered[1:] != ordered[:-1]).long()
-        self.group = torch.empty_like(index)
-        self.group[order] = is_new.cumsum(0) - 1
-        self.count = self._sum(torch.ones(len(index), device=index.device))
-
-    def _sum(self, values: Tensor) -> Tensor:
-        # index_put_ adds in a fixed order on CUDA, index_add_ does not.
-        return torch.zeros_like(values).index_put_((self.group,), values, accumulate=True)[self.group]
-
-    def mean(self, values: Tensor) -> Tensor:
-        """Replace each of `values` (B, c) by the mean over its group."""
-        return self._sum(values) / self.count[:, None].to(values)
-
-    def log_mean_exp(self, values: Tensor) -> Tensor:
-        """Replace each of `values` (B, c) by the log of the mean of exp over its group."""
-        groups = self.group[:, None].expand_as(values)
-        peak = torch.full_like(values, -math.inf).scatter_reduce_(0, groups, values, "amax")[self.group]
-        return peak + self.mean((values - peak).exp()).log()

@@ -6,6 +6,8 @@ from dataclasses import replace
 from types import NoneType
 from typing import Any, ClassVar, get_args
 
+import torch
+
 from open_clip_ext.errors import did_you_mean
 from open_clip_ext.options import Option, default_value
 
@@ -37,6 +39,7 @@ class Part:
     optimizer_options: ClassVar[tuple[Option, ...]] = ()
     needs_index = False
     follows_epochs = False
+    num_samples: int  # where `needs_index`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -76,3 +79,20 @@ class Part:
         Raises:
             InputError: see `options.refuse_unused`.
         """
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called before each epoch, 0-based."""
+
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the
+        first batch or when a state is loaded."""
+
+    def full_state(self) -> dict[str, Any]:
+        """The state as CPU tensors, all of it on process 0 under any world size. Every process must call it."""
+        return {}
+
+    def check_state(self, state: dict[str, Any], dimension: int) -> None:
+        """Raise ValueError if `load_full_state` cannot load the state of embeddings of `dimension`; change nothing."""
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        """Load the result of `full_state` under any world size; after `materialize`, if the state has a dimension."""

@@ -23,21 +23,29 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from open_clip_ext.distributed import ShardedRows, rank, world_size
+from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 
 INDEX = "index.json"
 FORMAT = 1
 TENSOR = "rows"
-CHUNK = 2**20  # bytes
+CHUNK_ROWS = 1 << 22  # that a process sends, writes or reads at once: 32 MiB for two columns
+CHUNK = 2**20  # bytes of a file, for its checksum
 DTYPES = {torch.float32: "F32", torch.float64: "F64"}  # as safetensors calls them
+
+_CURRENT: ContextVar["RowFiles | None"] = ContextVar("rows_in_files", default=None)
+
+
+def current() -> "RowFiles | None":
+    """The files of the `rows_in_files` that is entered, if any."""
+    return _CURRENT.get()
 
 
 @contextmanager
@@ -51,14 +59,15 @@ def rows_in_files(folder: str | os.PathLike) -> Iterator["RowFiles"]:
         InputError: the folder exists, cannot be written on some process, or is not seen by it, and then on every
             process; or a file is missing, damaged or of another save.
     """
-    if ShardedRows.files is not None:
+    if current() is not None:
         raise RuntimeError("rows_in_files: within another; leave that first")
-    ShardedRows.files = files = RowFiles(folder)
+    files = RowFiles(folder)
+    token = _CURRENT.set(files)
     try:
         yield files
         files.finish()
     finally:
-        ShardedRows.files = None
+        _CURRENT.reset(token)
 
 
 def check_row_files(folder: str | os.PathLike, state: Mapping[str, Any]) -> None:
@@ -121,10 +130,7 @@ class RowFiles:
                 self._made = True
             except OSError as error:
                 self._problem = f"{self.folder!r} cannot be made: {error.strerror}; give a new folder"
-        if world_size() > 1:
-            shared: list[Any] = [self.folder, self._save, self._problem]
-            dist.broadcast_object_list(shared)
-            self.folder, self._save, self._problem = shared
+        self.folder, self._save, self._problem = object_of_first((self.folder, self._save, self._problem))
         if self._problem is None and not os.path.isdir(self.folder):
             self._problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
 
@@ -145,7 +151,7 @@ class RowFiles:
         checksum = zlib.crc32(header)
         with whole_file(path) as file:
             file.write(header)
-            for chunk in rows.split(ShardedRows.CHUNK):
+            for chunk in rows.split(CHUNK_ROWS):
                 piece = chunk.cpu().contiguous().numpy().data
                 file.write(piece)
                 checksum = zlib.crc32(piece, checksum)
@@ -155,20 +161,15 @@ class RowFiles:
         """The index, once every process has written its parts."""
         if not self.written:
             return
-        every: list[Any] = [(self._problem, self._checksums)]
-        if world_size() > 1:
-            own, every = every[0], [None] * world_size()
-            dist.all_gather_object(every, own)
+        every = all_gather_object((self._problem, self._checksums))
         for problem in filter(None, (problem for problem, _ in every)):
             if self._made:
                 shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
             raise InputError(problem)
         by_table = list(zip(*(checksums for _, checksums in every), strict=True))
-        outcome: list[str | None] = [self._write_index(by_table) if rank() == 0 else None]
-        if world_size() > 1:
-            dist.broadcast_object_list(outcome)
-        if outcome[0] is not None:
-            raise InputError(outcome[0])
+        problem = object_of_first(self._write_index(by_table) if rank() == 0 else None)
+        if problem is not None:
+            raise InputError(problem)
 
     def _write_index(self, checksums: list[tuple[int, ...]]) -> str | None:
         """Write the index, or remove the folder and return what went wrong; `checksums`: of each table's parts."""
@@ -210,7 +211,7 @@ class RowFiles:
             target = rows[first // owners :: both // owners]
             offset, stride = first // parts, both // parts
             with self._open(saved, part, parts, shape) as tensor:
-                count = max(1, ShardedRows.CHUNK // stride)
+                count = max(1, CHUNK_ROWS // stride)
                 for start in range(0, len(target), count):
                     piece = target[start : start + count]
                     begin = offset + start * stride

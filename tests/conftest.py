@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from open_clip_ext.distributed import ShardedRows
+from open_clip_ext.row_state import ShardedRows
 
 TESTS = Path(__file__).parent
 # The same examples in every run, and however long one takes.

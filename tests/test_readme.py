@@ -42,7 +42,7 @@ def plugin(tmp_path_factory):
     """The package of docs/extending.md, installed in a folder of its own."""
     source, installed = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
     page = "docs/extending.md"
-    sections = ("A preset", "A normalizer", "A loss without parts")
+    sections = ("A preset", "A normalizer", "State per sample", "A loss without parts")
     (source / "pyproject.toml").write_text(code(None, page)[0])
     (source / "my_losses.py").write_text("\n\n".join(code(section, page)[0] for section in sections))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
@@ -60,11 +60,15 @@ def test_another_packages_loss(plugin, tmp_path):
     shared = f"{TINY} --loss shared --logs logs --name shared --shared-keep 0.99"
     lines = [shared, f"{shared} --epochs 2 --resume latest", f"{TINY} --loss gentle --queue-size 16 --name gentle"]
     lines.append(f"{TINY} --loss pairwise --lr-tau 1e-3 --name pairwise".replace("--rho 5", ""))
+    average = f"{TINY} --loss average --average-visits 2 --split-rows-above 0 --name average"
+    lines += [average, f"{average} --epochs 2 --resume latest"]
     script = "import sys; from open_clip_ext.main import train; [train(line.split()) for line in sys.argv[1:]]"
     done = run([sys.executable, "-c", script, *lines], tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     saved = torch.load(tmp_path / "logs/shared/checkpoints/epoch_2.pt", weights_only=True)
     assert saved["optimizer"]["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
+    saved = torch.load(tmp_path / "logs/average/checkpoints/epoch_2.pt", weights_only=True)
+    assert saved["optimizer"]["open_clip_ext"]["state"]["state.rows"]["table"] == 0
     refused = run(command(f"{TINY} --loss neuclip --normalizer shared"), tmp_path, PYTHONPATH=path)
     assert refused.returncode == 2 and "--encoder-objective: 'unified' needs a normalizer" in refused.stderr
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import EqualRows
+from open_clip_ext.batch import Batch, EqualRows
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, parts
 from open_clip_ext.surrogates import Surrogate
 

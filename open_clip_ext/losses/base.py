@@ -67,7 +67,6 @@ class Loss(Part, nn.Module):
     trains_logit_scale = True
     takes_keys = False
     takes_reference = False
-    num_samples: int  # where `needs_index`
     _like: Tensor
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
 
@@ -383,8 +382,8 @@ class Loss(Part, nn.Module):
             "dimension": self.dimension, "dtype": str(self._like.dtype).removeprefix("torch."),
         }
 
-    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Raise ValueError if `load_full_state` cannot load the state; nothing is changed."""
+    def check_state(self, state: dict[str, Tensor | int | str], dimension: int = 0) -> None:
+        """Raise ValueError if `load_full_state` cannot load the state, which has its dimension; nothing is changed."""
         if "process" in state:
             raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
         if state.get("format") != STATE_FORMAT:

@@ -374,7 +374,7 @@ class GlobalContrastiveLoss(Loss):
             names["temperature"] = self.temperature.name
         return names | super().full_state() | state
 
-    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
+    def check_state(self, state: dict[str, Tensor | int | str], dimension: int = 0) -> None:
         names = {"normalizer": self.normalizer.name, "temperature": self.temperature.name,
                  "surrogate": self._own_surrogate.name, "negatives": self.negatives}  # fmt: skip
         for what, name in names.items():

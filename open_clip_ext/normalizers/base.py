@@ -27,7 +27,6 @@ class Normalizer(Part, nn.Module):
     allows_keys: ClassVar[bool] = False
     allows_reference: ClassVar[bool] = False
     intra_modal: ClassVar[bool] = False
-    num_samples: int  # where `needs_index`
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose, without rows per sample."""
@@ -48,13 +47,6 @@ class Normalizer(Part, nn.Module):
     def description(self) -> str:
         """The name, with settings worth logging."""
         return self.name
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch, 0-based."""
-
-    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the
-        first batch or when a state is loaded."""
 
     def update(self, batch: Batch) -> Any:
         """Update the state with one global batch, from its `all_` tensors, so that every process does the same.
@@ -84,13 +76,3 @@ class Normalizer(Part, nn.Module):
             alpha: results of `forward` on all processes, (2, B).
         """
         return {}
-
-    def full_state(self) -> dict[str, Tensor]:
-        """The state as CPU tensors, all of it on process 0 under any world size. Every process must call it."""
-        return {}
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
-        """Raise ValueError if `load_full_state` cannot load the state of embeddings of `dimension`; change nothing."""
-
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        """Load the result of `full_state` under any world size; after `materialize`, if the state has a dimension."""

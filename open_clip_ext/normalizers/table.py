@@ -24,13 +24,57 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.options import Derived, option, refuse_unused
+from open_clip_ext.row_state import RowState
 
 
-class MovingAverageTable(Normalizer):
+class RowNormalizer(RowState, Normalizer):
+    """Base of the estimators that keep a log-normalizer per image and per text, alpha: the first of their `columns`.
+
+    It is -inf before the first visit, and L, the batch's estimate, stands for it. `new_rows` gets L as the estimate, of
+    equal rows the log of the mean of its exponentials.
+    """
+
+    intra_modal = True
+    allows_keys = True
+    allows_reference = True
+
+    def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
+        super().__init__(num_samples, device, **options)
+        self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> Tensor:
+        """Update the batch's rows; return all their columns, (B, c)."""
+        old = self.lookup(batch)
+        new = self.write(batch, old, batch.equal_rows.log_mean_exp(batch.all_log_batch.T))
+        first_visits = (old[:, 0] == -math.inf) & batch.finite
+        visited = (first_visits / batch.equal_rows.count).sum().round().long()
+        self._unvisited = self._unvisited.to(old.device) - visited
+        return new
+
+    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
+        known = self.lookup(batch) if updated is None else updated
+        alpha = known[batch.local, :2].T.to(batch.log_batch.dtype)
+        return torch.where(alpha == -math.inf, batch.log_batch, alpha)
+
+    def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
+        return {"unvisited": self._unvisited / self.num_samples}
+
+    def full_state(self) -> dict[str, Any]:
+        state = super().full_state()
+        in_files = any(isinstance(value, dict) for value in state.values())  # where nobody counts over all rows
+        return state | ({"unvisited": self._unvisited.cpu()} if in_files else {})
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
+        in_files = "unvisited" in state
+        self._unvisited = state["unvisited"] if in_files else (state[next(iter(self.columns))][:, 0] == -math.inf).sum()
+
+
+class MovingAverageTable(RowNormalizer):
     """A table of log u_i for n images and n texts, 8 bytes per pair, sharded over the processes.
 
     Args:
@@ -46,10 +90,7 @@ class MovingAverageTable(Normalizer):
     """
 
     name = "table"
-    intra_modal = True
-    allows_keys = True
-    allows_reference = True
-    needs_index = True
+    columns = {"log_u": -math.inf}
     gamma: float = option(
         0.2, "weight of the new estimate in the moving average, at the end of its schedule",
         valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
@@ -66,17 +107,11 @@ class MovingAverageTable(Normalizer):
         Derived("half of the epochs", lambda epochs: max(1, epochs // 2)), "epochs of the cosine",
         valid=lambda value: value >= 1, expected="at least 1",
     )
-    rows_on: str = ROWS_ON
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
-        super().__init__(**options)
-        if num_samples < 1:
-            raise InputError(f"{num_samples!r} is out of range; the table needs at least 1 row", "num_samples")
+        super().__init__(num_samples, device, **options)
         if self.gamma_schedule == "cosine" and self.gamma_decay_epochs is None:
             raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
-        self.num_samples = num_samples
-        self.log_u = ShardedRows(num_samples, columns=2, fill=-math.inf, device=device, on_host=self.rows_on == "host")
-        self._unvisited = torch.tensor(num_samples)  # number of rows, kept on the batches' device
         self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
         self.follows_epochs = self.gamma_schedule == "cosine"
         self.epoch = 0
@@ -102,22 +137,11 @@ class MovingAverageTable(Normalizer):
         refuse_unused(given, unused, f"with gamma_schedule {schedule!r}")
         settings.update(dict.fromkeys(unused))
 
-    @torch.no_grad()
-    def update(self, batch: Batch) -> Tensor:
-        """Update the batch's rows; return their new log u, (B, 2)."""
-        assert batch.index is not None
-        old = self.log_u.lookup(batch.index)
-        equal_rows = EqualRows(batch.index)
-        estimate = equal_rows.log_mean_exp(batch.all_log_batch.T)
-        log_keep, log_gamma = self._log_weights(old)
-        new = torch.logaddexp(log_keep + old, log_gamma + estimate)
-        new = torch.where(old == -math.inf, estimate, new)
-        new = torch.where(batch.finite, new, old)
-        self.log_u.assign(batch.index, new)
-        first_visits = (old[:, 0] == -math.inf) & batch.finite
-        visited = (first_visits / equal_rows.count).sum().round().long()
-        self._unvisited = self._unvisited.to(old.device) - visited
-        return new
+    def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:
+        log_u = old["log_u"]
+        log_keep, log_gamma = self._log_weights(log_u)
+        new = torch.logaddexp(log_keep + log_u, log_gamma + estimate)
+        return {"log_u": torch.where(log_u == -math.inf, estimate, new)}
 
     def _log_weights(self, old: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """log(1 - gamma) and log gamma; tensors if each row has its own gamma.
@@ -132,27 +156,6 @@ class MovingAverageTable(Normalizer):
         self._latest_gamma = log_ratio.sigmoid().where(old > -math.inf, 1.0).mean()
         return logsigmoid(-log_ratio), logsigmoid(log_ratio)
 
-    def forward(self, batch: Batch, updated: Any = None) -> Tensor:
-        assert batch.index is not None
-        known = self.log_u.lookup(batch.index) if updated is None else updated
-        alpha = known[batch.local].T.to(batch.log_batch.dtype)
-        return torch.where(alpha == -math.inf, batch.log_batch, alpha)
-
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         gamma = torch.tensor(self.current_gamma) if self._latest_gamma is None else self._latest_gamma
-        return {"gamma": gamma, "unvisited": self._unvisited / self.num_samples}
-
-    def full_state(self) -> dict[str, Tensor]:
-        table = self.log_u.gather()
-        if table is None:
-            return {}
-        in_files = not isinstance(table, Tensor)  # where nobody counts over all rows
-        return {"log_u": table, **({"unvisited": self._unvisited.cpu()} if in_files else {})}
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
-        self.log_u.check(state["log_u"])
-
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        self.log_u.load(state["log_u"])
-        in_files = "unvisited" in state
-        self._unvisited = state["unvisited"] if in_files else (state["log_u"][:, 0] == -math.inf).sum()
+        return {"gamma": gamma, **super().diagnostics(log_batch, alpha)}

@@ -86,10 +86,6 @@ class Temperature(Part, nn.Module):
     allows_views = True
     hold = False
     rho = 0.0
-    num_samples: int  # where `needs_index`
-
-    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """As `Normalizer.materialize`."""
 
     def observe(self, batch: Batch) -> None:
         """Called with each training step's embeddings, before its temperatures are looked up."""
@@ -137,22 +133,8 @@ class Temperature(Part, nn.Module):
             gradients: derivative of tau_i * (value_i + rho) in tau_i of all anchors, (2, B).
         """
 
-    def set_epoch(self, epoch: int) -> None:
-        """Called before each epoch, 0-based."""
-
     def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
         return {"tau": taus[0, 0]}
-
-    def full_state(self) -> dict[str, Tensor]:
-        """As `Normalizer.full_state`."""
-        return {}
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
-        """As `Normalizer.check_state`."""
-
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        """Load the result of `full_state`."""
-
 
 class FixedTemperature(Temperature):
     """One tau that is not trained, and therefore no rho (SogCLR, FastCLIP-v1, TuneCLIP).

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import ROWS_ON, EqualRows, ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.adam import BETAS, adam_step
 from open_clip_ext.options import Derived, option, positive, refuse_unused
+from open_clip_ext.row_state import RowState
 from open_clip_ext.temperatures.base import FASTCLIP_CODE, RHO, TAU_MAX, TAU_MIN, Temperature, refuse_fastclip_code
 
 
-class IndividualTemperature(Temperature):
+class IndividualTemperature(RowState, Temperature):
     """One tau per image and one per text, updated by the loss itself (iSogCLR, Eq. 19-20 and Algorithm 2).
 
         G_i = tau_i / s_i * dg_i/dtau_i + log(s_i) + rho,    u_i <- (1 - beta_1) u_i + beta_1 G_i,
@@ -51,7 +51,6 @@ class IndividualTemperature(Temperature):
 
     name = "individual"
     reads_logit_scale = False
-    needs_index = True
     optimizer_options = ()
     rho: float = RHO.with_default(6.0)
     tau_start: float = option(
@@ -75,13 +74,11 @@ class IndividualTemperature(Temperature):
         valid=lambda value: 0 < value <= 1, expected="in (0, 1]",
     )
     fastclip_code: bool = FASTCLIP_CODE
-    rows_on: str = ROWS_ON
     CLIP = 5.0
     LAST_LR, LR_DECAY = 1e-4, 0.8
 
     def __init__(self, num_samples: int, device: torch.device | str = "cpu", **options: Any):
-        super().__init__(**options)
-        self.num_samples = num_samples
+        super().__init__(num_samples, device, **options)
         self.bounds = (self.tau_min, self.tau_max)
         if self.tau_lr_schedule == "cosine" and self.tau_lr_epochs is None:
             raise InputError("the cosine of tau_lr needs its length, or the number of epochs", "tau_lr_epochs")
@@ -89,9 +86,11 @@ class IndividualTemperature(Temperature):
         self.scales_encoders = not self.fastclip_code
         self.follows_epochs = self.tau_optimizer == "adam" or self.tau_lr_schedule != "constant"
         self.epoch = 0
-        self.columns = ("tau", "first_moment", *(("second_moment",) if self.tau_optimizer == "adam" else ()))
-        fill = [self.tau_start, self.tau_start, *[0.0] * (2 * len(self.columns) - 2)]  # each for images and texts
-        self.rows = ShardedRows(num_samples, len(fill), fill=fill, device=device, on_host=self.rows_on == "host")
+
+    @property
+    def columns(self) -> dict[str, float]:
+        second = {"second_moment": 0.0} if self.tau_optimizer == "adam" else {}
+        return {"tau": self.tau_start, "first_moment": 0.0, **second}
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
@@ -128,10 +127,6 @@ class IndividualTemperature(Temperature):
         """The objective has the factor tau_i also where the encoders' gradient lacks it."""
         return (taus * (values + self.rho)).mean(dim=1).sum()
 
-    def lookup(self, batch: Batch) -> Tensor:
-        assert batch.index is not None
-        return self.rows.lookup(batch.index)
-
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
         assert rows is not None
         return rows[:, :2].T.to(tau.dtype)
@@ -140,10 +135,12 @@ class IndividualTemperature(Temperature):
         return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
 
     def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
-        assert batch.index is not None
-        old = rows.to(gradients.dtype)
-        taus, *moments = old.split(2, dim=1)
-        gradient = EqualRows(batch.index).mean(gradients.T).clamp(-self.CLIP, self.CLIP)
+        self.write(batch, rows, batch.equal_rows.mean(gradients.T))
+
+    def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:
+        """Args: estimate: the gradient in tau_i, (B, 2)."""
+        taus, *moments = (column.to(estimate.dtype) for column in old.values())
+        gradient = estimate.clamp(-self.CLIP, self.CLIP)
         if self.tau_optimizer == "momentum":
             new = [(1 - self.tau_beta) * moments[0] + self.tau_beta * gradient]
             step = new[0]
@@ -151,28 +148,11 @@ class IndividualTemperature(Temperature):
             betas = BETAS if self.epoch > 0 else (0.0, 0.0)
             step, new = adam_step(gradient, moments, self.epoch + 1, betas)
         moved = taus if self.hold else (taus - self.current_lr * step).clamp(*self.bounds)
-        self.rows.assign(batch.index, torch.where(batch.finite, torch.cat([moved, *new], dim=1), old))
+        return dict(zip(self.columns, (moved, *new), strict=True))
 
-    def full_state(self) -> dict[str, Tensor]:
-        table = self.rows.gather()
-        if table is None:
-            return {}
-        if not isinstance(table, Tensor):  # in files
-            return {"rows": table}
-        return {name: part.clone() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+    def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
         if not state:
             raise ValueError(f"temperature: {self.name!r} where the state is of another")
-        for name in self.columns:
-            if name not in state and "rows" not in state:
-                raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has no {name}")
-        if "second_moment" in state.keys() - set(self.columns):
-            raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has the moments of 'adam'")
-        self.rows.check(self._table_of(state))
-
-    def load_full_state(self, state: dict[str, Tensor]) -> None:
-        self.rows.load(self._table_of(state))
-
-    def _table_of(self, state: dict[str, Tensor]) -> Any:
-        return state["rows"] if "rows" in state else torch.cat([state[name] for name in self.columns], dim=1)
+        if "rows" not in state and state.keys() != self.columns.keys():
+            raise ValueError(f"tau_optimizer: {self.tau_optimizer!r} where the state has {', '.join(state)}")
+        super().check_state(state, dimension)

@@ -19,9 +19,10 @@ from numerics import unit
 from open_clip.loss import ClipLoss
 from ports import free_ports
 
-from open_clip_ext import create_loss
-from open_clip_ext.distributed import GATHER, ShardedRows
+from open_clip_ext import create_loss, row_files
+from open_clip_ext.distributed import GATHER
 from open_clip_ext.kernels import prototype_gradient, streaming
+from open_clip_ext.row_state import ShardedRows
 
 ROWS = 101
 # Small steps of the network and temperatures far from 0, so that rounding is not amplified beyond FLOAT64.
@@ -217,7 +218,6 @@ def amortize(rank, world, epochs=2, steps=3):
 
 def check_table(rank, world):
     table = ShardedRows(11, 2, fill=-1.0)
-    table.CHUNK = 2
     index = torch.tensor([0, 3, 10, 5, 3])
     values = torch.arange(10.0).view(5, 2)
     values[4] = values[1]
@@ -302,7 +302,8 @@ def process(rank, world, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        check_table(rank, world)
+        with patch.object(row_files, "CHUNK_ROWS", 2):
+            check_table(rank, world)
         check_early(early, rank, world)
         check_what_is_sent(rank, world)
         check_unequal_batches(rank, world)

@@ -12,12 +12,13 @@ from torch import nn
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.batch import add_eps
-from open_clip_ext.distributed import ShardedRows, transportable
+from open_clip_ext.distributed import transportable
 from open_clip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
 from open_clip_ext.recovery import recover_statistics
 from open_clip_ext.row_files import check_row_files, rows_in_files
+from open_clip_ext.row_state import ShardedRows
 from open_clip_ext.temperatures import FixedTemperature
 
 LOSSES = {

@@ -1,12 +1,17 @@
 """Parts of a user's own, as the base classes allow them."""
 
+import math
+
 import pytest
 import torch
+from documents import code
 from numerics import unit
 
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer, Normalizer, Queue
 from open_clip_ext.objectives import Compositional, Unified
+from open_clip_ext.options import option
+from open_clip_ext.presets import LossPreset
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperatures import FixedTemperature, LearnableTemperature
 
@@ -96,3 +101,28 @@ def test_a_slope_may_be_a_number(surrogate, normalizer, objective):
 
     for one, other in zip(gradients(surrogate()), gradients(DoubledByTensor()), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_state_per_sample_as_the_page_shows_it():
+    """Against a loop over the visits of each sample."""
+    (text,) = code("State per sample", "docs/extending.md")
+    names = {"math": math, "torch": torch, "option": option, "LossPreset": LossPreset}
+    exec(text, names)
+    loss = GlobalContrastiveLoss(names["Average"](num_samples=9, average_visits=2), FixedTemperature(), Compositional)
+    tau, expected = 1 / 6, {}
+    for index in ([3, 1, 8, 0, 5, 2, 7], [1, 3, 4, 5, 0, 6, 2], [0, 1, 2, 3, 4, 5, 6]):
+        image, text, scale = inputs()
+        loss(image, text, scale, index=torch.tensor(index))
+        gaps = torch.stack([image @ text.T, text @ image.T]) - (image * text).sum(dim=1)[:, None]
+        weights = (gaps.detach() / tau).exp()
+        others = ~torch.eye(BATCH, dtype=torch.bool)
+        g = loss.eps + weights[:, others].view(2, BATCH, BATCH - 1).mean(dim=2)
+        for place, row in enumerate(index):
+            mean, visits = expected.get(row, (0.0, 0))
+            visits = min(visits + 1, 2)
+            expected[row] = (1 - 1 / visits) * mean + g[:, place] / visits, visits
+    state = loss.full_state()
+    for row, (mean, visits) in expected.items():
+        torch.testing.assert_close(state["state.log_mean"][row].double(), mean.log(), rtol=1e-5, atol=1e-5)
+        assert state["state.visits"][row].tolist() == [visits] * 2
+    assert loss.diagnostics()["unvisited"] == 0 and len(expected) == 9

@@ -14,9 +14,9 @@ from numerics import unit
 from ports import free_ports
 from safetensors.torch import load_file
 
-from open_clip_ext import InputError, create_loss, distributed, row_files, rows_in_files
-from open_clip_ext.distributed import ShardedRows
+from open_clip_ext import InputError, create_loss, row_files, row_state, rows_in_files
 from open_clip_ext.row_files import check_row_files
+from open_clip_ext.row_state import ShardedRows
 
 ROWS, BATCH = 23, 6  # 23 rows divide by no number of processes
 WRITERS = 3
@@ -58,7 +58,7 @@ def process(rank, port, folder):
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WRITERS))
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    ShardedRows.CHUNK = 2
+    row_files.CHUNK_ROWS = 2
     for name in LOSSES:
         part = BATCH // WRITERS
         loss = stepped(name, slice(rank * part, (rank + 1) * part))
@@ -110,9 +110,9 @@ def test_any_number_of_processes_reads_what_three_wrote(saved, monkeypatch, name
     """Reading asks no other process, so that one can take the place of each."""
     plain = create_loss(name, num_samples=ROWS, epochs=2, **({"npn_prototypes": 6} if name == "neuclip" else {}))
     plain.load_state_dict(torch.load(saved / f"{name}_0.pt"))
-    monkeypatch.setattr(ShardedRows, "CHUNK", 2)
+    monkeypatch.setattr(row_files, "CHUNK_ROWS", 2)
     for rank in range(readers):
-        for module in (distributed, row_files):
+        for module in (row_state, row_files):
             monkeypatch.setattr(module, "world_size", lambda: readers)
             monkeypatch.setattr(module, "rank", lambda rank=rank: rank)
         read = load(saved / "by_3", name)
@@ -155,7 +155,7 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
     (tmp_path / "sogclr.rows/mine").write_text("mine")
     with pytest.raises(InputError, match="sogclr.rows' cannot be made: File exists; give a new folder"):
         save(stepped("sogclr"), tmp_path, "sogclr")
-    assert (tmp_path / "sogclr.rows/mine").read_text() == "mine" and ShardedRows.files is None
+    assert (tmp_path / "sogclr.rows/mine").read_text() == "mine" and row_files.current() is None
 
 
 def remove(path: Path):

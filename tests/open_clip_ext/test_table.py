@@ -7,8 +7,8 @@ import torch
 from numerics import unit
 
 from open_clip_ext import InputError, create_loss
-from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.equations import fastclip_gamma
+from open_clip_ext.row_state import ShardedRows
 
 
 @pytest.mark.parametrize(

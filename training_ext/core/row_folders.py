@@ -16,13 +16,12 @@ from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
-import torch.distributed as dist
-
-from open_clip_ext.distributed import ShardedRows, rank, world_size
+from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
+from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.checkpoint import KEY
 from training_ext.core.rows import needs_index
 from training_ext.openclip.loading import load_mapped, one_line
@@ -61,8 +60,7 @@ def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], 
     Returns:
         The state, and the name of the folder beside `file` that has its rows, None where they are in the state.
     """
-    tables = [module for module in loss.modules() if isinstance(module, ShardedRows)]
-    num_bytes = sum(table.num_rows * table.columns * table.rows.element_size() for table in tables)
+    num_bytes = loss.num_samples * sum(bytes_per_row(loss).values()) if loss.needs_index else 0
     if not splits(args, num_bytes) or not _all_see(file):
         return loss.full_state(), None
     with rows_in_files(f"{file}{MARK}{secrets.token_hex(4)}") as files:
@@ -74,14 +72,13 @@ def _all_see(file: str) -> bool:
     """Whether every process sees process 0's folder of `file`; without a shared disk it must gather the rows."""
     if world_size() == 1:
         return True
-    probe = [temporary_name(file)]  # removed later if a kill leaves it
+    probe = temporary_name(file)  # removed later if a kill leaves it
     if rank() == 0:
-        open(probe[0], "xb").close()
-    dist.broadcast_object_list(probe)
-    seen = [False] * world_size()
-    dist.all_gather_object(seen, os.path.exists(probe[0]))
+        open(probe, "xb").close()
+    probe = object_of_first(probe)
+    seen = all_gather_object(os.path.exists(probe))
     if rank() == 0:
-        os.remove(probe[0])
+        os.remove(probe)
         if not all(seen):
             where = f"'{os.path.dirname(file)}'"
             logging.warning(f"Process {seen.index(False)} does not see {where}: process 0 gathers the rows")

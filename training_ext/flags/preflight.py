@@ -16,13 +16,13 @@ from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
 
 from open_clip_ext import MODEL_CONFIGS, factory
-from open_clip_ext.distributed import ShardedRows
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
+from open_clip_ext.row_state import bytes_per_row
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.latest import bring_up_to_date, find_resumed, resumed_path
 from training_ext.core.loss import build_loss
@@ -496,10 +496,3 @@ def check_batch(loss: Loss, args: Namespace, world_size: int) -> None:
     for module in loss.modules():
         if isinstance(module, Normalizer):
             module.check_batch(args.batch_size * world_size * args.accum_freq)
-
-
-def bytes_per_row(loss: Loss) -> dict[str, int]:
-    """Bytes that the loss keeps per row of the data, on one of the processes, by name of the module."""
-    return {name: 4 * module.columns for name, module in loss.named_modules() if isinstance(module, ShardedRows)}
-
-

@@ -21,6 +21,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
+from open_clip_ext.row_state import bytes_per_row
 from training_ext.core import checkpoint
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
@@ -92,7 +93,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
         loss.limit_to(num_rows)
         preflight.check_batch(loss, args, processes)
     parts = model_bytes(args)
-    rows = {} if loss is None else preflight.bytes_per_row(loss)
+    rows = {} if loss is None else bytes_per_row(loss)
     parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
     saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * num_rows
     for name, size in rows.items():
