@@ -40,6 +40,7 @@ class Part:
     needs_index = False
     follows_epochs = False
     num_samples: int  # where `needs_index`
+    epoch: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -82,6 +83,7 @@ class Part:
 
     def set_epoch(self, epoch: int) -> None:
         """Called before each epoch, 0-based."""
+        self.epoch = epoch
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the

@@ -23,15 +23,8 @@ from open_clip_ext.parts import Part
 class RowState(Part, nn.Module):
     """Base of the parts with state per sample: `columns` and `new_rows` are all that a subclass declares.
 
-        class Slow(RowState, ...):
-            columns = {"log_u": -math.inf}
-
-            def new_rows(self, old, estimate):
-                log_u = old["log_u"]
-                return {"log_u": torch.where(log_u == -math.inf, estimate, (log_u + estimate) / 2)}
-
     Each column has two values per sample, for its image and its text. For another world size, device or form of
-    checkpoint there is nothing to do.
+    checkpoint there is nothing to do. docs/extending.md shows a subclass whole.
 
     Args:
         num_samples: n, at least 1.
@@ -90,18 +83,16 @@ class RowState(Part, nn.Module):
 
     def full_state(self) -> dict[str, Any]:
         table = self.rows.gather()
-        own = {}
         if isinstance(table, Tensor):
             own = {name: part.contiguous() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
-        elif table is not None:  # in files
-            own = {self._table: table}
+        else:
+            own = {} if table is None else {self._table: table}
         return {**super().full_state(), **own}
 
     def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
         super().check_state(state, dimension)
-        for name in self.columns if self._table not in state else ():
-            if name not in state:
-                raise ValueError(f"state: no {name!r} per sample, which {self.name!r} keeps")
+        if self._table not in state and (missing := [name for name in self.columns if name not in state]):
+            raise ValueError(f"state: no {missing[0]!r} per sample, which {self.name!r} keeps")
         self.rows.check(self._table_of(state))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
@@ -115,7 +106,7 @@ class RowState(Part, nn.Module):
 def bytes_per_row(module: nn.Module) -> dict[str, int]:
     """Bytes that a loss keeps per sample, on one of the processes, by name of its part."""
     tables = {name: part for name, part in module.named_modules() if isinstance(part, ShardedRows)}
-    return {name: table.columns * table.rows.element_size() for name, table in tables.items()}
+    return {name: table.rows[0].nbytes for name, table in tables.items()}
 
 
 class ShardedRows(nn.Module):
@@ -146,10 +137,9 @@ class ShardedRows(nn.Module):
         super().__init__()
         self._on_host = on_host
         self.num_rows = num_rows
-        self.columns = columns
         self._processes = world_size()  # W when the rows were divided
         # Writes to rows of other processes go to an extra last row, so that shapes stay static.
-        local_rows = self._rows_of(rank()) + 1
+        local_rows = len(range(rank(), num_rows, world_size())) + 1
         rows = torch.empty(local_rows, columns, dtype=self.DTYPE, device="cpu" if on_host else device)
         rows.copy_(torch.tensor(fill, dtype=self.DTYPE))
         self.register_buffer("rows", rows, persistent=False)
@@ -162,9 +152,6 @@ class ShardedRows(nn.Module):
             return moved if moved.dtype == rows.dtype else rows.to(moved.device)
 
         return self if self._on_host else super()._apply(move, recurse)
-
-    def _rows_of(self, owner: int) -> int:
-        return len(range(owner, self.num_rows, world_size()))
 
     def _divide(self) -> None:
         """Divide the rows if torch.distributed has started since they were made.
@@ -217,7 +204,7 @@ class ShardedRows(nn.Module):
             for chunk in self.rows[:-1].split(row_files.CHUNK_ROWS):
                 dist.send(transportable(chunk.contiguous()), dst=0)
             return None
-        table = torch.empty(self.num_rows, self.columns, dtype=self.rows.dtype)
+        table = torch.empty(self.num_rows, self.rows.shape[1], dtype=self.rows.dtype)
         for owner in range(world_size()):
             own = self.rows[:-1].split(row_files.CHUNK_ROWS)  # as many as another process sends, or one more
             for chunk, target in zip(own, table[owner :: world_size()].split(row_files.CHUNK_ROWS), strict=False):
@@ -235,8 +222,8 @@ class ShardedRows(nn.Module):
             shape = files.check(table)
         else:
             raise ValueError("table: its rows are in files; load it within rows_in_files(folder)")
-        if shape != (self.num_rows, self.columns):
-            raise ValueError(f"table: shape {shape} where {(self.num_rows, self.columns)} is needed")
+        if shape != (needed := (self.num_rows, self.rows.shape[1])):
+            raise ValueError(f"table: shape {shape} where {needed} is needed")
 
     def load(self, table: Any) -> None:
         """Load this process's rows from the result of `gather` on process 0, saved under any world size.

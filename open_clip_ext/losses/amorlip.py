@@ -290,7 +290,7 @@ class AmorLIPLoss(Loss):
     def full_state(self) -> dict[str, Tensor | int | str]:
         return {**super().full_state(), **self.networks.full_state()}
 
-    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
+    def check_state(self, state: dict[str, Tensor | int | str], dimension: int = 0) -> None:
         super().check_state(state)
         self.networks.check_state(state)
 

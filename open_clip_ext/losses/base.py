@@ -77,7 +77,7 @@ class Loss(Part, nn.Module):
         self.accum_freq = accum_freq
         self.validate = validate
         self.steps = 0
-        self.epoch: int | None = None
+        self.epoch = -1  # until `set_epoch`
         self.dimension = 0  # of the embeddings, once known
         # Empty; its device and dtype are the state's.
         self.register_buffer("_like", torch.empty(0), persistent=False)
@@ -190,7 +190,7 @@ class Loss(Part, nn.Module):
         more = {} if key is None else {"key": self._check_key(key, len(image_features))}
         reference = self._check_reference(image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
-        if trains and self.epoch is None and self.follows_epochs:
+        if trains and self.epoch < 0 and self.follows_epochs:
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0

@@ -85,9 +85,6 @@ class Queue(Normalizer):
                 "queue_size",
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         needed = sum(self.memory(dimension, processes).values())
         check_fits("queue_size", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")

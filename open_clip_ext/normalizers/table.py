@@ -114,10 +114,6 @@ class MovingAverageTable(RowNormalizer):
             raise InputError("the cosine of gamma needs its length, or the number of epochs", "gamma_decay_epochs")
         self._latest_gamma: Tensor | None = None  # mean over the batch's rows, if each has its own
         self.follows_epochs = self.gamma_schedule == "cosine"
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     @property
     def current_gamma(self) -> float:

@@ -85,7 +85,6 @@ class IndividualTemperature(RowState, Temperature):
         self.lr_epochs = self.tau_lr_epochs or 0  # of the cosine alone
         self.scales_encoders = not self.fastclip_code
         self.follows_epochs = self.tau_optimizer == "adam" or self.tau_lr_schedule != "constant"
-        self.epoch = 0
 
     @property
     def columns(self) -> dict[str, float]:
@@ -106,9 +105,6 @@ class IndividualTemperature(RowState, Temperature):
         if not low <= settings["tau_start"] <= high:
             start = settings["tau_start"]
             raise InputError(f"{start:g} is not in [tau_min, tau_max], [{low:g}, {high:g}]", "tau_start")
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
     @property
     def current_lr(self) -> float:
