@@ -85,6 +85,23 @@ class Part:
         """Called before each epoch, 0-based."""
         self.epoch = epoch
 
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        """Set defaults that depend on the length of the training; called before the first step.
+
+        Args:
+            steps: optimizer steps in one pass over the data.
+            passes: in the training, if known; an epoch may be less or more than one.
+        """
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose; without rows per sample and
+        the temporary memory of a step."""
+        return {}
+
+    def limit_to(self, num_samples: int) -> None:
+        """Limit every part to n = `num_samples` stored samples, so that none is stored twice; called before the first
+        step if n is known."""
+
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the
         first batch or when a state is loaded."""

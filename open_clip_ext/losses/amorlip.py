@@ -54,7 +54,8 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import GRADIENTS, Loss, keeping_float32
+from open_clip_ext.losses.base import GRADIENTS, Loss
+from open_clip_ext.losses.state import keeping_float32
 from open_clip_ext.networks import WIDTH
 from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
 from open_clip_ext.surrogates import Identity

@@ -1,42 +1,34 @@
 """Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
-import logging
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
-from open_clip_ext.losses.checks import InputErrors, check_equal_batches, check_features, check_int64
-from open_clip_ext.parts import Part
+from open_clip_ext.losses.checks import (
+    InputErrors,
+    check_equal_batches,
+    check_features,
+    check_int64,
+    check_logit_scale,
+    check_rows,
+    checked_reference,
+)
+from open_clip_ext.losses.state import LossState
 from open_clip_ext.surrogates import Surrogate
 
-STATE_FORMAT = 1  # of `full_state`
-LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
-
 GRADIENTS = "the float16 gradient of the features"
-
-
-def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn` of `Module._apply`, without its conversions to 16 bits."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        converted = fn(tensor)
-        is_shorter = converted.is_floating_point() and converted.itemsize < 4 <= tensor.itemsize
-        return tensor.to(converted.device) if is_shorter else converted
-
-    return convert
 
 
 class NonFiniteError(ArithmeticError):
     """A tensor of the training step was NaN or infinite; the message names the step and the first such tensor."""
 
 
-class Loss(Part, nn.Module):
+class Loss(LossState):
     """Base class of the losses; takes the arguments of open_clip's `ClipLoss` and the samples' rows.
 
     State is updated only in training mode with gradients enabled: a validation under `torch.no_grad()` leaves it as it
@@ -52,7 +44,6 @@ class Loss(Part, nn.Module):
             names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`:
-        name: stored in the state, so that one loss cannot load another's.
         needs_index: as in `Part`; an instance may change it.
         takes_keys: whether samples may have keys, see `forward`; an instance may change it.
         takes_reference: whether `forward` takes a reference model's features; an instance may change it.
@@ -67,7 +58,6 @@ class Loss(Part, nn.Module):
     trains_logit_scale = True
     takes_keys = False
     takes_reference = False
-    _like: Tensor
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
@@ -76,11 +66,7 @@ class Loss(Part, nn.Module):
             raise InputError(f"{accum_freq!r} must be an integer of at least 1", "accum_freq")
         self.accum_freq = accum_freq
         self.validate = validate
-        self.steps = 0
         self.epoch = -1  # until `set_epoch`
-        self.dimension = 0  # of the embeddings, once known
-        # Empty; its device and dtype are the state's.
-        self.register_buffer("_like", torch.empty(0), persistent=False)
         self._calls = 0
         self._is_float16 = False
         self._first_problem: Tensor | None = None
@@ -91,23 +77,6 @@ class Loss(Part, nn.Module):
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
         self.epoch = epoch
         self._calls = 0
-
-    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
-        """Set defaults that depend on the length of the training; called before the first step.
-
-        Args:
-            steps: optimizer steps in one pass over the data.
-            passes: in the training, if known; an epoch may be less or more than one.
-        """
-
-    def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose; without rows per sample and
-        the temporary memory of a step."""
-        return {}
-
-    def limit_to(self, num_samples: int) -> None:
-        """Limit every part to n = `num_samples` stored samples, so that none is stored twice; called before the first
-        step if n is known."""
 
     @property
     def value_name(self) -> str:
@@ -125,15 +94,6 @@ class Loss(Part, nn.Module):
     def with_surrogate(self, surrogate: Surrogate) -> AbstractContextManager:
         """Apply `surrogate` in place of the loss's own within the block; a loss without surrogates stays as it is."""
         return nullcontext()
-
-    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the state that depends on the embeddings' dimension, dtype or device.
-
-        Called once, at the first batch or when a state is loaded. Afterwards `Module.to` moves the state; a batch on
-        another device or of another dtype moves it, too.
-        """
-        self.dimension = dimension
-        self._like = torch.empty(0, device=device, dtype=dtype)
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
@@ -187,8 +147,12 @@ class Loss(Part, nn.Module):
         if isinstance(logit_scale, (float, int)):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
-        more = {} if key is None else {"key": self._check_key(key, len(image_features))}
-        reference = self._check_reference(image_features, dist_image_features, dist_text_features)
+        if key is not None:
+            if not self.takes_keys:
+                raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
+            check_int64("key", key, len(image_features))
+        more = {} if key is None else {"key": key}
+        reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:
             raise ValueError("this loss follows the epoch: call its set_epoch(epoch) before each epoch")
@@ -220,23 +184,6 @@ class Loss(Part, nn.Module):
                     self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Loss":
-        """Move the state as `Module.to` does, but keep float32: a table's logarithms do not survive 16 bits."""
-        return super()._apply(keeping_float32(fn), recurse)
-
-    # An evaluation may come first, in inference mode, whose tensors could never be trained.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _adapt(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the state at the first batch; move it where a later one is of another device or dtype."""
-        if not self.dimension:
-            self.to(device)
-            self.materialize(dimension, device, dtype)
-        elif self.dimension != dimension:
-            raise ValueError(f"image_features: dimension {dimension} where the earlier batches had {self.dimension}")
-        elif (self._like.device, self._like.dtype) != (device, dtype):
-            self.to(device, dtype)
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -299,40 +246,13 @@ class Loss(Part, nn.Module):
         if image_features.shape[0] < self.least_pairs:
             pairs = image_features.shape[0]
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")
-        if logit_scale.numel() != 1:
-            raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(logit_scale.shape)}")
-        if self.steps == 0 and self.reads_logit_scale and 0 < logit_scale.item() < LEAST_USUAL_SCALE:
-            logging.warning(
-                f"logit_scale is {logit_scale.item():.3g}, a temperature of {1 / logit_scale.item():.2g}; if it is the "
-                "logarithm, as a parameter usually is, pass logit_scale.exp()"
-            )
-        if (may_wait or logit_scale.device.type == "cpu") and logit_scale.item() <= 0:
-            raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {logit_scale.item():g}")
+        check_logit_scale(logit_scale, self.steps == 0 and self.reads_logit_scale, may_wait)
         if index is not None:
-            self._check_index(index, image_features.shape[0], may_wait)
+            check_int64("index", index, image_features.shape[0])
+            if self.needs_index and (may_wait or index.device.type == "cpu"):
+                check_rows(index, self.num_samples)
         elif self.needs_index:
             raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
-
-    def _check_key(self, key: Tensor, batch: int) -> Tensor:
-        if not self.takes_keys:
-            raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
-        check_int64("key", key, batch)
-        return key
-
-    def _check_reference(
-        self, like: Tensor, image: Tensor | None, text: Tensor | None
-    ) -> tuple[Tensor, Tensor] | None:
-        if (image is None) != (text is None) or (image is None) == self.takes_reference:
-            needs = "needs both" if self.takes_reference else "has no use for either"
-            raise ValueError(f"dist_image_features, dist_text_features: this loss {needs}, a reference's unit vectors")
-        if image is None or text is None:
-            return None
-        if image.dim() != 2 or image.shape != text.shape or len(image) != len(like):
-            raise ValueError(
-                f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
-                f"and {tuple(text.shape)}"
-            )
-        return image.detach(), text.detach()
 
     def _check_group(self, index: Tensor, is_first: bool) -> None:
         """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait.
@@ -359,58 +279,7 @@ class Loss(Part, nn.Module):
         """What needs `index`, for an error message."""
         return type(self).__name__
 
-    def _check_index(self, index: Tensor, batch: int, may_wait: bool) -> None:
-        check_int64("index", index, batch)
-        if self.needs_index and (may_wait or index.device.type == "cpu"):
-            rows = self.num_samples
-            low, high = index.min().item(), index.max().item()
-            if low < 0 or high >= rows:
-                raise ValueError(f"index: rows must lie in [0, {rows}); got {low if low < 0 else high}")
-
-    def full_state(self) -> dict[str, Tensor | int | str]:
-        """The loss's state as CPU tensors, numbers and strings, which `torch.load(weights_only=True)` reads.
-
-        It does not depend on the number of processes: process 0 gets all of it, the others get no tensors. Every
-        process must call it, and likewise `state_dict()`, which contains it.
-
-        Raises:
-            RuntimeError: the state is sharded over processes, and one has not called it within 5 minutes.
-        """
-        other = {"process": rank()} if rank() else {}
-        return {
-            "format": STATE_FORMAT, "loss": self.name, "steps": self.steps, **other,
-            "dimension": self.dimension, "dtype": str(self._like.dtype).removeprefix("torch."),
-        }
-
-    def check_state(self, state: dict[str, Tensor | int | str], dimension: int = 0) -> None:
-        """Raise ValueError if `load_full_state` cannot load the state, which has its dimension; nothing is changed."""
-        if "process" in state:
-            raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
-        if state.get("format") != STATE_FORMAT:
-            found = f"format {state['format']}" if "format" in state else "an older format"
-            raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")
-        if state["loss"] != self.name:
-            raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
-        if self.dimension and not state["dimension"]:
-            raise ValueError("state: saved before the first batch; load it into a new loss, this one has had batches")
-
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Load the result of `full_state` on process 0; every process loads all of it.
-
-        Raises:
-            ValueError: the state is of another loss, other sizes, another format or another process; nothing is
-                changed.
-        """
-        self.check_state(state)
-        self.steps = int(state["steps"])
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
         self._calls, self._first_problem = 0, None
         self._input_errors.clear()
-        if state["dimension"]:
-            dtype = torch.float64 if state["dtype"] == "float64" else torch.float32
-            self.materialize(int(state["dimension"]), self._like.device, dtype)
-
-    def get_extra_state(self) -> dict[str, Tensor | int | str]:
-        return self.full_state()
-
-    def set_extra_state(self, state: dict[str, Tensor | int | str]) -> None:
-        self.load_full_state(state)

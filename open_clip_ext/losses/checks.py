@@ -1,5 +1,6 @@
 """Checks of a loss's inputs, and input errors that are recorded on the device, so that no step waits for it."""
 
+import logging
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from open_clip_ext.distributed import all_gather
 
 NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
+LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
 
 class InputErrors:
@@ -67,3 +69,48 @@ def check_equal_batches(features: Tensor) -> None:
     sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
+
+
+def check_logit_scale(scale: Tensor, warns: bool, may_wait: bool) -> None:
+    """Raise ValueError unless 1 / tau is one number, and positive; on a GPU only where one may wait for it.
+
+    Args:
+        warns: whether to warn of a number that looks like its logarithm.
+    """
+    if scale.numel() != 1:
+        raise ValueError(f"logit_scale must be one number, 1 / tau; got shape {tuple(scale.shape)}")
+    if warns and 0 < scale.item() < LEAST_USUAL_SCALE:
+        logging.warning(
+            f"logit_scale is {scale.item():.3g}, a temperature of {1 / scale.item():.2g}; if it is the logarithm, as a "
+            "parameter usually is, pass logit_scale.exp()"
+        )
+    if (may_wait or scale.device.type == "cpu") and scale.item() <= 0:
+        raise ValueError(f"logit_scale must be > 0, as 1 / tau; got {scale.item():g}")
+
+
+def check_rows(index: Tensor, num_samples: int) -> None:
+    """Raise ValueError unless every row is in [0, num_samples). Waits for the device."""
+    low, high = index.min().item(), index.max().item()
+    if low < 0 or high >= num_samples:
+        raise ValueError(f"index: rows must lie in [0, {num_samples}); got {low if low < 0 else high}")
+
+
+def checked_reference(
+    needed: bool, like: Tensor, image: Tensor | None, text: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """A reference model's features, detached; ValueError unless both or, where not needed, neither are given.
+
+    Args:
+        like: the features of the model in training, of as many pairs.
+    """
+    if (image is None) != (text is None) or (image is None) == needed:
+        needs = "needs both" if needed else "has no use for either"
+        raise ValueError(f"dist_image_features, dist_text_features: this loss {needs}, a reference's unit vectors")
+    if image is None or text is None:
+        return None
+    if image.dim() != 2 or image.shape != text.shape or len(image) != len(like):
+        raise ValueError(
+            f"dist_image_features and dist_text_features must both be ({len(like)}, d'); got {tuple(image.shape)} "
+            f"and {tuple(text.shape)}"
+        )
+    return image.detach(), text.detach()

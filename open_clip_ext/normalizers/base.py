@@ -28,18 +28,8 @@ class Normalizer(Part, nn.Module):
     allows_reference: ClassVar[bool] = False
     intra_modal: ClassVar[bool] = False
 
-    def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        """Bytes of state on each of `processes` for embeddings of `dimension`, by purpose, without rows per sample."""
-        return {}
-
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
         """Raise InputError if one process's state for embeddings of `dimension` cannot fit on `device`."""
-
-    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
-        """As `Loss.set_steps_per_pass`."""
-
-    def limit_to(self, num_samples: int) -> None:
-        """As `Loss.limit_to`."""
 
     def check_batch(self, size: int) -> None:
         """Raise InputError if global batches of `size` pairs make the estimator useless."""
