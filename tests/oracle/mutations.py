@@ -25,10 +25,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 STORED = Path(__file__).with_suffix(".json")
-PACKAGES = ("open_clip_ext", "training_ext")
+PACKAGES = ("open_clip_ext", "training_ext", "examples/data")  # the last was part of the first when they were drawn
 SEED, NUMBER = 0, 40
 LIMIT = 3600  # seconds for the tests of a mutation, which may make them hang
 OTHER = {
@@ -82,8 +83,9 @@ def functions(tree: Path) -> Iterator[tuple[str, str, Function, str]]:
 
 def draw(tree: Path) -> list[Mutation]:
     every = [(path, name, node, text, _body(node)) for path, name, node, text in functions(tree)]
-    lines = [sum(part.end_lineno - part.lineno + 1 for part in body) for *_, body in every]
-    chosen, drawn = random.Random(SEED), []
+    lines = [sum((part.end_lineno or part.lineno) - part.lineno + 1 for part in body) for *_, body in every]
+    chosen = random.Random(SEED)
+    drawn: list[Mutation] = []
     while len(drawn) < NUMBER:
         path, name, node, text, body = chosen.choices(every, lines)[0]
         places = [place for part in body for place in _places(part)]
@@ -103,7 +105,7 @@ def _body(function: Function) -> list[ast.stmt]:
     return function.body[1:] if ast.get_docstring(function) is not None else function.body
 
 
-def _places(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
+def _places(node: ast.AST) -> Iterator[tuple[str, Any, str]]:
     """What can be mutated below a node: kind, the node, and the source that replaces it."""
     if isinstance(node, ast.Raise | ast.JoinedStr) or isinstance(node, ast.Call | ast.Expr) and _talks(node):
         return
@@ -157,7 +159,7 @@ def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _lines(text: str, place: ast.AST, by: str) -> tuple[list[str], list[str]]:
+def _lines(text: str, place: Any, by: str) -> tuple[list[str], list[str]]:
     """The lines that a node is on, and these with `by` in its place; of a block its condition alone."""
     if isinstance(place, ast.If | ast.While):
         place, by = place.test, f"not ({ast.unparse(place.test)})"
@@ -192,7 +194,7 @@ def mutated(mutation: Mutation, tree: Path) -> tuple[str, str]:
         found = _found(lines[node.lineno - 1 : node.end_lineno], mutation.old)
         if len(found) > mutation.nth:
             start = node.lineno - 1 + found[mutation.nth]
-            indent = re.match(r"\s*", lines[start])[0]
+            indent = lines[start].removesuffix(lines[start].lstrip())
             new = [f"{indent}{line}\n" for line in mutation.new]
             return path, "".join(lines[:start] + new + lines[start + len(mutation.old) :])
     raise GoneError(f"no function {last} has the old lines")
@@ -213,7 +215,9 @@ def _stripped(lines: list[str]) -> list[str]:
 
 def run(numbers: list[int], commit: str, out: Path, workers: int) -> None:
     commit = _git(ROOT, "rev-parse", commit)
-    results = json.loads(out.read_text()) if out.exists() else {"commit": commit, "verdicts": {}}
+    results: dict[str, Any] = {"commit": commit, "verdicts": {}}
+    if out.exists():
+        results = json.loads(out.read_text())
     if results["commit"] != commit:
         raise SystemExit(f"{out} has the results of {results['commit']}; name another file, or that commit")
     with tempfile.TemporaryDirectory() as folder:
@@ -237,7 +241,8 @@ def judge(mutation: Mutation, tree: Path, workers: int) -> dict[str, str]:
         path, changed = mutated(mutation, tree)
     except GoneError as error:
         return {"verdict": "does not apply", "why": str(error)}
-    file, red_anyway = tree / path, []
+    file = tree / path
+    red_anyway: list[str] = []
     original = file.read_text()
     near, rest = _tests(tree, path)
     for tests in (near, rest):
