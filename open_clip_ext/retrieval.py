@@ -17,6 +17,12 @@ from torch import Tensor
 
 from open_clip_ext.kernels.streaming import tiles
 
+SIDES, RECALLS = ("image_to_text", "text_to_image"), (1, 5, 10)
+VALIDATION = tuple(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank"))
+ANY_CAPTION = tuple(f"{side}_any_R@{k}" for side in SIDES for k in RECALLS)
+NUM_IMAGES = "num_images"
+"""Names of what `validation_metrics` returns."""
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -74,6 +80,34 @@ def retrieval_ranks(
             images.count(similarities, row)
             texts.count(similarities, column)
     return images.ranks(len(text)), texts.ranks(len(image))
+
+
+def validation_metrics(
+    image: Tensor, text: Tensor, image_of_text: Tensor | None = None, device: torch.device | str | None = None
+) -> dict[str, float]:
+    """What OpenCLIP's `get_clip_metrics` gives for n pairs, and `ANY_CAPTION` and the number of images.
+
+    Args:
+        image: (n, d). text: (n, d).
+        image_of_text: (n,) int64, the number of each pair's image, of 0 to the number of images; None: without the
+            recalls that know an image's other captions.
+        device: as of `retrieval_ranks`.
+    """
+    found: dict[str, float] = {}
+    for side, ranks in zip(SIDES, retrieval_ranks(image, text, device=device), strict=True):
+        expected = ranks.expected()
+        found[f"{side}_mean_rank"] = float(expected.mean()) + 1
+        found[f"{side}_median_rank"] = float(expected.quantile(0.5).floor()) + 1
+        found |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
+    if image_of_text is None:
+        return found
+    pairs = torch.arange(len(text))
+    first = pairs.new_zeros(int(image_of_text.max()) + 1).scatter_reduce(
+        0, image_of_text, pairs, "amin", include_self=False
+    )
+    for side, ranks in zip(SIDES, retrieval_ranks(image[first], text, image_of_text, device), strict=True):
+        found |= {f"{side}_any_R@{k}": ranks.recall(k) for k in RECALLS}
+    return found | {NUM_IMAGES: len(first)}
 
 
 class _Side:

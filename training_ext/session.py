@@ -23,6 +23,7 @@ from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
+from open_clip_ext.retrieval import validation_metrics
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.latest import most_trained
@@ -30,7 +31,6 @@ from training_ext.core.loss import TrainingLoss, build_loss
 from training_ext.core.rows import DataRows, trains
 from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, whole
-from training_ext.evaluation.scores import validation_metrics
 from training_ext.features import midepoch
 from training_ext.features import own_classes as during_training
 from training_ext.features.advice import advise, advise_any
@@ -498,7 +498,9 @@ class Session:
         image, text = (torch.cat(features) if isinstance(features, list) else features for features in given)
         device = torch.device(self.args.device)
         on_gpu = device.type == "cuda"  # others may lack float64
-        return validation_metrics(image, text, self.data.val_pictures(), device if on_gpu else image.device)
+        pictures = self.data.val_pictures()
+        of = None if pictures is None else torch.from_numpy(pictures.of)
+        return validation_metrics(image, text, of, device if on_gpu else image.device)
 
     def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
         """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""

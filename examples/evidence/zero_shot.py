@@ -1,16 +1,15 @@
 """Zero-shot accuracy of a checkpoint on a folder in CLIP_benchmark's format."""
 
-from argparse import Namespace
 from pathlib import Path
 
 import open_clip
 import torch
 
 import open_clip_ext
-from training_ext.evaluation.folders import open_own_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.models import find_checkpoint, load_model
-from training_ext.evaluation.own_classes import score_own_classes
+from training_ext.evaluation.scores import open_task, score
+from training_ext.evaluation.tasks import own_task
 
 open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
 
@@ -23,8 +22,9 @@ def accuracy(name: str, checkpoint: Path, folder: Path) -> float:
         folder: has classnames.txt, zeroshot_classification_templates.txt and test/0.tar.
     """
     found = find_checkpoint(str(checkpoint), name)
-    model, transform, tokenizer = load_model(found, Namespace(precision="fp32", device="cpu"))
+    model, transform, tokenizer = load_model(found)
     encoder = Encoder(model, transform, tokenizer, torch.device("cpu"), batch_size=256)
-    scores = score_own_classes(encoder, open_own_classes("--data", str(folder)))
-    assert scores is not None  # None occurs only on processes other than 0
-    return scores.top1
+    task = own_task(str(folder))
+    scored = score(encoder, task, open_task(task, str(folder)))
+    assert scored is not None  # None occurs only on processes other than 0
+    return scored.metrics["acc1"]

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 import torch
 
+from open_clip_ext.retrieval import ANY_CAPTION, validation_metrics
 from training_ext import session
-from training_ext.evaluation.scores import ANY_CAPTION, validation_metrics
 from training_ext.features.keep_best import BEST, num_items
 from training_ext.openclip.hosts import host
 

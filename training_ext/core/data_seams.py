@@ -11,9 +11,9 @@ from open_clip_train.data import SharedEpoch
 from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
+from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
 from training_ext.core.shards import ShardRows, shard_urls
-from training_ext.evaluation.scores import ANY_CAPTION
 from training_ext.features.bad_samples import CountIncomplete, Decode, DecodeImages, Skips, UsableLines
 from training_ext.features.captions import (
     Cells,

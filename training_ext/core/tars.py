@@ -91,6 +91,24 @@ def _payloads(url: str, errors: list[Exception]) -> Iterator[dict]:
         errors.append(error)
 
 
+def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
+    """Yield the samples of a local tar, which is not compressed, as dicts of headers by suffix.
+
+    The contents of a sample can be read from the open archive that comes with it.
+
+    Raises:
+        tarfile.TarError, OSError: the tar is damaged, or has no end mark, as one that was cut between two samples.
+    """
+    with tarfile.open(path, "r:", tarinfo=_StrictHeader) as tar:
+        members = ({"fname": member.name, "data": member, "__url__": path} for member in _members(tar))
+        for sample in group_by_keys_nothrow(members):
+            yield tar, sample
+        file: Any = tar.fileobj
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("it has no end mark")
+
+
 @dataclass(frozen=True)
 class Contents:
     """Result of a scan of a tar's headers.

@@ -1,7 +1,6 @@
 """Averages over tasks as DataComp and the papers define them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from training_ext.evaluation.tasks import DATACOMP, Task
 
@@ -16,60 +15,35 @@ VTAB = tuple(
 PAIRS = ("retrieval/flickr_1k_test_image_text_retrieval", "retrieval/mscoco_2014_5k_test_image_text_retrieval")
 
 
-@dataclass(frozen=True)
-class Aggregate:
-    """An average by its name, and the keys of the tasks that it is over."""
-
-    name: str
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Average:
-    """The value of an aggregate, in [0, 1], or None without any of its tasks; an incomplete one has another name."""
-
-    name: str
-    value: float | None
-
-
-def aggregates(table: str, tasks: Sequence[Task]) -> list[Aggregate]:
-    """The averages for a table of tasks: those of DataComp and the papers, or one over all tasks of another table."""
+def aggregates(table: str, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """By name the keys of the tasks that each average is over: those of DataComp and the papers, or one over all tasks
+    of another table."""
     every = tuple(task.key for task in tasks)
     if table != DATACOMP:
-        return [Aggregate(f"{table}: average of {len(every)}", every)]
-    return [
-        Aggregate("Papers and DataComp: average of 38", every),
-        Aggregate("Papers: ImageNet & variants", ("imagenet1k", *SHIFTS)),
-        Aggregate("Papers: retrieval (Flickr, MSCOCO)", PAIRS),
-        Aggregate("DataComp: ImageNet", ("imagenet1k",)),
-        Aggregate("DataComp: ImageNet dist. shifts", SHIFTS),
-        Aggregate("DataComp: VTAB", VTAB),
-        Aggregate("DataComp: retrieval (and WinoGAViL)", (*PAIRS, "misc/winogavil")),
-    ]
+        return {f"{table}: average of {len(every)}": every}
+    return {
+        "Papers and DataComp: average of 38": every,
+        "Papers: ImageNet & variants": ("imagenet1k", *SHIFTS),
+        "Papers: retrieval (Flickr, MSCOCO)": PAIRS,
+        "DataComp: ImageNet": ("imagenet1k",),
+        "DataComp: ImageNet dist. shifts": SHIFTS,
+        "DataComp: VTAB": VTAB,
+        "DataComp: retrieval (and WinoGAViL)": (*PAIRS, "misc/winogavil"),
+    }
 
 
 def averages(table: str, tasks: Sequence[Task], scores: Sequence[Mapping[str, float]]) -> list[tuple[str, list[float]]]:
-    """Name and values of each aggregate, over the tasks that all of `scores` have, so that the values compare.
+    """Name and values of each average, over the tasks that all of `scores` have, so that the values compare.
+
+    The name of one over fewer tasks says how many there are; one over none is left out.
 
     Args:
         scores: of each checkpoint, by task key, in [0, 1].
     """
-    shared = set.intersection(*(set(own) for own in scores))
     found = []
-    for aggregate in aggregates(table, tasks):
-        own = [average(aggregate, {key: one[key] for key in shared}) for one in scores]
-        if values := [one.value for one in own if one.value is not None]:
-            found.append((own[0].name, values))
+    for name, keys in aggregates(table, tasks).items():
+        there = [key for key in keys if all(key in own for own in scores)]
+        if there:
+            part = "" if len(there) == len(keys) else f"[{len(there)} of {len(keys)} tasks] "
+            found.append((part + name, [sum(own[key] for key in there) / len(there) for own in scores]))
     return found
-
-
-def average(aggregate: Aggregate, scores: Mapping[str, float]) -> Average:
-    """The mean of the aggregate's scores; if some are missing, its name says how many there are.
-
-    Args:
-        scores: by task key, in [0, 1].
-    """
-    there = [scores[key] for key in aggregate.keys if key in scores]
-    complete = len(there) == len(aggregate.keys)
-    name = aggregate.name if complete else f"[{len(there)} of {len(aggregate.keys)} tasks] {aggregate.name}"
-    return Average(name, sum(there) / len(there) if there else None)

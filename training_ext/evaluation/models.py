@@ -5,7 +5,6 @@ import hashlib
 import json
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import open_clip
 import torch
 from open_clip.pretrained import get_pretrained_cfg, is_pretrained_cfg
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
@@ -101,40 +100,34 @@ def find_checkpoint(
     """
     if not os.path.isfile(path):
         raise InputError(f"{path!r} is not a file", flag)
-    folder, name = os.path.split(os.path.abspath(path))
-    experiment = experiment_of(path)
-    inside = experiment != folder
+    folder, experiment = os.path.dirname(os.path.abspath(path)), experiment_of(path)
     params = read_params(os.path.join(experiment, PARAMS))
-    if model is None and not isinstance(params.get("model"), str):
+    name = params.get("model") if model is None else model
+    if not isinstance(name, str):
         raise InputError(f"there is no {PARAMS} with the model's name beside {path!r}; give the name", "--model")
-    own = model is None or model == params.get("model")
-    name_of_model = str(model or params["model"])
-    if tag is not None and not is_pretrained_cfg(name_of_model.replace("/", "-"), tag):
-        known = ", ".join(open_clip.list_pretrained_tags_by_model(name_of_model)) or "none"
-        raise InputError(f"{tag!r} is not a tag of {name_of_model!r}, which has {known}", "--pretrained")
+    own = name == params.get("model")
+    if tag is not None and not is_pretrained_cfg(name.replace("/", "-"), tag):
+        known = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        raise InputError(f"{tag!r} is not a tag of {name!r}, which has {known}", "--pretrained")
     if tag is not None and not (own and params.get("force_quick_gelu")):
-        warn_of_activation(name_of_model, tag)
+        warn_of_activation(name, tag)
     if tag is None and own:
         tag = str(params.get("pretrained"))  # may also be a file or empty
-    preprocessing = {} if tag is None else preprocessing_of(name_of_model, tag)
+    flags = {one: params[one] for one in MODEL_FLAGS if own and params.get(one) is not None}
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
             digest.update(chunk)
-    label = os.path.splitext(name)[0]
-    return Checkpoint(
-        path,
-        f"{os.path.basename(experiment)}/{label}" if inside or params else label,  # best.pt is beside params.txt
-        name_of_model,
-        digest.hexdigest(),
-        any(name.endswith("logit_bias") for name in names_of_weights(path, flag)),
-        preprocessing | {name: params[name] for name in MODEL_FLAGS if own and params.get(name) is not None},
-    )
+    label = os.path.splitext(os.path.basename(path))[0]
+    if params or experiment != folder:  # best.pt is beside params.txt
+        label = f"{os.path.basename(experiment)}/{label}"
+    has_logit_bias = any(weight.endswith("logit_bias") for weight in names_of_weights(path, flag))
+    return Checkpoint(path, label, name, digest.hexdigest(), has_logit_bias, preprocessing_of(name, tag) | flags)
 
 
-def preprocessing_of(model: str, tag: str) -> dict[str, Any]:
+def preprocessing_of(model: str, tag: str | None) -> dict[str, Any]:
     """OpenCLIP's preprocessing flags for the pretrained weights with this tag; {} if there are none."""
-    settings = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
+    settings = get_pretrained_cfg(model.replace("/", "-"), tag or "") or {}
     names = ("mean", "std", "interpolation", "resize_mode")
     return {f"image_{name}": settings[name] for name in names if settings.get(name) is not None}
 
@@ -172,57 +165,59 @@ def read_params(path: str) -> dict[str, Any]:
 
 
 def names_of_weights(path: str, flag: str) -> list[str]:
+    """Names of the weights in a file, without prefixes of wrappers.
+
+    Raises:
+        InputError: the file is damaged or has no weights, or is a script.
+    """
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 return list(file.keys())
         content = load_verified(path)
-    except (SafetensorError, Exception) as error:  # a damaged archive may raise anything
+    except Exception as error:  # a damaged archive may raise anything
         reason = f"is not a complete checkpoint: {one_line(error)}"
         if "TorchScript" in reason:
             reason = "is a TorchScript archive, which would execute what it contains; give a file of its state_dict"
         raise InputError(f"{path!r} {reason}", flag) from None
     weights = content.get("state_dict", content) if isinstance(content, dict) else None
-    if not (
-        isinstance(weights, dict)
-        and weights
-        and all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items())
-    ):
+    if not isinstance(weights, dict) or not all(isinstance(value, torch.Tensor) for value in weights.values()):
+        weights = {}
+    if not weights:
         raise InputError(f"{path!r} has no weights of a model", flag)
-    return [plain_name(name) for name in weights]
+    return [plain_name(str(name)) for name in weights]
 
 
-def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module, Callable, Callable]:
+def load_model(
+    checkpoint: Checkpoint, precision: str = "fp32", device: str = "cpu"
+) -> tuple[torch.nn.Module, Callable, Callable]:
     """The model in evaluation mode, the transform for evaluation, and the tokenizer.
-
-    Args:
-        args: precision and device are used.
 
     Raises:
         InputError: OpenCLIP does not know the model, or the weights belong to another.
     """
-    given = f"--model: {checkpoint.model!r} with the weights of {checkpoint.path!r}"
+    flag, path, model_flags = "--model", checkpoint.path, dict(checkpoint.flags)
     seams = {
         ("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer),
         ("open_clip.factory", "torch.load"): lambda path, **options: load_mapped(path),
     }
-    size = checkpoint.flags.get("force_image_size")
-    flags = {
-        **checkpoint.flags,
-        **({"force_image_size": size[0]} if isinstance(size, (tuple, list)) and len(size) == 1 else {}),
-        **({"init_logit_bias": 0.0} if checkpoint.has_logit_bias else {}),
-    }
+    size = model_flags.get("force_image_size")
+    if isinstance(size, tuple | list) and len(size) == 1:
+        model_flags["force_image_size"] = size[0]
+    if checkpoint.has_logit_bias:
+        model_flags["init_logit_bias"] = 0.0
+    create = open_clip.create_model_and_transforms
     try:
         with replaced(seams), without_warnings():  # about settings of the training
-            model, _, transform = open_clip.create_model_and_transforms(
-                checkpoint.model, precision=args.precision, device=args.device, output_dict=True,
-                **taken(open_clip.create_model_and_transforms, load_weights=False, pretrained_text=False), **flags,
+            model, _, transform = create(
+                checkpoint.model, precision=precision, device=device, output_dict=True,
+                **taken(create, load_weights=False, pretrained_text=False), **model_flags,
             )
-            open_clip.load_checkpoint(model, checkpoint.path)
+            open_clip.load_checkpoint(model, path)
             if checkpoint.start is not None:
                 end = {name: value.clone() for name, value in model.state_dict().items()}
-                given = f"--interpolate: {checkpoint.model!r} with the weights of {checkpoint.start!r}"
-                open_clip.load_checkpoint(model, checkpoint.start)
+                flag, path = "--interpolate", checkpoint.start
+                open_clip.load_checkpoint(model, path)
                 model.load_state_dict(interpolate(model.state_dict(), end, checkpoint.alpha))
             length = checkpoint.flags.get("force_context_length")
             tokenizer = open_clip.get_tokenizer(checkpoint.model, context_length=length)
@@ -232,7 +227,7 @@ def load_model(checkpoint: Checkpoint, args: Namespace) -> tuple[torch.nn.Module
         reason = str(error).strip().splitlines()[-1].strip()[:200] if str(error).strip() else repr(error)
         if open_clip.get_model_config(checkpoint.model) is None and ":" not in checkpoint.model:
             reason = "OpenCLIP does not know it"
-        raise InputError(f"{given}: {reason}") from None
+        raise InputError(f"{checkpoint.model!r} with the weights of {path!r}: {reason}", flag) from None
     return model.eval(), transform, tokenizer
 
 

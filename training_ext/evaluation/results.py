@@ -54,22 +54,23 @@ class Results:
     def _read(self) -> dict[str, Row]:
         if not os.path.exists(self.path):
             return {}
-        rows = {}
         try:
             with open(self.path, encoding="utf-8") as file:
                 lines = [json.loads(line) for line in file if line.strip()]
-            for line in lines:
-                rows[line["key"]] = Row(
+            rows = [
+                Row(
                     line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"],
                     line.get("folder"),
                 )
+                for line in lines
+            ]
             others = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{self.path!r} is not a file of results: {one_line(error)}", "--out") from None
         if others:
-            given = f"--out: {self.path!r} has the results of another {', '.join(sorted(others))}"
-            raise InputError(f"{given}; choose another file, or delete it")
-        return rows
+            other = f"{self.path!r} has the results of another {', '.join(sorted(others))}"
+            raise InputError(f"{other}; choose another file, or delete it", "--out")
+        return {row.key: row for row in rows}
 
     def add(self, row: Row) -> None:
         """Add a result to what the file has now, and rewrite it; the file is complete at any time.
@@ -102,28 +103,22 @@ def table(
         missing: tasks without a folder.
     """
     scores = [one.scores() for one in results]
-    width = max(12, *(len(label) + 2 for label in labels))
-    means = averages(name, tasks, scores)
-    wide = 2 + max(len(first) for first in [*(first for first, _ in means), *(task.name for task in tasks)])
-
-    def line(first: str, metric: str, samples: str, cells: Sequence[str]) -> str:
-        return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{cell:>{width}}" for cell in cells)
-
-    def percent(value: float | None) -> str:
-        return "-" if value is None else f"{100 * value:.2f}"
-
-    lines = [line("task", "metric", "samples", labels)]
-    odd = False
+    rows: list[tuple[str, str, str, Sequence[float | None]]] = []
     for task in tasks:
-        if not any(task.key in own for own in scores):
-            continue
-        samples = next(one.rows[task.key].samples for one in results if task.key in one.rows)
-        mark = "" if task.size in (None, samples) else "*"
-        odd = odd or bool(mark)
-        cells = [percent(own.get(task.key)) for own in scores]
-        lines.append(line(task.name, task.main_metric, f"{samples}{mark}", cells))
-    if odd:
+        if any(task.key in own for own in scores):
+            samples = next(one.rows[task.key].samples for one in results if task.key in one.rows)
+            mark = "" if task.size in (None, samples) else "*"
+            rows.append((task.name, task.main_metric, f"{samples}{mark}", [own.get(task.key) for own in scores]))
+    means = [(first, "mean", "", values) for first, values in averages(name, tasks, scores)]
+    wide = 2 + max(len(first) for first in [*(first for first, *_ in means), *(task.name for task in tasks)])
+    width = max(12, *(len(label) + 2 for label in labels))
+
+    def line(first: str, metric: str, samples: str, cells: Sequence[Any]) -> str:
+        texts = ("-" if cell is None else cell if isinstance(cell, str) else f"{100 * cell:.2f}" for cell in cells)
+        return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{text:>{width}}" for text in texts)
+
+    lines = [line("task", "metric", "samples", labels), *(line(*row) for row in rows)]
+    if any(samples.endswith("*") for _, _, samples, _ in rows):
         lines.append("* not the task's number of samples: not comparable with published scores")
     lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
-    lines += [line(first, "mean", "", [percent(value) for value in values]) for first, values in means]
-    return "\n".join(lines)
+    return "\n".join(lines + [line(*row) for row in means])

@@ -1,5 +1,7 @@
-"""Compute a task's metrics, under DataComp's names, and those of validation pairs, under OpenCLIP's."""
+"""Compute a task's metrics, under DataComp's names."""
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -8,19 +10,32 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.retrieval import retrieval_ranks
+from open_clip_ext.retrieval import RECALLS, retrieval_ranks
 from training_ext.evaluation import metrics
+from training_ext.evaluation.class_folders import open_own_classes
 from training_ext.evaluation.folders import Candidates, Shards, Source
-from training_ext.evaluation.inference import RANKED, Answers, Encoder, associate, classify, retrieve
-from training_ext.evaluation.tasks import Task
-from training_ext.features.captions import Pictures
+from training_ext.evaluation.inference import Encoder
+from training_ext.evaluation.tasks import OWN, Task
 
-RECALLS = (1, 5, 10)
-SIDES = ("image_to_text", "text_to_image")
-NUM_IMAGES = "num_images"
-VALIDATION = (*(f"{side}_{kind}" for side in SIDES for kind in ("R@1", "R@5", "R@10", "mean_rank", "median_rank")),)
-ANY_CAPTION = (*(f"{side}_any_R@{k}" for side in SIDES for k in RECALLS),)
-Metrics = dict[str, Any]
+RANKED = 5  # top classes kept for each sample, or more if a task asks for them
+# Names of the metrics of the user's own classes in the training's log, and of the number of images.
+OWN_CLASSES = {"zeroshot-data-top1": "acc1", "zeroshot-data-balanced": "mean_per_class_recall"}
+OWN_IMAGES = "zeroshot-data-images"
+
+
+@dataclass(frozen=True)
+class Score:
+    """The result of a task.
+
+    Args:
+        metrics: in [0, 1]; `main_metric` is the score, None for the user's own classes.
+        samples: number of samples.
+        confusion: matrix (C, C) of counts for the user's own classes: row the class, column the prediction.
+    """
+
+    metrics: dict[str, Any]
+    samples: int
+    confusion: NDArray | None = None
 
 
 def open_task(task: Task, folder: str) -> Source:
@@ -29,49 +44,64 @@ def open_task(task: Task, folder: str) -> Source:
     Raises:
         InputError: the folder is incomplete, or not of the task's kind.
     """
-    source = Candidates("--data", folder) if task.kind == "winogavil" else Shards("--data", folder)
-    if task.kind != "winogavil" and (source.type == "retrieval") != (task.kind == "retrieval"):
+    if task.kind == OWN:
+        return open_own_classes("--zeroshot-data", folder)
+    if task.kind == "winogavil":
+        return Candidates("--data", folder)
+    source = Shards("--data", folder)
+    if (source.type == "retrieval") != (task.kind == "retrieval"):
         raise source.wrong(f"{folder!r} is of type {source.type}, but {task.name} is a {task.kind} task")
     return source
 
 
-def score(encoder: Encoder, task: Task, source: Source) -> tuple[Metrics, int] | None:
-    """Metrics in [0, 1] and number of samples, on process 0; None on the others.
+@torch.inference_mode()
+def score(encoder: Encoder, task: Task, source: Source) -> Score | None:
+    """Score a task; the result on process 0, None on the others.
 
     Raises:
         InputError: the data lack what the task's main metric needs.
     """
-    found: Metrics
     if isinstance(source, Candidates):
-        similarities = associate(encoder, source, task.name)
-        if similarities is None:
-            return None
-        found, size = association_metrics(similarities, source), len(similarities)
+        found = associate(encoder, task, source)
     elif source.type == "retrieval":
-        embedded = retrieve(encoder, source, task.name, task.size)
-        if embedded is None:
-            return None
-        found, size = retrieval_metrics(**embedded), len(embedded["image"])
+        found = retrieve(encoder, task, source)
     else:
-        answers = classify(encoder, source, task.name, task.size, ranked=max(RANKED, task.top_k))
-        if answers is None:
-            return None
-        found, size = classification_metrics(task, answers, source), len(answers.labels)
-    if found.get(task.main_metric) is None:
-        raise source.wrong(f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(found)}")
-    return found | {"main_metric": found[task.main_metric]}, size
+        found = classify(encoder, task, source)
+    if found is None:
+        return None
+    main = found.metrics.get(task.main_metric)
+    if main is None and task.kind != OWN:
+        raise source.wrong(
+            f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(found.metrics)}"
+        )
+    return Score(found.metrics | {"main_metric": main}, found.samples, found.confusion)
 
 
-def classification_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
-    if answers.scores is not None:
-        return {"mean_average_precision": metrics.mean_average_precision(answers.scores, answers.labels)}
-    predicted, labels = answers.ranked[:, 0], answers.labels
-    enough = len(source.classes) >= 5
+def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
+    """Accuracy, or mean average precision for several labels."""
+    classifier = encoder.classifier(source)
+    several = source.type == "multilabel"
+
+    def answer(features: Tensor, targets: Sequence) -> NDArray:
+        scores = features @ classifier
+        if several:
+            return scores.cpu().numpy()
+        # Not topk, which leaves the order of equal scores open.
+        ranked = scores.sort(dim=1, descending=True, stable=True).indices
+        return ranked[:, : max(RANKED, task.top_k)].cpu().numpy()
+
+    columns = encoder.columns(source, task.name, task.size, answer)
+    if columns is None:
+        return None
+    labels, answers = np.asarray(columns[0], np.int64), np.stack(columns[2])
+    if several:
+        return Score({"mean_average_precision": metrics.mean_average_precision(answers, labels)}, len(labels))
+    predicted, number = answers[:, 0], len(source.classes)
+    accuracy = metrics.top_k_accuracy(answers, labels, 1)
     recall = metrics.mean_per_class_recall(predicted, labels)
-    accuracy = metrics.top_k_accuracy(answers.ranked, labels, 1)
-    found: Metrics = {
+    found: dict[str, Any] = {
         "acc1": accuracy,
-        "acc5": metrics.top_k_accuracy(answers.ranked, labels, 5) if enough else None,
+        "acc5": metrics.top_k_accuracy(answers, labels, 5) if number >= 5 else None,
         "mean_per_class_recall": recall,
     }
     if task.macro:
@@ -79,27 +109,32 @@ def classification_metrics(task: Task, answers: Answers, source: Source) -> Metr
             "acc_avg": accuracy, "recall-macro_all": recall, "F1-macro_all": metrics.macro_f1(predicted, labels),
         }
     if task.group_by:
-        found |= group_metrics(task, answers, source)
-    return found
+        found |= group_metrics(task, metrics.is_among(answers, labels, task.top_k), columns[1], source)
+    confusion = metrics.confusion(predicted, labels, number) if task.kind == OWN else None
+    return Score(found, len(labels), confusion)
 
 
-def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
+def group_metrics(task: Task, right: NDArray, fields: Sequence[NDArray | None], source: Source) -> dict[str, Any]:
     """Accuracy of each group that occurs, and of the worst one, under WILDS's names.
 
     FMoW's region "Other" is included: DataComp's script means to exclude it by name, but compares with group numbers,
     so DataComp's published scores include it.
+
+    Args:
+        right: (N,) 0 or 1.
+        fields: (columns,) of each sample.
     """
-    if answers.fields is None or answers.fields.shape[1] != len(task.fields):
+    if any(own is None or len(own) != len(task.fields) for own in fields):
         raise InputError(
             f"{source.folder!r}: each sample of {task.name} needs an .npy of {len(task.fields)} numbers, "
             f"{', '.join(task.fields)}",
             "--data",
         )
     name = "acc" if task.top_k == 1 else f"acc_top{task.top_k}"
-    right = metrics.is_among(answers.ranked, answers.labels, task.top_k)
-    found: Metrics = {f"{name}_avg": float(right.mean())}
+    found: dict[str, Any] = {f"{name}_avg": float(right.mean())}
     for field in task.group_by:
-        groups = metrics.by_group(right, answers.fields[:, task.fields.index(field)])
+        column = task.fields.index(field)
+        groups = metrics.by_group(right, np.array([own[column] for own in fields if own is not None]))
         for group, (value, count) in groups.items():
             found |= {f"{name}_{field}:{group}": value, f"count_{field}:{group}": count}
         worst = "wg" if len(task.group_by) == 1 else f"worst_{field}"
@@ -107,52 +142,48 @@ def group_metrics(task: Task, answers: Answers, source: Source) -> Metrics:
     return found
 
 
-def retrieval_metrics(image: NDArray, text: NDArray, image_of_text: NDArray) -> Metrics:
-    """Recalls in both directions, under clip_benchmark's names; any of an image's texts counts.
+def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
+    """Recalls in both directions, under clip_benchmark's names; any of an image's texts counts."""
 
-    Args:
-        image: (images, d). text: (texts, d).
-        image_of_text: (texts,) index of each text's image.
-    """
-    embeddings = torch.from_numpy(image), torch.from_numpy(text)
-    images, texts = retrieval_ranks(*embeddings, torch.from_numpy(image_of_text))
-    found: Metrics = {}
+    def answer(features: Tensor, captions: Sequence[list[str]]) -> Iterable[tuple[NDArray, NDArray]]:
+        texts = encoder.embed_texts([caption for own in captions for caption in own]).cpu()
+        of_each = [part.numpy() for part in texts.split([len(own) for own in captions])]
+        return zip(features.cpu().numpy(), of_each, strict=True)
+
+    columns = encoder.columns(source, task.name, task.size, answer)
+    if columns is None:
+        return None
+    image, text = (list(map(torch.from_numpy, own)) for own in zip(*columns[2], strict=True))
+    of = torch.arange(len(text)).repeat_interleave(torch.tensor([len(own) for own in text]))
+    images, texts = retrieval_ranks(torch.stack(image), torch.cat(text), of)
+    found = {}
     for k in RECALLS:
         found |= {f"image_retrieval_recall@{k}": texts.recall(k), f"text_retrieval_recall@{k}": images.recall(k)}
-    return found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}
+    return Score(found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(image))
 
 
-def validation_metrics(image: Tensor, text: Tensor, pictures: Pictures | None, device: torch.device) -> Metrics:
-    """What OpenCLIP's `get_clip_metrics` gives for pairs, and `ANY_CAPTION` and the number of images.
-
-    Args:
-        image: (n, d). text: (n, d).
-        pictures: the pairs grouped by image; None: without the recalls that know an image's other captions.
-    """
-    found: Metrics = {}
-    for side, ranks in zip(SIDES, retrieval_ranks(image, text, device=device), strict=True):
-        expected = ranks.expected()
-        found |= {f"{side}_mean_rank": float(expected.mean()) + 1}
-        found |= {f"{side}_median_rank": float(expected.quantile(0.5).floor()) + 1}
-        found |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
-    if pictures is None:
-        return found
-    first, of = torch.from_numpy(pictures.first), torch.from_numpy(pictures.of)
-    for side, ranks in zip(SIDES, retrieval_ranks(image[first], text, of, device), strict=True):
-        found |= {f"{side}_any_R@{k}": ranks.recall(k) for k in RECALLS}
-    return found | {NUM_IMAGES: len(pictures)}
-
-
-def association_metrics(similarities: list[NDArray], source: Candidates) -> Metrics:
+def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:
     """Mean Jaccard index of all instances, and by the number of candidates; None where there are none."""
+    columns = encoder.columns(source, task.name, len(source.images), lambda features, _: features.cpu().numpy())
+    if columns is None:
+        return None
+    images = np.stack(columns[2])
+    cues = encoder.embed_texts([prompt_of(cue) for cue, *_ in source.instances]).cpu().numpy()
     values = np.array([
-        metrics.jaccard_of_picks(own, truth) for own, (_, _, truth) in zip(similarities, source.instances, strict=True)
+        metrics.jaccard_of_picks(images[numbers] @ cue, truth)
+        for (_, numbers, truth), cue in zip(source.instances, cues, strict=True)
     ])
-    sizes = np.array([len(own) for own in similarities])
+    sizes = np.array([len(numbers) for _, numbers, _ in source.instances])
     chosen = {
         "avg_jaccard_score": sizes > 0,
         **{f"jaccard_score_{size}": sizes == size for size in (5, 6, 10, 12)},
         "jaccard_score_5-6": sizes <= 6,
         "jaccard_score_10-12": sizes >= 10,
     }
-    return {name: float(values[own].mean()) if own.any() else None for name, own in chosen.items()}
+    return Score({name: float(values[own].mean()) if own.any() else None for name, own in chosen.items()}, len(values))
+
+
+def prompt_of(cue: str) -> str:
+    """The prompt for a cue, as in DataComp: "An eagle", "A bald"."""
+    cue = cue.lower()
+    return f"An {cue}" if cue[0] in "aeiou" else f"A {cue}"

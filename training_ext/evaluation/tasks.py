@@ -1,8 +1,9 @@
-"""The tables of tasks: DataComp's 38, or those in a folder's tasks.json."""
+"""The tables of tasks: DataComp's 38, or those in a folder's tasks.json; and the task of the user's own classes."""
 
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -10,6 +11,7 @@ from open_clip_ext.errors import InputError
 
 TASKS_FILE = "tasks.json"
 DATACOMP = "DataComp"
+OWN = "zeroshot-data"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Task:
         size: number of samples, or of instances of WinoGAViL; None if it is not known.
         main_metric: the metric that is the score, one of the names in `scores`.
         folders: names of its folder, see `folder_names`; derived from the key if empty.
-        kind: "classification" (of one label or several, as its folder says), "retrieval" or "winogavil".
+        kind: "classification" (of one label or several, as its folder says), "retrieval", "winogavil", or `OWN`.
         fields: names of the columns of each sample's .npy.
         group_by: the fields by whose groups accuracy is reported.
         top_k: the k of that top-k accuracy.
@@ -46,11 +48,16 @@ class Task:
         names = self.folders or (self.key.removeprefix("fairness/").replace("/", "-"),)
         return [form.format(name) for name in names for form in ("wds_{}_test", "wds_{}", "{}")]
 
-
     def digest(self) -> str:
         """Digest of what the task measures, 16 hex digits."""
         measured = (self.kind, self.main_metric, self.fields, self.group_by, self.top_k, self.macro)
         return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]
+
+
+def own_task(folder: str) -> Task:
+    """The task of the user's own classes in a folder; it has no score that averages include."""
+    name = os.path.basename(os.path.abspath(folder))
+    return Task(f"{OWN}/{name}", name, main_metric="", kind=OWN)
 
 
 PER_CLASS = "mean_per_class_recall"
@@ -107,6 +114,18 @@ DATACOMP_TASKS = (
 )
 
 
+# What a field of this type accepts in tasks.json, and the words for it.
+ACCEPTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    str: (lambda value: isinstance(value, str) and value != "", "a text"),
+    int: (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
+    int | None: (lambda value: value is None or type(value) is int and value > 0, "an integer of at least 1 or null"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    tuple[str, ...]: (
+        lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of texts"
+    ),
+}
+
+
 def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     """Name and tasks of the table: that of FOLDER/tasks.json if it exists, else DataComp's.
 
@@ -119,40 +138,30 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        # JSON has no tuples.
-        rows: list[dict[str, Any]] = [
-            {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-            for row in content["tasks"]
-        ]
-        tasks = tuple(Task(**row) for row in rows)
-        for task in tasks:
-            check_types(task)
-        name = str(content["name"])
+        name, tasks = str(content["name"]), tuple(map(task_of, content["tasks"]))
+        if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
+            raise ValueError(f"it needs a name other than {DATACOMP} and tasks of different keys")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         names = ", ".join(field.name for field in fields(Task))
         raise InputError(
             f"{path!r} is not a table of tasks: {error!r}; give a name and tasks with {names}", "--data"
         ) from None
-    if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
-        raise InputError(f"{path!r} must have a name other than {DATACOMP} and tasks of different keys", "--data")
     for task in tasks:
         if task.kind not in ("classification", "retrieval", "winogavil") or not set(task.group_by) <= set(task.fields):
             raise InputError(f"{path!r}: {task.key!r} has an unknown kind, or group_by is not in its fields", "--data")
     return name, tasks
 
 
-def check_types(task: Task) -> None:
-    """Raise ValueError for a field that is of another type than `Task` says."""
-    for name in ("key", "name", "main_metric", "kind"):
-        if not isinstance(value := getattr(task, name), str) or not value:
-            raise ValueError(f"{name} is {value!r}, not a text")
-    for name in ("folders", "fields", "group_by"):
-        value = getattr(task, name)
-        if not isinstance(value, tuple) or not all(isinstance(one, str) for one in value):
-            raise ValueError(f"{name} of {task.key!r} is {value!r}, not a list of texts")
-    for name in ("size", "top_k"):
-        value = getattr(task, name)
-        if not (value is None and name == "size") and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} of {task.key!r} is {value!r}, not an integer of at least 1")
-    if not isinstance(task.macro, bool):
-        raise ValueError(f"macro of {task.key!r} is {task.macro!r}, not true or false")
+def task_of(row: dict[str, Any]) -> Task:
+    """A task of tasks.json.
+
+    Raises:
+        AttributeError, TypeError, ValueError: it is not as `Task` says.
+    """
+    task = Task(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+    for field in fields(Task):
+        value = getattr(task, field.name)
+        is_accepted, words = ACCEPTED[field.type]
+        if not is_accepted(value):
+            raise ValueError(f"{field.name} of {task.key!r} is {value!r}, not {words}")
+    return task

@@ -1,27 +1,22 @@
-"""Check the first samples before a run starts: refuse data in which none of them is usable, and warn of images that
-reach the model otherwise than they look."""
+"""Check the first samples before a run starts: refuse data in which none of them is usable."""
 
 import io
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cache
 from itertools import chain, islice
-from typing import Any
 
 import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
+from training_ext.core.images import warn_of_images
 from training_ext.core.shards import is_local
 from training_ext.core.tars import one_line, read_samples
 from training_ext.features.captions import JsonCaptions, SeenCaptions, see
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
-COMPARED = 20  # images
-ORIENTATION = 0x0112  # EXIF's number of it
 
 
 def look_at_shards(
@@ -97,37 +92,6 @@ def _images(samples: Iterable[dict]) -> Iterator[tuple[str, io.BytesIO]]:
         for name in PAIR_MEMBERS[:-1]:
             if name in sample:
                 yield f"{sample['__key__']}.{name}", io.BytesIO(sample[name])
-
-
-def warn_of_images(images: Iterable[tuple[str, Any]], path: str, flag: str) -> None:
-    """Warn once of each kind of change between the first images of `path`, names and files, and what the model sees."""
-    found: dict[str, list[str]] = {}
-    looked_at = 0
-    with suppress(Exception):  # a cut shard
-        for name, file in islice(images, COMPARED):
-            looked_at += 1
-            with suppress(Exception), Image.open(file) as image:  # the run counts images that cannot be read
-                for change in _changes(image):
-                    found.setdefault(change, []).append(name)
-    for change, names in found.items():
-        _warn(f"{flag}: {len(names)} of the first {looked_at} images of {path!r} {change}. The first is {names[0]!r}")
-
-
-_warn = cache(logging.warning)  # the same data may be looked at several times
-
-
-def _changes(image: Image.Image) -> Iterator[str]:
-    """What OpenCLIP, which converts images to RGB, changes in this one."""
-    if image.mode.startswith(("I", "F")):
-        # Pillow has no extrema of big-endian numbers.
-        extrema: Any = (image if image.mode == "F" else image.convert("I")).getextrema()
-        low, high = extrema
-        if low < high and not 1 < high <= 255:
-            yield "lose values in RGB, which keeps 0 to 255 and makes others black or white; scale them"
-    elif image.has_transparency_data and image.getcolors(1) is None and image.convert("RGB").getcolors(1) is not None:
-        yield "become one colour in RGB, which leaves out transparency; put them on a background"
-    if image.format != "TIFF" and image.getexif().get(ORIENTATION, 1) > 1:  # Pillow itself applies that of TIFF
-        yield "are turned by their EXIF orientation, which OpenCLIP does not apply; turn their pixels"
 
 
 def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:

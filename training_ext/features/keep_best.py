@@ -13,11 +13,10 @@ import torch
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
+from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, VALIDATION
 from training_ext.core.checkpoint import atomic_save, keeps_files
 from training_ext.core.rows import kind_of, trains
-from training_ext.evaluation.own_classes import IMAGES as OWN_IMAGES
-from training_ext.evaluation.own_classes import METRICS as OWN_CLASSES
-from training_ext.evaluation.scores import ANY_CAPTION, NUM_IMAGES, VALIDATION
+from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES
 from training_ext.features import scenes as zero_shot
 from training_ext.openclip.loading import load_mapped, one_line
 
@@ -72,7 +71,7 @@ def is_better(metric: str, value: float, other: float) -> bool:
 def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
     """Number of images or captions that a metric is a fraction of; None if unknown, or if it is not one."""
     if metric in OWN_CLASSES:
-        return metrics.get(OWN_IMAGES) if metric == OWN_CLASSES[0] else None  # the other is a mean over classes
+        return metrics.get(OWN_IMAGES) if OWN_CLASSES[metric] == "acc1" else None  # the other is a mean over classes
     for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
         if metric in names:
             return len(data[key].dataloader.dataset)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from open_clip_ext.errors import InputError, last_line
-from training_ext.evaluation.folders import ClassFolders, open_own_classes, warn_of_contents
+from training_ext.evaluation.class_folders import ClassFolders, open_own_classes
 from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.own_classes import IMAGES, METRICS, score_own_classes, write_confusion
+from training_ext.evaluation.pictures import write_confusion
+from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES, open_task, score
+from training_ext.evaluation.tasks import own_task
 
 FLAG = "--zeroshot-data"
 VALIDATION = ("val", "imagenet-val", "imagenet-v2")
@@ -23,9 +25,9 @@ def check_own_classes(args: Namespace) -> None:
     if args.zeroshot_data is None:
         return
     if not args.val_frequency:
-        raise InputError(f"{FLAG}: has no effect with --val-frequency 0; leave out one of the two")
+        raise InputError("has no effect with --val-frequency 0; leave out one of the two", FLAG)
     source = open_own_classes(FLAG, args.zeroshot_data)
-    warn_of_contents(source)
+    source.warn()
     if isinstance(source, ClassFolders):
         source.check_headers()
 
@@ -56,20 +58,20 @@ def score_epoch(
         model, transform, tokenizer, torch.device(args.device), args.precision, args.batch_size, args.workers,
         worker_init_fn=worker_init_fn,
     )
+    task = own_task(args.zeroshot_data)
     try:
-        source = open_own_classes(FLAG, args.zeroshot_data)
-        scores = score_own_classes(encoder, source)
+        source = open_task(task, args.zeroshot_data)
+        found = score(encoder, task, source)
     except InputError as error:  # do not lose the training now
         logging.error(f"{FLAG} was not evaluated after epoch {epoch}: {last_line(error)}")
         return {}
-    assert scores is not None
+    assert found is not None and found.confusion is not None
     if args.save_logs:
-        folder = os.path.join(args.logs, args.name, PICTURES)
+        path = os.path.join(args.logs, args.name, PICTURES, f"epoch_{epoch}.png")
         try:
-            os.makedirs(folder, exist_ok=True)
-            path = os.path.join(folder, f"epoch_{epoch}.png")
-            write_confusion(path, source, scores, f"epoch {epoch}")
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_confusion(path, f"{task.name}, epoch {epoch}", source.classes, found.metrics, found.confusion)
             logging.info(f"Confusion matrix of {FLAG}: {path}")
         except Exception as error:
             logging.warning(f"The confusion matrix was not drawn: {error!r}")
-    return dict(zip((*METRICS, IMAGES), (scores.top1, scores.balanced, int(scores.counts.sum())), strict=True))
+    return {log_name: found.metrics[name] for log_name, name in OWN_CLASSES.items()} | {OWN_IMAGES: found.samples}

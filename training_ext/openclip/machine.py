@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.distributed import is_using_distributed
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.rows import trains
-from training_ext.evaluation.folders import IMAGE_FILES
 from training_ext.openclip.hosts import host
 from training_ext.openclip.launch import processes_here
 from training_ext.openclip.loading import one_line
@@ -121,7 +121,7 @@ def check_imagenet(args: Namespace) -> None:
         )
     for name in sorted(names):
         below = os.walk(os.path.join(args.imagenet_val, name), followlinks=True)
-        if not any(file.lower().endswith(IMAGE_FILES) for _, _, files in below for file in files):
+        if not any(file.lower().endswith(IMG_EXTENSIONS) for _, _, files in below for file in files):
             raise InputError(f"{given} has no image in the class folder {name!r}; add some, or give another folder")
 
 

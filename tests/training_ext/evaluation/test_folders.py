@@ -14,8 +14,9 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
-from training_ext.evaluation.folders import Candidates, Images, Shards, open_own_classes
-from training_ext.evaluation.inference import prompt_of
+from training_ext.evaluation.class_folders import open_own_classes
+from training_ext.evaluation.folders import Candidates, Images, Shards
+from training_ext.evaluation.scores import prompt_of
 from training_ext.features.own_classes import check_own_classes
 
 

@@ -1,0 +1,191 @@
+"""Check the evaluation's command line: which tasks are to be scored for which checkpoint."""
+
+import json
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+from typing import Any
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.evaluation.folders import Source
+from training_ext.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
+from training_ext.evaluation.results import Results
+from training_ext.evaluation.scores import open_task
+from training_ext.evaluation.tasks import DATACOMP, OWN, Task, own_task, read_tasks
+from training_ext.openclip.machine import check_device, check_writable
+
+LINES = ".jsonl"
+ALPHAS = "0,0.25,0.5,0.75,1"
+
+
+@dataclass
+class Plan:
+    """What process 0 has checked and sends to all.
+
+    Args:
+        checkpoints: the checkpoints to evaluate.
+        outs: file of results of each checkpoint.
+        table: name of the table of tasks.
+        tasks: all tasks of the table.
+        own: the task of the user's own classes, or None.
+        folders: by task key, the folder; tasks without one are left out.
+        todo: for each checkpoint the tasks to evaluate.
+        stale: for each checkpoint the tasks that are not to be evaluated, though their data or definition have changed.
+    """
+
+    checkpoints: list[Checkpoint]
+    outs: list[str]
+    table: str
+    tasks: list[Task]
+    own: Task | None
+    folders: dict[str, str]
+    todo: list[list[Task]]
+    stale: list[list[Task]]
+
+
+def check(args: Namespace) -> tuple[Plan, list[Results]]:
+    """Check the command line and open the data sets, without reading their images.
+
+    Raises:
+        InputError: one line that names the flag, its value and what would be right.
+    """
+    for setting, least in (("batch_size", 1), ("workers", 0)):
+        if (value := getattr(args, setting)) < least:
+            raise InputError(f"{value} is out of range; it must be at least {least}", flag_of(setting))
+    check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
+    if args.data is None and args.zeroshot_data is None:
+        raise InputError("is missing, and there is nothing to evaluate on; give it, or --zeroshot-data", "--data")
+    if args.data is None and args.tasks:
+        raise InputError(
+            f"{' '.join(args.tasks)} has no effect without --data; give the folder of the tasks", "--tasks"
+        )
+    checkpoints, outs = find_checkpoints(args)
+    results = [Results(out, about(args, one)) for out, one in zip(outs, checkpoints, strict=True)]
+    name, tasks, wanted, folders = (DATACOMP, [], [], {}) if args.data is None else find_tasks(args)
+    own = None
+    if args.zeroshot_data is not None:
+        own = own_task(args.zeroshot_data)
+        wanted, folders = [*wanted, own], folders | {own.key: args.zeroshot_data}
+    sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
+    for source in sources.values():
+        source.warn()
+    digests = {task.key: digest_of(task, sources[task.key]) for task in wanted}
+    todo, stale = [], []
+    for out, found in zip(outs, results, strict=True):
+        if own is not None:
+            check_name(own, sources[own.key], found, digests[own.key])
+        todo.append([task for task in wanted if is_to_do(task, found, digests[task.key], out)])
+        stale.append([task for task in tasks if task not in wanted and is_stale(task, found, folders)])
+    return Plan(checkpoints, outs, name, tasks, own, folders, todo, stale), results
+
+
+def find_checkpoints(args: Namespace) -> tuple[list[Checkpoint], list[str]]:
+    """The checkpoints to evaluate, and the file of results of each."""
+    alphas = alphas_of(args)
+    number = len(alphas or args.checkpoint)
+    is_file = args.out.endswith(LINES)
+    if is_file and number > 1:
+        raise InputError(f"{args.out!r} is one file for {number} checkpoints; give a folder", "--out")
+    if os.path.exists(args.out) and os.path.isdir(args.out) == is_file:
+        raise InputError(f"{args.out!r} must be a folder, or a file whose name ends in {LINES}", "--out")
+    check_writable("--out", os.path.dirname(args.out) if is_file else args.out)
+    checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
+    if args.interpolate is not None:
+        checkpoints = interpolated(checkpoints[0], args.interpolate, alphas)
+        load_model(checkpoints[0])  # raises unless both are of the model
+    labels = [one.label for one in checkpoints]
+    names = [label.replace("/", "-") + LINES for label in labels]
+    if len(set(names)) < len(names):
+        raise InputError(f"the names {', '.join(labels)} must differ, since results are filed by name", "--checkpoint")
+    return checkpoints, [args.out] if is_file else [os.path.join(args.out, name) for name in names]
+
+
+def alphas_of(args: Namespace) -> list[float]:
+    """The alphas of --interpolate; empty without it."""
+    if args.interpolate is None:
+        for setting in ("alphas", "save_best"):
+            if (value := getattr(args, setting)) is not None:
+                raise InputError(f"{value} has no effect without --interpolate; give the start", flag_of(setting))
+        return []
+    if len(args.checkpoint) > 1:
+        raise InputError(f"{len(args.checkpoint)} files with --interpolate; give one, the end", "--checkpoint")
+    text = ALPHAS if args.alphas is None else args.alphas
+    try:
+        alphas = [float(word) for word in text.split(",")]
+    except ValueError:
+        alphas = [-1.0]
+    if not all(0 <= alpha <= 1 for alpha in alphas):
+        raise InputError(f"{text!r} must be numbers in [0, 1] with commas between them, such as {ALPHAS}", "--alphas")
+    if (path := args.save_best) is not None:
+        if not path.endswith(".pt") or os.path.isdir(path):
+            raise InputError(f"{path!r} must be a file whose name ends in .pt", "--save-best")
+        if os.path.realpath(path) in map(os.path.realpath, (*args.checkpoint, args.interpolate)):
+            raise InputError(f"{path!r} is one of the two that are interpolated; give another file", "--save-best")
+        check_writable("--save-best", os.path.dirname(path))
+    return alphas
+
+
+def about(args: Namespace, checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a score depends on besides the data; results of anything else in the same file are refused."""
+    settings = json.loads(json.dumps(checkpoint.flags))  # tuples become lists, as in the file
+    return {
+        "checkpoint": checkpoint.digest, "model": checkpoint.model, "precision": args.precision, "settings": settings
+    }
+
+
+def find_tasks(args: Namespace) -> tuple[str, list[Task], list[Task], dict[str, str]]:
+    """Name of the table of tasks, all its tasks, those to evaluate, and by key the folders that exist."""
+    if not os.path.isdir(args.data):
+        raise InputError(f"there is no folder {args.data!r}", "--data")
+    name, tasks = read_tasks(args.data)
+    for word in args.tasks or ():
+        if not any(word in (task.key, task.name) for task in tasks):
+            raise InputError(f"{word!r} is not one of {', '.join(task.name for task in tasks)}", "--tasks")
+    wanted = [task for task in tasks if not args.tasks or task.key in args.tasks or task.name in args.tasks]
+    folders = {}
+    for task in tasks:
+        paths = (os.path.join(args.data, folder) for folder in task.folder_names())
+        if found := next(filter(os.path.isdir, paths), None):
+            folders[task.key] = found
+    there = [task for task in wanted if task.key in folders]
+    if not there:
+        looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"
+        raise InputError(f"{args.data!r} has no folder of a task, such as {looked_for}", "--data")
+    return name, list(tasks), there, folders
+
+
+def digest_of(task: Task, source: Source) -> str:
+    """Digest of a data set and of what its task measures."""
+    return source.digest() if task.kind == OWN else f"{task.digest()}-{source.digest()}"
+
+
+def check_name(own: Task, source: Source, found: Results, digest: str) -> None:
+    """Raise InputError if there is a result of the user's own classes in another folder with the same name."""
+    row = found.rows.get(own.key)
+    if row is not None and row.data != digest and row.folder != os.path.abspath(source.folder):
+        raise source.wrong(
+            f"{source.folder!r} has the name of {row.folder!r}, whose result is in {found.path!r}; "
+            "choose another --out, or rename the folder"
+        )
+
+
+def is_to_do(task: Task, found: Results, digest: str, out: str) -> bool:
+    """Whether a task has no result, or one of other data, or lacks its picture."""
+    if task.key not in found.rows or found.rows[task.key].data != digest:
+        return True
+    return task.kind == OWN and not os.path.exists(confusion_path(out, task.name))
+
+
+def is_stale(task: Task, found: Results, folders: dict[str, str]) -> bool:
+    """Whether a result that is not evaluated now is of other data, or of another definition of its task."""
+    if task.key not in found.rows or task.key not in folders:
+        return False
+    try:
+        return found.rows[task.key].data != digest_of(task, open_task(task, folders[task.key]))
+    except InputError:
+        return True
+
+
+def confusion_path(out: str, name: str) -> str:
+    return f"{out.removesuffix(LINES)}-{name}.png"
