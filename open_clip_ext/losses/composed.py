@@ -1,0 +1,94 @@
+"""A loss with replaceable parts: it tells them what it is told, and saves their state with its own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.losses.base import Loss
+from open_clip_ext.normalizers.base import Normalizer
+from open_clip_ext.objectives import Objective
+from open_clip_ext.surrogates import Surrogate
+from open_clip_ext.temperatures import Temperature
+
+
+class ComposedLoss(Loss):
+    """Base of `GlobalContrastiveLoss`, whose constructor sets the parts."""
+
+    normalizer: Normalizer
+    temperature: Temperature
+    objective: type[Objective]
+    surrogate: Surrogate  # in use; a recovery of statistics may have another than the loss's own
+    _own_surrogate: Surrogate
+    negatives: str
+
+    @property
+    def follows_epochs(self) -> bool:  # type: ignore[override]
+        return self.normalizer.follows_epochs or self.temperature.follows_epochs
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        self.normalizer.set_epoch(epoch)
+        self.temperature.set_epoch(epoch)
+
+    def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
+        self.normalizer.set_steps_per_pass(steps, passes)
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        return self.normalizer.memory(dimension, processes)
+
+    def limit_to(self, num_samples: int) -> None:
+        self.normalizer.limit_to(num_samples)
+
+    def description(self) -> str:
+        parts = {
+            "normalizers": self.normalizer.description(), "temperature": self.temperature.name,
+            "surrogate": self.surrogate.name, "encoder objective": self.objective.name,
+        }
+        return ", ".join(f"{part} {name}" for part, name in parts.items())
+
+    def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.normalizer.materialize(dimension, device, dtype)
+        self.temperature.materialize(dimension, device, dtype)
+        super().materialize(dimension, device, dtype)  # last, so that after a failure the next call allocates again
+
+    def hold_temperatures(self, hold: bool) -> None:
+        self.temperature.hold = hold
+
+    def index_reason(self) -> str:
+        if self.normalizer.needs_index:
+            return f"the {self.normalizer.name} normalizer"
+        return f"the {self.temperature.name} temperature"
+
+    def full_state(self) -> dict[str, Any]:
+        state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
+        state |= {f"temperature.{name}": value for name, value in self.temperature.full_state().items()}
+        # What the state depends on: a table's rows on the gaps, and a temperature's on the scheme, if it has any.
+        names = {"normalizer": self.normalizer.name}
+        if self.normalizer.needs_index:
+            names |= {"surrogate": self._own_surrogate.name, "negatives": self.negatives}
+        if type(self.temperature).full_state is not Temperature.full_state:
+            names["temperature"] = self.temperature.name
+        return names | super().full_state() | state
+
+    def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
+        names = {"normalizer": self.normalizer.name, "temperature": self.temperature.name,
+                 "surrogate": self._own_surrogate.name, "negatives": self.negatives}  # fmt: skip
+        for what, name in names.items():
+            if state.get(what, name) != name:
+                raise ValueError(f"{what}: {name!r} where the state is of {state[what]!r}")
+        super().check_state(state)
+        for part, own in self._states_of_parts(state):
+            part.check_state(own, int(state["dimension"]))
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
+        for part, own in self._states_of_parts(state):
+            part.load_full_state(own)
+
+    def _states_of_parts(self, state: dict[str, Any]) -> Iterator[tuple[Normalizer | Temperature, dict[str, Tensor]]]:
+        parts: tuple[tuple[str, Normalizer | Temperature], ...]
+        parts = ("state.", self.normalizer), ("temperature.", self.temperature)
+        for prefix, part in parts:
+            yield part, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
