@@ -112,7 +112,7 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     if name == "amorlip":  # the steps between two trainings of its networks, after the first epoch
         ours()
         loss.set_epoch(1)
-        functions = {name: Repeated(function, loss.networks.online_every) for name, function in functions.items()}
+        functions = {name: Repeated(function, loss.amor_online_every) for name, function in functions.items()}
     times = alternate(functions, device, seconds=args.seconds)
     result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     result |= summary(times, "ours", "clip")

@@ -49,7 +49,7 @@ class PlainAutograd:
 
 def captured(normalizer: Prototypes, batch: Batch) -> Callable[[], None]:
     """An update as a CUDA graph, for timing only: it always writes to the ring buffer where the capture did."""
-    for group in normalizer.optimizer.param_groups:
+    for group in normalizer.network.optimizer.param_groups:
         group["capturable"] = True  # without learning rate decay, AdaGrad reads no value from the device
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

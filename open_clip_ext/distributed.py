@@ -4,7 +4,7 @@ Shapes: b = samples of this process, W = world size, B = b * W.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -112,3 +112,10 @@ def copy_from_first(tensors: Iterable[Tensor], device: torch.device) -> None:
         for tensor in tensors:
             if tensor.device == device:
                 dist.broadcast(tensor, 0)
+
+
+def on_first(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Copies of `tensors` on the CPU of process 0, for a checkpoint; nothing elsewhere, where they may be None."""
+    if rank() > 0:
+        return {}
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items() if tensor is not None}

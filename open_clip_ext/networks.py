@@ -9,13 +9,15 @@ which is also what AmorLIP's authors released. The caller initializes the last b
 log Z: from 0, Adam at 1e-3 would need a thousand steps to get there.
 """
 
-from collections.abc import Iterable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from open_clip_ext.options import option
+from open_clip_ext.side_model import SideModel, below
 
 WIDTH = option(
     0.5, "f_d, width of the predicting MLP over the embeddings' dimension",
@@ -33,7 +35,7 @@ class PartitionMLP(nn.Module):
 
     def __init__(self, dimension: int, width: float):
         super().__init__()
-        hidden = PartitionNetwork.hidden(dimension, width)
+        hidden = hidden_width(dimension, width)
         self.up = nn.Linear(dimension, hidden)
         self.up_norm = nn.LayerNorm(hidden)
         self.down = nn.Linear(hidden, dimension)
@@ -46,63 +48,62 @@ class PartitionMLP(nn.Module):
         return self.out((hidden + embedding).relu()).squeeze(1)
 
 
-class PartitionNetwork:
-    """One MLP for images and one for texts. Not an nn.Module, so that the loss's `parameters()` do not contain it.
+class PartitionNetwork(SideModel):
+    """One MLP for images and one for texts.
 
     Args:
         dimension, width: as in `PartitionMLP`.
         levels: initial values of the last biases, (2,), images first; the network takes their device and dtype.
         seed: of the initialization, the same on every process; the global generators are left alone.
+        training: further arguments of `SideModel`.
     """
 
-    def __init__(self, dimension: int, width: float, levels: Tensor, seed: int):
+    def __init__(self, dimension: int, width: float, levels: Tensor, seed: int, **training: Any):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA too
-            sides = [PartitionMLP(dimension, width) for _ in levels]
-        self._sides = nn.ModuleList(sides).to(levels).requires_grad_(False)
-        for side, level in zip(sides, levels, strict=True):
-            side.out.bias.copy_(level.detach())
+            sides = nn.ModuleList(PartitionMLP(dimension, width) for _ in levels)
+        named = {name: parameter.detach() for name, parameter in sides.to(levels).named_parameters()}
+        for side, level in enumerate(levels):
+            named[f"{side}.out.bias"].copy_(level.detach())
+        super().__init__(named, **training)
+        self._size = dimension, width
 
-    @staticmethod
-    def hidden(dimension: int, width: float) -> int:
-        """h, the width of the hidden layer."""
-        return max(1, round(width * dimension))
-
-    @staticmethod
-    def size(dimension: int, width: float) -> int:
-        """Number of parameters of both MLPs."""
-        with torch.device("meta"):  # no memory, no random numbers
-            mlp = PartitionMLP(dimension, width)
-        return 2 * sum(parameter.numel() for parameter in mlp.parameters())
-
-    def named(self) -> dict[str, Tensor]:
-        """The parameters by name; none requires a gradient."""
-        return dict(self._sides.named_parameters())
-
-    def __call__(self, image: Tensor, text: Tensor, parameters: dict[str, Tensor] | None = None) -> Tensor:
-        """log Z, (2, b), of image and text embeddings, (b, d) each.
-
-        Args:
-            parameters: used in place of its own, by the names of `named`.
-        """
-        sides = []
-        for side, (mlp, embedding) in enumerate(zip(self._sides, (image, text), strict=True)):
-            own = {} if parameters is None else below(parameters, f"{side}.")
-            sides.append(functional_call(mlp, own, (embedding,)))
+    def forward(self, image: Tensor, text: Tensor, named: dict[str, Tensor] | None = None) -> Tensor:
+        """log Z, (2, b), of image and text embeddings, (b, d) each; `named` stands in place of its own tensors."""
+        mlp, named = without_values(*self._size), self.named if named is None else named
+        sides = [functional_call(mlp, below(named, f"{side}."), (e,)) for side, e in enumerate((image, text))]
         return torch.stack(sides)
 
-    def gradients(self, image: Tensor, text: Tensor, slopes: Tensor) -> Iterable[Tensor]:
-        """Gradients in the parameters, in the order of `named`, given an objective's derivatives in log Z, (2, b)."""
+    def backward(self, image: Tensor, text: Tensor, slopes: Tensor, finite: Tensor) -> None:
+        """Set `gradients` by an objective's derivatives in log Z, (2, b); to 0 if `finite`, 0-d bool, is False."""
         with torch.enable_grad():
-            parameters = {name: value.detach().requires_grad_() for name, value in self.named().items()}
-            return torch.autograd.grad(self(image, text, parameters), list(parameters.values()), slopes)
-
-    def load(self, parameters: dict[str, Tensor]) -> None:
-        """Copy the values of `parameters`, by the names of `named`."""
-        for name, parameter in self.named().items():
-            parameter.copy_(parameters[name])
+            named = {name: value.detach().requires_grad_() for name, value in self.named.items()}
+            found = torch.autograd.grad(self(image, text, named), list(named.values()), slopes)
+        self.gradients = {
+            name: torch.where(finite, gradient, 0.0) for name, gradient in zip(named, found, strict=True)
+        }
 
 
-def below(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries whose names start with `prefix`, under the rest of their names."""
-    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}
+def hidden_width(dimension: int, width: float) -> int:
+    """h, the width of the hidden layer."""
+    return max(1, round(width * dimension))
+
+
+@cache
+def without_values(dimension: int, width: float) -> PartitionMLP:
+    """The MLP on the meta device: no memory, no random numbers."""
+    with torch.device("meta"):
+        return PartitionMLP(dimension, width)
+
+
+def size(dimension: int, width: float) -> int:
+    """Number of values of both MLPs."""
+    return 2 * sum(parameter.numel() for parameter in without_values(dimension, width).parameters())
+
+
+def check_width(state: dict[str, Any], prefix: str, width: float) -> None:
+    """Raise ValueError if the state has a network of another f_d under `prefix`."""
+    if isinstance(up := state.get(f"{prefix}0.up.weight"), Tensor):
+        hidden, dimension = up.shape
+        if hidden != hidden_width(dimension, width):
+            raise ValueError(f"mlp_width: {width} where the state's network is {hidden} wide")

@@ -110,3 +110,10 @@ def positive(value: float) -> bool:
 
 def not_negative(value: float) -> bool:
     return 0 <= value < float("inf")
+
+
+# What many options accept, with the words for it: `option(..., **POSITIVE)`.
+POSITIVE: dict[str, Any] = dict(valid=positive, expected="a number > 0")
+NOT_NEGATIVE: dict[str, Any] = dict(valid=not_negative, expected="a number >= 0")
+AT_LEAST_0: dict[str, Any] = dict(valid=not_negative, expected="at least 0")
+AT_LEAST_1: dict[str, Any] = dict(valid=lambda value: value >= 1, expected="at least 1")

@@ -5,7 +5,7 @@ g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 
 from torch import Tensor
 
-from open_clip_ext.options import not_negative, option
+from open_clip_ext.options import AT_LEAST_0, option
 from open_clip_ext.parts import Part
 
 
@@ -50,10 +50,7 @@ class PowerHinge(Surrogate):
     """
 
     name = "hinge"
-    margin: float = option(
-        0.1, "similarity below the positive from which a negative gets no gradient",
-        valid=not_negative, expected="at least 0",
-    )
+    margin: float = option(0.1, "similarity below the positive from which a negative gets no gradient", **AT_LEAST_0)
     margin_power: float = option(
         2.0, "power of the hinge", valid=lambda value: 1 <= value <= 100, expected="from 1 to 100"
     )

@@ -32,7 +32,7 @@ def neuclip_w(
     """NeuCLIP, Algorithm 1, lines 3-9: update the prototypes, (m, d), in place at step `t`.
 
     A reset takes the last m <= B pairs of the batch. The paper does not say what to take where m > B; the fast class
-    takes the latest m pairs of several batches. Fast: `NetworkNormalizer`, `Prototypes`.
+    takes the latest m pairs of several batches. Fast: `NPN`, `Prototypes`.
 
     Args:
         optimizer: of w1 and w2, such as torch.optim.Adagrad([w1, w2], lr=1.0).

@@ -31,17 +31,12 @@ Readings fixed here, where the paper is silent or its released code differs:
   paper's batch on one process and exp(10.4) on eight. An anchor reaches this only if a single pair has all the weight.
 - The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), weighs the positive in Z by 1e-3 (`amor_positive_weight`) and ends beta's cosine after half of the epochs
-  (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form. On 20,000 generated
-  pairs with batches of 64 the released settings reach R@1 82 / 80. The paper's form reaches 60 / 59 and, with its
-  setting for CC12M, 24 / 25, because the network's output becomes a constant. Each of the two changes alone reaches 67
-  and 49. On 100,000 icons with batches of 32, two seeds, the released form reaches R@1 4.3 and 4.5, the paper's 4.0 and
-  3.0: it trains, but its network's output is again nearly constant (standard deviation 0.07 and 0.08 over the anchors'
-  images, where the released form has 0.45 and 0.59). In a batch of 32 a positive of weight 1 is most of Z.
+  (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form, with which the
+  network's output became a constant on generated data (`docs/results.md`).
 - `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' part of Z, and the positive's is added.
 """
 
 import math
-from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -53,26 +48,22 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.losses.amortization import DIVERGENCES, Amortization
-from open_clip_ext.losses.base import GRADIENTS, Loss
-from open_clip_ext.losses.state import keeping_float32
-from open_clip_ext.networks import WIDTH
-from open_clip_ext.options import Derived, not_negative, option, positive, refuse_unused
+from open_clip_ext.losses.amortization import Amortization
+from open_clip_ext.losses.base import GRADIENTS
+from open_clip_ext.options import AT_LEAST_0, NOT_NEGATIVE, Derived, option
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperatures import RHO, LearnedLogitScale
 
 MAX_LOG_RATIO = 10.0
-AT_LEAST_1: dict[str, Any] = dict(valid=lambda value: value >= 1, expected="at least 1")
-NOT_NEGATIVE: dict[str, Any] = dict(valid=not_negative, expected="a number >= 0")
 
 
-class AmorLIPLoss(Loss):
+class AmorLIPLoss(Amortization):
     """AmorLIP's two stages as one loss.
 
     The first batch allocates the online and the target network, the second epoch the previous one, each of
     2 * (2 f_d d^2 + ...) parameters; the online one also has gradients and Adam's two moments.
 
-    Args: as in `Loss`; for the options see the class's body.
+    Args: as in `Loss`; for the options see the bodies of this class and Amortization.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -81,34 +72,11 @@ class AmorLIPLoss(Loss):
     name = "amorlip"
     optimizer_options = LearnedLogitScale.options
     rho: float = RHO.with_default(6.5)
-    rho_annealed: float = option(
-        -8.0, "rho in the last part of the training", valid=math.isfinite, expected="a number"
-    )
+    rho_annealed: float = option(-8.0, "rho in the last part of the training", valid=math.isfinite, expected="a number")
     rho_annealed_from: int = option(
         Derived("the last quarter", lambda epochs: epochs - max(epochs // 4, min(1, epochs - 1))),
-        "first epoch of rho_annealed, counted from 0", valid=not_negative, expected="at least 0",
+        "first epoch of rho_annealed, counted from 0", **AT_LEAST_0,
     )
-    mlp_width: float = WIDTH
-    amor_objective: str = option("l2-log", "what the network minimizes", choices=tuple(DIVERGENCES))
-    amor_l2_weight: float = option(0.1, "weight of l2-log when added to another objective", **NOT_NEGATIVE)
-    amor_updates: int = option(3, "T_lambda, consecutive updates of the network", **AT_LEAST_1)
-    amor_online_every: int = option(8, "T_online, steps between updates of the network", **AT_LEAST_1)
-    amor_target_every: int = option(2, "T_target, steps between updates of the target network", **AT_LEAST_1)
-    amor_ema: float = option(
-        0.999, "alpha, EMA decay of the target network",
-        valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
-    )
-    amor_beta: float = option(
-        0.8, "beta_T, final weight of the last epoch's network in Z_comb",
-        valid=lambda value: 0 <= value <= 1, expected="in [0, 1]",
-    )
-    amor_beta_epochs: int = option(
-        Derived("all epochs", lambda epochs: epochs), "epochs of beta's cosine", **AT_LEAST_1
-    )
-    amor_reinit_every: int = option(
-        1, "epochs between new networks; 0: never", valid=not_negative, expected="at least 0"
-    )
-    amor_lr: float = option(1e-3, "Adam's learning rate of the network", valid=positive, expected="a number > 0")
     amor_target: str = option(
         "all", "whether the network fits all of Z or the negatives' part", choices=("all", "negatives"), in_state=True
     )
@@ -117,42 +85,21 @@ class AmorLIPLoss(Loss):
     )
     amor_positive_weight: float = option(1e-3, "weight of the positive in Z", **NOT_NEGATIVE)
     least_pairs = 2
-    follows_epochs = True
     CHECKED = ("image_features", "text_features", "logit_scale", "log Z", "log lambda", GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)
-        if self.amor_beta_epochs is None:
-            raise InputError("the cosine of beta needs its length, or the number of epochs", "amor_beta_epochs")
         if self.rho_annealed_from is None:
             raise InputError("rho needs the epoch of its change, or the number of epochs", "rho_annealed_from")
-        self.networks = Amortization(
-            width=self.mlp_width, objective=self.amor_objective, l2_weight=self.amor_l2_weight,
-            updates=self.amor_updates, online_every=self.amor_online_every, target_every=self.amor_target_every,
-            ema=self.amor_ema, beta=self.amor_beta, beta_epochs=self.amor_beta_epochs,
-            reinit_every=self.amor_reinit_every, lr=self.amor_lr,
-        )
         self.fits_negatives = self.amor_target == "negatives"
         self.divides_by_combined = self.amor_denominator == "combined"
         weight = self.amor_positive_weight
         self.log_positive_weight = math.log(weight) if weight > 0 else -math.inf
         self._last: dict[str, Tensor] = {}
 
-    @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
-        if settings["amor_objective"] == "l2-log":
-            refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
-
-    def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        return self.networks.memory(dimension)
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.networks.set_epoch(epoch)
-
     @property
     def current_rho(self) -> float:
-        return self.rho if self.networks.epoch < self.rho_annealed_from else self.rho_annealed
+        return self.rho if self.epoch_of_steps < self.rho_annealed_from else self.rho_annealed
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
@@ -163,15 +110,15 @@ class AmorLIPLoss(Loss):
             batch = Batch.of_process(image, text, scale.reciprocal())
             blocks = SimilarityBlocks(batch, Identity())
             log_negatives = blocks.log_batch_normalizers()
-            stage_1 = update_state and self.networks.due
+            stage_1 = update_state and self.due
             log_z = None
-            if stage_1 or self.divides_by_combined or self.networks.online is None:
+            if stage_1 or self.divides_by_combined or self.online is None:
                 everyone = Batch.gather(image, text, scale.reciprocal())
                 log_z = self._log_partitions(everyone, scale, log_negatives)
             if update_state:
                 if stage_1 and log_z is not None:
-                    self.networks.update(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
-                self.networks.step()
+                    self.train_online(everyone.all_image, everyone.all_text, all_gather(log_z.T).T)
+                self.end_step()
             log_lambda = self._log_denominators(batch, scale, log_z)
             value, gradients, log_lambda = self._stage_2(blocks, scale, log_negatives, log_lambda)
             self._watch(batch, scale, log_negatives, log_lambda)
@@ -202,23 +149,15 @@ class AmorLIPLoss(Loss):
         """
         image, text = batch.all_image, batch.all_text
         # Before the first training step there is no network.
-        if log_z is not None and (self.divides_by_combined or self.networks.online is None):
-            log_lambda = self.networks.log_combined(image, text, log_z)
+        if log_z is not None and (self.divides_by_combined or self.online is None):
+            log_lambda = self.log_combined(image, text, log_z)
         else:
-            assert self.networks.target is not None
-            log_lambda = self.networks.target(image, text)
+            assert self.target is not None
+            log_lambda = self.target(image, text)
         if self.fits_negatives:
-            positives = scale * batch.positives + self._log_positive_weight_in_mean(batch.size)
+            positives = scale * batch.positives + (self.log_positive_weight - math.log(batch.size * world_size()))
             log_lambda = torch.logaddexp(log_lambda, positives.expand(2, -1))
         return log_lambda
-
-    def _log_positive_weight_in_mean(self, size: int) -> float:
-        """log of the positive's weight in a mean over the global batch.
-
-        Args:
-            size: b.
-        """
-        return self.log_positive_weight - math.log(size * world_size())
 
     def _stage_2(
         self, blocks: SimilarityBlocks, scale: Tensor, log_negatives: Tensor, log_lambda: Tensor
@@ -242,8 +181,9 @@ class AmorLIPLoss(Loss):
         size = len(positives)
         # The b - 1 negatives of this process stand for B - 1, which have the weight (B - 1) / B in the mean.
         log_negative_weight = math.log1p(-1 / (size * world_size()))
+        log_positive_weight = self.log_positive_weight - math.log(size * world_size())
         log_means = log_negatives + log_negative_weight
-        log_means = torch.logaddexp(log_means, torch.full_like(log_means, self._log_positive_weight_in_mean(size)))
+        log_means = torch.logaddexp(log_means, torch.full_like(log_means, log_positive_weight))
         log_lambda = log_lambda.maximum(log_means + scale * positives - MAX_LOG_RATIO)
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
@@ -264,7 +204,7 @@ class AmorLIPLoss(Loss):
         self._last = {
             "tau": scale.reciprocal(),
             "rho": torch.tensor(float(self.current_rho)),
-            "amor_beta": torch.tensor(self.networks.current_beta),
+            "amor_beta": torch.tensor(self.current_beta),
             "log_lambda_image_mean": mean[0],
             "log_lambda_image_std": deviation[0],
             "log_lambda_text_mean": mean[1],
@@ -272,29 +212,4 @@ class AmorLIPLoss(Loss):
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
-        before = self.networks.objective_before
-        return self._last if before is None else {**self._last, "amor_objective": before}
-
-    def diagnostics_state(self) -> dict[str, Tensor | int]:
-        before = self.networks.objective_before
-        return {} if before is None else {"amor_objective": before.cpu()}
-
-    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
-        before = state.get("amor_objective")
-        self.networks.objective_before = before if isinstance(before, Tensor) else None
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "AmorLIPLoss":
-        self.networks.convert(keeping_float32(fn))
-        super()._apply(fn, recurse)
-        return self
-
-    def full_state(self) -> dict[str, Tensor | int | str]:
-        return {**super().full_state(), **self.networks.full_state()}
-
-    def check_state(self, state: dict[str, Tensor | int | str], dimension: int = 0) -> None:
-        super().check_state(state)
-        self.networks.check_state(state)
-
-    def load_full_state(self, state: dict[str, Tensor | int | str]) -> None:
-        super().load_full_state(state)
-        self.networks.load_full_state(state, self._like)
+        return {**self._last, **super().diagnostics()}

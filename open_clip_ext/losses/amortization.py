@@ -28,16 +28,21 @@ Shapes: B pairs of all processes, d = embedding dimension; log Z is (2, B), imag
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from open_clip_ext.distributed import copy_from_first, rank
+from open_clip_ext.distributed import on_first
+from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.networks import PartitionNetwork, below
+from open_clip_ext.losses.base import Loss
+from open_clip_ext.networks import WIDTH, PartitionNetwork, check_width, size
 from open_clip_ext.objectives import MAX_LOG_WEIGHT
+from open_clip_ext.options import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE, POSITIVE, Derived, option, refuse_unused
+from open_clip_ext.side_model import below
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,72 +72,72 @@ DIVERGENCES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {"l2-log": l
 NETWORKS = ("online", "target", "previous")
 
 
-class Amortization:
-    """The networks, their optimizer and their step counters. The first batch allocates the memory.
+class Amortization(Loss):
+    """Stage I: the networks, the online one's optimizer, and the step of the epoch. The first step allocates them.
 
-    Args:
-        width: f_d, see `networks`.
-        objective: a name in `DIVERGENCES`.
-        l2_weight: weight of Eq. 10 when added to another objective.
-        updates: T_lambda.
-        online_every, target_every: T_online and T_target, in steps.
-        ema: alpha, decay of the target network, in [0, 1).
-        beta: beta_T.
-        beta_epochs: T.
-        reinit_every: epochs between new networks; 0: never.
-        lr: Adam's learning rate.
+    Raises:
+        InputError: an argument is out of range; the message names it.
     """
 
-    def __init__(
-        self, *, width: float, objective: str, l2_weight: float, updates: int, online_every: int, target_every: int,
-        ema: float, beta: float, beta_epochs: int, reinit_every: int, lr: float,
-    ):
-        self.width = width
-        self.objective = objective
-        self.l2_weight = l2_weight
-        self.updates = updates
-        self.online_every = online_every
-        self.target_every = target_every
-        self.ema = ema
-        self.beta = beta
-        self.beta_epochs = beta_epochs
-        self.reinit_every = reinit_every
-        self.lr = lr
-        self.epoch = 0
-        self.step_of_epoch = 0
+    mlp_width: float = WIDTH
+    amor_objective: str = option("l2-log", "what the network minimizes", choices=tuple(DIVERGENCES))
+    amor_l2_weight: float = option(0.1, "weight of l2-log when added to another objective", **NOT_NEGATIVE)
+    amor_updates: int = option(3, "T_lambda, consecutive updates of the network", **AT_LEAST_1)
+    amor_online_every: int = option(8, "T_online, steps between updates of the network", **AT_LEAST_1)
+    amor_target_every: int = option(2, "T_target, steps between updates of the target network", **AT_LEAST_1)
+    amor_ema: float = option(
+        0.999, "alpha, EMA decay of the target network",
+        valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
+    )
+    amor_beta: float = option(
+        0.8, "beta_T, final weight of the last epoch's network in Z_comb",
+        valid=lambda value: 0 <= value <= 1, expected="in [0, 1]",
+    )
+    amor_beta_epochs: int = option(
+        Derived("all epochs", lambda epochs: epochs), "epochs of beta's cosine", **AT_LEAST_1
+    )
+    amor_reinit_every: int = option(1, "epochs between new networks; 0: never", **AT_LEAST_0)
+    amor_lr: float = option(1e-3, "Adam's learning rate of the network", **POSITIVE)
+    follows_epochs = True
+
+    def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
+        super().__init__(accum_freq, validate, **options)
+        if self.amor_beta_epochs is None:
+            raise InputError("the cosine of beta needs its length, or the number of epochs", "amor_beta_epochs")
+        self.epoch_of_steps = self.step_of_epoch = 0  # the next step's; a state is loaded before `set_epoch`
         self.online: PartitionNetwork | None = None
         self.target: PartitionNetwork | None = None
         self.previous: PartitionNetwork | None = None  # the target at the end of the previous epoch
-        self.optimizer: torch.optim.Adam  # made with the online network
         self.objective_before: Tensor | None = None  # value before the latest updates
 
-    def memory(self, dimension: int) -> dict[str, int]:
-        """As `Loss.memory`; reached in the second epoch, with the previous network."""
-        each = 4 * PartitionNetwork.size(dimension, self.width)
+    @classmethod
+    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+        if settings["amor_objective"] == "l2-log":
+            refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
+
+    def memory(self, dimension: int, processes: int) -> dict[str, int]:
+        """Reached in the second epoch, with the previous network."""
+        each = 4 * size(dimension, self.mlp_width)
         moments = 2 * each
         return {"MLPs (online, target, previous)": 3 * each, "gradients": each, "their optimizer's state": moments}
 
     def set_epoch(self, epoch: int) -> None:
-        if epoch != self.epoch:  # equal after loading a state from within this epoch, or at the start
-            self.epoch, self.step_of_epoch = epoch, 0
+        super().set_epoch(epoch)
+        if epoch != self.epoch_of_steps:  # equal after loading a state from within this epoch, or at the start
+            self.epoch_of_steps, self.step_of_epoch = epoch, 0
 
     @property
     def current_beta(self) -> float:
         """beta_t; 0 in the first epoch, which has no previous network."""
         if self.previous is None:
             return 0.0
-        return self.beta / 2 * (1 - math.cos(math.pi * min(self.epoch + 1, self.beta_epochs) / self.beta_epochs))
+        t = min(self.epoch_of_steps + 1, self.amor_beta_epochs)
+        return self.amor_beta / 2 * (1 - math.cos(math.pi * t / self.amor_beta_epochs))
 
     @property
     def due(self) -> bool:
         """Whether the next step updates the online network."""
-        return self.step_of_epoch % self.online_every == 0
-
-    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move networks and optimizer state as `Module.to` moves the loss."""
-        if self.online is not None:
-            tensors = {key: fn(value) if value.dim() else value for key, value in self._tensors().items()}
-            self._restore(tensors, tensors["online:0.up.weight"])
+        return self.step_of_epoch % self.amor_online_every == 0
 
     def log_combined(self, image: Tensor, text: Tensor, log_z: Tensor) -> Tensor:
         """log Z_comb (Eq. 12), (2, b), of anchors (b, d) with log Z, (2, b)."""
@@ -144,7 +149,7 @@ class Amortization:
             return log_previous
         return torch.logaddexp(math.log(beta) + log_previous, math.log1p(-beta) + log_z)
 
-    def update(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
+    def train_online(self, image: Tensor, text: Tensor, log_z: Tensor) -> None:
         """Train the online network, at a step that is `due`, on Eq. 8 or 10 summed over both directions.
 
         Args:
@@ -152,100 +157,81 @@ class Amortization:
             log_z: log Z of all anchors, (2, B). If a value is not finite, the gradients are 0.
         """
         if self.step_of_epoch == 0:
-            self._begin_epoch(image.shape[1], log_z)
+            self._begin_epoch(log_z)
         assert self.online is not None
         log_combined = self.log_combined(image, text, log_z)
         finite = are_finite(log_z)[0]
         # The mean over samples of exp(s <.,.>) in Eq. 8 is Z.
         weight = (log_z - log_combined).exp()
-        for update in range(self.updates):
+        for update in range(self.amor_updates):
             ratio = log_combined - self.online(image, text)
-            values, slopes = DIVERGENCES[self.objective](ratio)
-            if self.objective != "l2-log":
+            values, slopes = DIVERGENCES[self.amor_objective](ratio)
+            if self.amor_objective != "l2-log":
                 l2_values, l2_slopes = l2_log(ratio)
-                values = weight * values + self.l2_weight * l2_values
-                slopes = weight * slopes + self.l2_weight * l2_slopes
+                values = weight * values + self.amor_l2_weight * l2_values
+                slopes = weight * slopes + self.amor_l2_weight * l2_slopes
             if update == 0:
                 self.objective_before = values.mean(dim=1).sum()
-            gradients = self.online.gradients(image, text, -slopes / ratio.shape[1])
-            for parameter, gradient in zip(self.online.named().values(), gradients, strict=True):
-                parameter.grad = torch.where(finite, gradient, 0.0)
-            self.optimizer.step()
+            self.online.backward(image, text, -slopes / ratio.shape[1], finite)
+            self.online.step()
 
-    def step(self) -> None:
+    def end_step(self) -> None:
         """Update the target network if it is due, and count the step (Algorithm 1, line 8)."""
-        if self.step_of_epoch % self.target_every == 0:
+        if self.step_of_epoch % self.amor_target_every == 0:
             assert self.online is not None and self.target is not None
-            online = self.online.named()
-            for name, parameter in self.target.named().items():
-                parameter.lerp_(online[name], 1 - self.ema)
+            for name, parameter in self.target.named.items():
+                parameter.lerp_(self.online.named[name], 1 - self.amor_ema)
         self.step_of_epoch += 1
 
-    def _begin_epoch(self, dimension: int, log_z: Tensor) -> None:
+    def _begin_epoch(self, log_z: Tensor) -> None:
         """Make new networks (Algorithm 1, line 4)."""
         if self.target is not None:
-            self.previous, self.target = self.target, copy.deepcopy(self.target)
-        due = self.reinit_every > 0 and self.epoch % self.reinit_every == 0
+            self.previous = copy.deepcopy(self.target)
+        due = self.amor_reinit_every > 0 and self.epoch_of_steps % self.amor_reinit_every == 0
         if self.online is None or due:
             levels = log_z.mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
-            self.online = PartitionNetwork(dimension, self.width, levels, seed=self.epoch)
-            self._new_optimizer(self.online)
-            self.target = copy.deepcopy(self.online)
-        copy_from_first(self._tensors().values(), log_z.device)
+            self.online = self._network("online", levels)
+            self.target = self._network("target", levels)
+        for network in self._networks().values():
+            network.broadcast()
 
-    def _network(self, parameters: dict[str, Tensor], like: Tensor) -> PartitionNetwork:
-        dimension = parameters["0.up.weight"].shape[1]
-        network = PartitionNetwork(dimension, self.width, like.new_zeros(2), seed=0)
-        network.load(parameters)
-        return network
+    def _network(self, name: str, levels: Tensor) -> PartitionNetwork:
+        # fused=None: as torch chooses, which rounds otherwise than its fused Adam.
+        training = dict(optimizer="adam", lr=self.amor_lr, fused=None) if name == "online" else {}
+        return PartitionNetwork(self.dimension, self.mlp_width, levels, seed=self.epoch_of_steps, **training)
 
-    def _new_optimizer(self, online: PartitionNetwork) -> None:
-        self.optimizer = torch.optim.Adam(online.named().values(), lr=self.lr)
+    def _networks(self) -> dict[str, PartitionNetwork]:
+        return {name: network for name in NETWORKS if (network := getattr(self, name)) is not None}
 
-    # State
+    def diagnostics(self) -> dict[str, Tensor]:
+        return {} if self.objective_before is None else {"amor_objective": self.objective_before}
 
-    def full_state(self) -> dict[str, Tensor | int]:
-        """The step counters; on process 0 also parameters and Adam's moments, as CPU tensors."""
-        tensors = self._tensors() if rank() == 0 else {}
-        clocks = {"epoch": self.epoch, "step_of_epoch": self.step_of_epoch}
-        return {**clocks, **{key: value.detach().cpu().clone() for key, value in tensors.items()}}
+    def diagnostics_state(self) -> dict[str, Tensor | int]:
+        return {name: value.cpu() for name, value in Amortization.diagnostics(self).items()}
 
-    def check_state(self, state: dict[str, Tensor | int | str]) -> None:
-        """Raise ValueError if the networks have another width."""
-        if isinstance(up := state.get("online:0.up.weight"), Tensor):
-            hidden, dimension = up.shape
-            if hidden != PartitionNetwork.hidden(dimension, self.width):
-                raise ValueError(f"mlp_width: {self.width} where the state's networks are {hidden} wide")
+    def load_diagnostics_state(self, state: dict[str, Tensor | int]) -> None:
+        before = state.get("amor_objective")
+        self.objective_before = before if isinstance(before, Tensor) else None
 
-    def load_full_state(self, state: dict[str, Tensor | int | str], like: Tensor) -> None:
-        """Load the result of `full_state` on process 0, after `check_state`, to the device and dtype of `like`."""
-        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-        if tensors:
-            self._restore(tensors, like)
-        else:  # of a loss that has not been trained yet
-            self.online = self.target = self.previous = None
-        self.objective_before = None
-        self.epoch, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters as `network:name`, Adam's state as `adam:name:key`."""
+    def full_state(self) -> dict[str, Any]:
+        """Parameters are named `network:name`, Adam's moments `adam:name:key`."""
         tensors: dict[str, Tensor] = {}
-        for name in NETWORKS:
-            if (network := getattr(self, name)) is not None:
-                tensors |= {f"{name}:{key}": value for key, value in network.named().items()}
-        if self.online is not None:
-            for key, parameter in self.online.named().items():
-                tensors |= {f"adam:{key}:{name}": value for name, value in self.optimizer.state[parameter].items()}
-        return tensors
+        for name, network in self._networks().items():
+            tensors |= {key if key.startswith("adam:") else f"{name}:{key}": v for key, v in network.state().items()}
+        clocks = {"epoch": self.epoch_of_steps, "step_of_epoch": self.step_of_epoch}
+        return {**super().full_state(), **clocks, **on_first(tensors)}
 
-    def _restore(self, tensors: dict[str, Tensor], like: Tensor) -> None:
-        """Load the result of `_tensors`, with the device and dtype of `like`."""
+    def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
+        super().check_state(state, dimension)
+        check_width(state, "online:", self.mlp_width)
+
+    def load_full_state(self, state: dict[str, Any]) -> None:
+        super().load_full_state(state)
+        self.epoch_of_steps, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
+        self.objective_before = None
         for name in NETWORKS:
-            parameters = below(tensors, f"{name}:")
-            setattr(self, name, self._network(parameters, like) if parameters else None)
-        assert self.online is not None
-        self._new_optimizer(self.online)
-        moments = [below(tensors, f"adam:{key}:") for key in self.online.named()]
-        if moments[0]:
-            state = {i: {name: value.clone() for name, value in own.items()} for i, own in enumerate(moments)}
-            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+            network, own = None, below(state, f"{name}:")
+            if own:
+                network = self._network(name, self._like.new_zeros(2))
+                network.load(state | own)
+            setattr(self, name, network)

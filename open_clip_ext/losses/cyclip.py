@@ -28,7 +28,7 @@ from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
-from open_clip_ext.options import not_negative, option
+from open_clip_ext.options import NOT_NEGATIVE, option
 from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperatures import LearnedLogitScale
 
@@ -47,12 +47,8 @@ class CyCLIPLoss(Loss):
 
     name = "cyclip"
     optimizer_options = LearnedLogitScale.options
-    cyclip_inmodal: float = option(
-        0.25, "lambda_1, weight of the in-modal consistency", valid=not_negative, expected="a number >= 0"
-    )
-    cyclip_crossmodal: float = option(
-        0.25, "lambda_2, weight of the cross-modal consistency", valid=not_negative, expected="a number >= 0"
-    )
+    cyclip_inmodal: float = option(0.25, "lambda_1, weight of the in-modal consistency", **NOT_NEGATIVE)
+    cyclip_crossmodal: float = option(0.25, "lambda_2, weight of the cross-modal consistency", **NOT_NEGATIVE)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(accum_freq, validate, **options)

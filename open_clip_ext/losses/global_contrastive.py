@@ -30,7 +30,7 @@ from open_clip_ext.losses.composed import ComposedLoss
 from open_clip_ext.losses.cyclip import add_consistency
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
-from open_clip_ext.options import not_negative, option, positive
+from open_clip_ext.options import NOT_NEGATIVE, POSITIVE, option
 from open_clip_ext.surrogates import Identity, Surrogate
 from open_clip_ext.temperatures import Temperature
 
@@ -66,7 +66,7 @@ class GlobalContrastiveLoss(ComposedLoss):
     """
 
     name = "global contrastive"
-    loss_eps: float = option(1e-14, "eps inside the logarithm of the loss", valid=positive, expected="a number > 0")
+    loss_eps: float = option(1e-14, "eps inside the logarithm of the loss", **POSITIVE)
     mixing: float = option(
         0.0, "weight of the batch's own estimate in every normalizer; bounds the anchors' weights",
         valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
@@ -78,9 +78,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         choices=("cross", "both", "views"),
         in_state=True,
     )
-    consistency: float = option(
-        0.0, "weight of CyCLIP's consistency, times 2 tau", valid=not_negative, expected="a number >= 0"
-    )
+    consistency: float = option(0.0, "weight of CyCLIP's consistency, times 2 tau", **NOT_NEGATIVE)
     reference_gap: bool = option(
         False, "subtract a frozen reference model's similarity gaps, from --distill-model (DRRho-CLIP)", in_state=True
     )

@@ -4,7 +4,7 @@ NeuCLIP, Eq. 10 (images as anchors; Eq. 11 is the same with image and text swapp
 
     alpha_1i = logaddexp(log eps, logsumexp_j'(l(cos(e_1i, W_1j') - s_ii) / tau) - log m),    l(x) = x in the paper
 
-A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `trained` says when the prototypes are reset and
+A reset sets W_1 to text and W_2 to image embeddings of the same pairs. `npn` says when the prototypes are reset and
 trained; `kernels.prototype_gradient` has the gradient (Eq. 12). In plain PyTorch: `equations.neuclip_alpha`,
 `equations.neuclip_w`, and a whole training in `equations.neuclip_algorithm_1`.
 
@@ -37,21 +37,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
-from open_clip_ext.distributed import log_sum_over_processes, rank, world_size
-from open_clip_ext.kernels.log_sum import Keys, log_sum, log_sums, number_of_equals
+from open_clip_ext.distributed import on_first, world_size
+from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
 from open_clip_ext.memory import check_fits
+from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, ShardedRing, own_part, whole
-from open_clip_ext.normalizers.trained import MOMENTS, NetworkNormalizer
-from open_clip_ext.options import option
+from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, own_part, whole
+from open_clip_ext.options import AT_LEAST_1, option
+from open_clip_ext.side_model import MOMENTS, SideModel
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
-class Prototypes(NetworkNormalizer):
+class Prototypes(NPN):
     """The NPN of NeuCLIP. Memory: weights, gradients and ring of 2 * m * d float32 each, and the optimizer's state.
 
-    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NetworkNormalizer.
+    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NPN.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -61,19 +62,15 @@ class Prototypes(NetworkNormalizer):
     allows_keys = True
     default_optimizer = "adagrad"
     npn_prototypes: int = option(
-        4096, "m, prototypes of the normalizer-prediction network per direction",
-        valid=lambda value: value >= 1, expected="at least 1", in_state=True,
+        4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
 
     def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
         super().__init__(**options)
         self.capacity = self.npn_prototypes
-        self.wants_split = self.npn_split
-        self.split = False  # known with the first batch, since torch.distributed may start after this constructor
         self.eps = eps
         self.surrogate = surrogate or Identity()
-        self.weight: Tensor  # (2, m, d): [0] for image anchors, [1] for text anchors
         self.ring: EmbeddingRing  # place i is what a reset gives prototype i
         self.keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
@@ -85,7 +82,7 @@ class Prototypes(NetworkNormalizer):
         return super().description() + capped
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        parts = processes if self.wants_split else 1
+        parts = processes if self.npn_split else 1
         each = 4 * 2 * self.capacity * dimension // parts
         moments = MOMENTS[self.optimizer_name]
         names = {"prototypes": 1, "their gradients": 1, "their optimizer's state": moments, "latest embeddings": 1}
@@ -95,35 +92,32 @@ class Prototypes(NetworkNormalizer):
         needed = sum(self.memory(dimension, processes).values())
         check_fits("npn_prototypes", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
-    def _make(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
+    def _make(self, dimension: int, device: torch.device, dtype: torch.dtype, **training: Any) -> SideModel:
         self.check_memory(dimension, device, world_size())
         self.split = self.npn_split and world_size() > 1
-        self.ring = (ShardedRing if self.split else EmbeddingRing)(self.capacity, dimension, device, dtype)
-        self.register_buffer("weight", torch.zeros_like(self.ring.rows), persistent=False)
+        self.ring = EmbeddingRing(self.capacity, dimension, device, dtype, self.split)
         self.register_buffer("keys", None, persistent=False)
+        return SideModel({"weight": torch.zeros_like(self.ring.rows)}, **training)
 
-    def _named(self) -> dict[str, Tensor]:
-        return {"weight": self.weight}
+    @property
+    def weight(self) -> Tensor:
+        """The prototypes of this process, (2, m, d) or less: [0] for image anchors, [1] for text anchors."""
+        return self.network.named["weight"]
 
     @property
     def active(self) -> int:
         """k, the number of prototypes in use."""
         return self.ring.active
 
-    @property
-    def own_active(self) -> int:
-        """The number of prototypes in use on this process."""
-        return self.ring.own_active
-
     def _observe(self, batch: Batch) -> None:
         """Push the batch into the ring, and add its pairs as prototypes while k < m."""
-        held = self.own_active
+        held = self.ring.own_active
         self.ring.push(batch)
-        self.weight[:, held : self.own_active] = self.ring.rows[:, held : self.own_active]
+        self.weight[:, held : self.ring.own_active] = self.ring.rows[:, held : self.ring.own_active]
         if self.ring.keys is not None:
             if self.keys is None:
                 self.keys = self.ring.unlike_keys(self.weight.device)
-            self.keys[held : self.own_active] = self.ring.keys[held : self.own_active]
+            self.keys[held : self.ring.own_active] = self.ring.keys[held : self.ring.own_active]
 
     def _restart(self, batch: Batch) -> None:
         self.weight.copy_(self.ring.rows)
@@ -137,22 +131,21 @@ class Prototypes(NetworkNormalizer):
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
         step = PrototypeGradient(
             batch, self.objective, self.surrogate, self.eps,
-            active=self.active, own_active=self.own_active, split=self.split,
+            active=self.active, own_active=self.ring.own_active, split=self.split,
             keys=self._keys(batch.keys), counts=self._counts(batch),
         )
-        assert self.weight.grad is not None
-        gradient = self.weight.grad[:, : self.own_active]
+        gradient = self.network.gradients["weight"][:, : self.ring.own_active]
         return lambda: step.write(gradient, *self._active_prototypes())
 
     def _active_prototypes(self) -> tuple[Tensor, Tensor]:
         """This process's prototypes in use, (2, k, d), and their norms, (2, k), with 1 in place of 0."""
-        prototypes = self.weight[:, : self.own_active]
+        prototypes = self.weight[:, : self.ring.own_active]
         lengths = prototypes.norm(dim=2)
         return prototypes, lengths + (lengths == 0)
 
     def _keys(self, anchors: Tensor | None) -> Keys | None:
         """The anchors' and those of the prototypes in use that are here."""
-        return None if anchors is None or self.keys is None else (anchors, self.keys[: self.own_active])
+        return None if anchors is None or self.keys is None else (anchors, self.keys[: self.ring.own_active])
 
     def _counts(self, batch: Batch) -> Tensor:
         """How many prototypes count for each of all anchors, (B,)."""
@@ -169,16 +162,9 @@ class Prototypes(NetworkNormalizer):
             return batch.log_batch
         prototypes, lengths = self._active_prototypes()
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
-        if self.split and not torch.is_grad_enabled():
-            everyone = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-            own, _ = log_sums(
-                *everyone, prototypes, self.surrogate, lengths, needs_grad=False, keys=self._keys(batch.keys)
-            )
-            log_total = log_sum_over_processes(own)[:, batch.local]
-        elif self.split:
-            log_total = ShardedLogSum.apply(
-                *inputs, batch, prototypes, lengths, self.surrogate, self._keys(batch.keys)
-            )
+        if self.split:
+            keys = self._keys(batch.keys)
+            log_total = ShardedLogSum.apply(*inputs, batch, prototypes, lengths, self.surrogate, keys)
         else:
             keys = self._keys(None if batch.keys is None else batch.keys[batch.local])
             log_total = log_sum(*inputs, prototypes, self.surrogate, lengths, keys=keys)
@@ -187,18 +173,17 @@ class Prototypes(NetworkNormalizer):
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         return {**super().diagnostics(log_batch, alpha), "prototypes": torch.tensor(float(self.active))}
 
-    def _broadcast(self) -> None:
-        if not self.split:  # sharded prototypes exist on one process only
-            super()._broadcast()
+    def _state(self) -> dict[str, Tensor]:
+        state = super()._state()
+        if state:
+            state |= self.ring.state() | ({} if self.keys is None else {"keys": self.keys})
+        return state
 
     def full_state(self) -> dict[str, Tensor]:
-        if not self.split:
-            return super().full_state()
-        state = {
-            name: value.cpu() if (dim := self._places(name, value)) is None else whole(value, self.capacity, dim)
+        return on_first({
+            name: value if (dim := self._split_dim(name, value)) is None else whole(value, self.capacity, dim)
             for name, value in self._state().items()
-        }
-        return {name: value for name, value in state.items() if value is not None} if rank() == 0 else {}
+        })
 
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         super().check_state(state, dimension)
@@ -206,23 +191,18 @@ class Prototypes(NetworkNormalizer):
             raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        if self.split:
-            state = {
-                name: value if (dim := self._places(name, value)) is None else own_part(value, dim)
-                for name, value in state.items()
-            }
+        state = {
+            name: value if (dim := self._split_dim(name, value)) is None else own_part(value, dim)
+            for name, value in state.items()
+        }
         super().load_full_state(state)
+        if state:
+            self.ring.restore(state)
+            keys = state.get("keys")
+            self.keys = None if keys is None else keys.to(self.weight.device, copy=True)
 
-    def _places(self, name: str, value: Tensor) -> int | None:
-        """The dimension of a tensor of the state along which the prototypes stand; the counters have none."""
-        if name in ("keys", "ring_keys"):
-            return 0
-        return 1 if name == "ring" or ("weight" in name and value.dim() > 0) else None
-
-    def _extra_state(self) -> dict[str, Tensor]:
-        return self.ring.state() | ({} if self.keys is None else {"keys": self.keys})
-
-    def _restore_extra(self, state: dict[str, Tensor]) -> None:
-        self.ring.restore(state)
-        keys = state.get("keys")
-        self.keys = None if keys is None else keys.to(self.weight.device, copy=True)
+    def _split_dim(self, name: str, value: Tensor) -> int | None:
+        """The dimension of a tensor of the state along which the prototypes are split; None where they are not."""
+        if not self.split or value.dim() == 0:
+            return None
+        return 0 if name in ("keys", "ring_keys") else 1

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
-from open_clip_ext.distributed import rank
+from open_clip_ext.distributed import on_first
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.options import option
+from open_clip_ext.options import AT_LEAST_1, option
 from open_clip_ext.surrogates import Identity, Surrogate
 
 
@@ -44,10 +44,7 @@ class Queue(Normalizer):
     allows_keys = True
     allows_reference = True
     differentiable = True
-    queue_size: int = option(
-        4096, "m, pairs of embeddings that the queue holds",
-        valid=lambda value: value >= 1, expected="at least 1", in_state=True,
-    )
+    queue_size: int = option(4096, "m, pairs of embeddings that the queue holds", in_state=True, **AT_LEAST_1)
 
     def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
         super().__init__(**options)
@@ -120,10 +117,9 @@ class Queue(Normalizer):
         return {"queued": torch.tensor(float(self.ring.active))}
 
     def full_state(self) -> dict[str, Tensor]:
-        if rank() != 0 or not hasattr(self, "ring"):
+        if not hasattr(self, "ring"):
             return {}
-        state = self.ring.state() | {"epoch": torch.tensor(self._epoch_of_ring)}
-        return {name: value.detach().cpu().clone() for name, value in state.items()}
+        return on_first(self.ring.state() | {"epoch": torch.tensor(self._epoch_of_ring)})
 
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if "ring" in state and state["ring"].shape[1] != self.capacity:

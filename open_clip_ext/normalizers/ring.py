@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import rank, world_size
 
 
 class EmbeddingRing(nn.Module):
@@ -13,73 +14,71 @@ class EmbeddingRing(nn.Module):
         capacity: m.
         dimension: d.
         device, dtype: of the embeddings.
+        split: whether process r keeps the places r, r + W, r + 2W, ... alone.
     """
 
     rows: Tensor
     keys: Tensor | None
 
-    def __init__(self, capacity: int, dimension: int, device: torch.device, dtype: torch.dtype):
+    def __init__(
+        self, capacity: int, dimension: int, device: torch.device, dtype: torch.dtype, split: bool = False
+    ):
         super().__init__()
         self.capacity = capacity
-        rows = torch.zeros(2, self.own_capacity, dimension, device=device, dtype=dtype)
+        self._first, self._step = (rank(), world_size()) if split else (0, 1)
+        rows = torch.zeros(2, self._own(capacity), dimension, device=device, dtype=dtype)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
         self.active = 0  # number of filled rows
         self.head = 0  # position of the next row
 
-    @property
-    def own_capacity(self) -> int:
-        """Rows on this process: all."""
-        return self.capacity
+    def _own(self, places: int) -> int:
+        """How many of the first `places` are on this process."""
+        return len(range(self._first, places, self._step))
 
     @property
     def own_active(self) -> int:
-        """Filled rows on this process: all."""
-        return self.active
+        """Filled rows on this process; rows fill in order."""
+        return self._own(self.active)
 
     def push(self, batch: Batch) -> list[slice]:
-        """Replace the oldest pairs by the batch's last m; return their places in order, as one slice or two.
+        """Replace the oldest pairs by the batch's last m; return the places here in order, as one slice or two.
 
-        A non-finite batch is replaced by the pairs pushed before it, or by unit vectors if there are too few.
+        Under a non-finite batch the rows stay, or become unit vectors where there are none yet.
         """
         count = min(batch.size, self.capacity)
-        places, before = self._places(self.head, count), self._places(self.head - count, count)
-        for rows, latest in zip(self.rows, (batch.all_text[-count:], batch.all_image[-count:]), strict=True):
-            earlier = torch.cat([rows[some] for some in before])
-            if self.active < count:
-                earlier = torch.zeros_like(latest)
-                earlier[:, 0] = 1
-            new = torch.where(batch.finite, latest, earlier)
-            for some, part in zip(places, new.split([some.stop - some.start for some in places]), strict=True):
-                rows[some] = part
-        if batch.keys is not None:
-            self._push_keys(batch.keys[-count:], places)
-        elif self.keys is not None:
-            unlike = self.unlike_keys(self.keys.device)
-            for some in places:
-                self.keys[some] = unlike[some]
+        if batch.keys is not None and self.keys is None:
+            self.keys = self.unlike_keys(batch.keys.device)
+        places = self._places(count)
+        for own, pairs in places:
+            for rows, features in zip(self.rows, (batch.all_text, batch.all_image), strict=True):
+                earlier = rows[own]
+                if self.active < self.capacity:
+                    earlier = earlier.clone()
+                    earlier[:, 0] += (earlier == 0).all(dim=1)
+                rows[own] = torch.where(batch.finite, features[-count:][pairs], earlier)
+            if self.keys is not None:
+                new = self.unlike_keys(self.keys.device)[own] if batch.keys is None else batch.keys[-count:][pairs]
+                self.keys[own] = new
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
+        return [own for own, _ in places]
+
+    def _places(self, count: int) -> list[tuple[slice, slice]]:
+        """The next `count` places, as one slice of this process's rows or two, each with a slice of `count` pairs."""
+        wrapped = max(0, self.head + count - self.capacity)
+        places = []
+        for begin, end, pair in ((self.head, self.head + count - wrapped, 0), (0, wrapped, count - wrapped)):
+            if begin < end:
+                first_own = (self._first - begin) % self._step
+                pairs = slice(pair + first_own, pair + end - begin, self._step)
+                places.append((slice(self._own(begin), self._own(end)), pairs))
         return places
 
     def unlike_keys(self, device: torch.device) -> Tensor:
         """Keys of what has none, each like no other, for the places that are kept here; a data set numbers its cells
         without a key -1, -2, ..."""
-        return torch.arange(self.own_capacity, device=device) - 2**62
-
-    def _push_keys(self, latest: Tensor, places: list[slice]) -> None:
-        if self.keys is None:
-            self.keys = self.unlike_keys(latest.device)
-        for some, part in zip(places, latest.split([some.stop - some.start for some in places]), strict=True):
-            self.keys[some] = part
-
-    def _places(self, start: int, count: int) -> list[slice]:
-        """`count` places from `start` on, as one slice or two."""
-        start %= self.capacity
-        end = start + count
-        if end <= self.capacity:
-            return [slice(start, end)]
-        return [slice(start, self.capacity), slice(0, end - self.capacity)]
+        return torch.arange(self.rows.shape[1], device=device) - 2**62
 
     def state(self) -> dict[str, Tensor]:
         keys = {} if self.keys is None else {"ring_keys": self.keys}

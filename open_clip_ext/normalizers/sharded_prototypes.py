@@ -17,7 +17,6 @@ from torch import Tensor
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import SCATTER, all_gather, log_sum_over_processes, rank, wait_for_others, world_size
 from open_clip_ext.kernels.log_sum import Keys, log_sums
-from open_clip_ext.normalizers.ring import EmbeddingRing
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -49,41 +48,6 @@ def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
     return result
 
 
-class ShardedRing(EmbeddingRing):
-    """This process's part of the latest m pairs of embeddings, (2, m_r, d)."""
-
-    @property
-    def own_capacity(self) -> int:
-        return len(range(rank(), self.capacity, world_size()))
-
-    @property
-    def own_active(self) -> int:
-        """k_r, filled rows on this process; rows fill in order."""
-        return len(range(rank(), self.active, world_size()))
-
-    def push(self, batch: Batch) -> Tensor:  # type: ignore[override]  # its own places are not slices
-        """As `EmbeddingRing.push`; returns own places. Under a non-finite batch, rows stay or become unit vectors."""
-        latest = torch.stack([batch.all_text, batch.all_image])[:, -self.capacity :]
-        count = latest.shape[1]
-        places = (torch.arange(count) + self.head) % self.capacity
-        own = (places % world_size() == rank()).nonzero()[:, 0]
-        places = (places[own] // world_size()).to(latest.device)
-        earlier = self.rows[:, places]
-        unit = torch.zeros_like(earlier)
-        unit[:, :, 0] = 1.0
-        earlier = torch.where((earlier == 0).all(dim=2, keepdim=True), unit, earlier)
-        self.rows[:, places] = torch.where(batch.finite, latest[:, own.to(latest.device)], earlier)
-        if batch.keys is not None:
-            if self.keys is None:
-                self.keys = self.unlike_keys(latest.device)
-            self.keys[places] = batch.keys[-count:][own.to(latest.device)]
-        elif self.keys is not None:
-            self.keys[places] = self.unlike_keys(self.keys.device)[places]
-        self.head = (self.head + count) % self.capacity
-        self.active = min(self.active + count, self.capacity)
-        return places
-
-
 class ShardedLogSum(torch.autograd.Function):
     """log sum_j' exp(l(cos(e_i, W_j') - s_ii) / tau) over the prototypes of all processes, for this process's anchors.
 
@@ -98,10 +62,12 @@ class ShardedLogSum(torch.autograd.Function):
         keys: Keys | None,
     ) -> Tensor:
         anchors = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
-        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths, keys=keys)
-        assert derivatives is not None
-        grad_anchor, grad_positive, grad_tau = derivatives
+        needs_grad = any(ctx.needs_input_grad)
+        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths, needs_grad=needs_grad, keys=keys)
         log_total = log_sum_over_processes(own)
+        if derivatives is None:
+            return log_total[:, batch.local]
+        grad_anchor, grad_positive, grad_tau = derivatives
         partial = torch.cat([grad_anchor, grad_positive[:, :, None], grad_tau[:, :, None]], dim=2)
         ctx.save_for_backward(partial, (own - log_total).exp())
         ctx.local = batch.local

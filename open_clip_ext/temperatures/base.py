@@ -12,24 +12,20 @@ Temperatures have the shape (2, B), images as anchors first, even if all are the
 """
 
 from collections.abc import Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import Derived, not_negative, option, positive
+from open_clip_ext.options import NOT_NEGATIVE, POSITIVE, Derived, option
 from open_clip_ext.parts import Part
 
-RHO = option(
-    8.5, "pulls the temperature down; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers",
-    valid=not_negative, expected="a number >= 0",
-)
+RHO = option(8.5, "pulls the temperature down; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers", **NOT_NEGATIVE)
 TAU_MIN = option(
     0.01, "tau_0, lower bound of the temperature", valid=lambda value: 0 < value <= 1, expected="in (0, 1]"
 )
-TAU_MAX = option(1.0, "upper bound of a sample's temperature", valid=positive, expected="a number > 0")
+TAU_MAX = option(1.0, "upper bound of a sample's temperature", **POSITIVE)
 FASTCLIP_CODE = option(
     False,
     "follow FastCLIP's released code where it differs from the papers. learnable: dg/dtau counts twice in the "
@@ -59,9 +55,7 @@ class LearnedLogitScale(FixedLogitScale):
     """Options of the training command for a learned logit_scale; the lower bound of tau is OpenCLIP's."""
 
     tau_min: float = TAU_MIN
-    lr_tau: float = option(
-        Derived("a fraction of --lr, per loss"), "learning rate of logit_scale", valid=positive, expected="a number > 0"
-    )
+    lr_tau: float = option(Derived("a fraction of --lr, per loss"), "learning rate of logit_scale", **POSITIVE)
     lr_tau_scheduler: str = option(
         "model", "model: the model's schedule; fastclip: no warm-up, a third while tau <= 0.03",
         choices=("model", "fastclip"),
@@ -134,7 +128,10 @@ class Temperature(Part, nn.Module):
         """
 
     def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
-        return {"tau": taus[0, 0]}
+        if self.reads_logit_scale:
+            return {"tau": taus[0, 0]}
+        return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
+
 
 class FixedTemperature(Temperature):
     """One tau that is not trained, and therefore no rho (SogCLR, FastCLIP-v1, TuneCLIP).
@@ -163,17 +160,14 @@ class LearnableTemperature(Temperature):
     rho: float = RHO
     fastclip_code: bool = FASTCLIP_CODE
 
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        self.slope_weight = 2 if self.fastclip_code else 1
-
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
         refuse_fastclip_code(settings)
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:
         """NeuCLIP, Eq. 13."""
-        return (values + self.rho + self.slope_weight * tau_terms).sum() / batch
+        slope_weight = 2 if self.fastclip_code else 1
+        return (values + self.rho + slope_weight * tau_terms).sum() / batch
 
 
 class UnscaledTemperature(Temperature):

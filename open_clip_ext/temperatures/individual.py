@@ -127,9 +127,6 @@ class IndividualTemperature(RowState, Temperature):
         assert rows is not None
         return rows[:, :2].T.to(tau.dtype)
 
-    def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
-        return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
-
     def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
         self.write(batch, rows, batch.equal_rows.mean(gradients.T))
 

@@ -14,7 +14,6 @@ the same on every process and after a resume. The prototypes start as the first 
 modality, as in the authors' script; if these are fewer than m, the other prototypes stay random.
 """
 
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -23,11 +22,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import copy_from_first, rank
+from open_clip_ext.distributed import on_first
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.adam import adam_step
 from open_clip_ext.kernels.streaming import are_finite
-from open_clip_ext.options import option, positive
+from open_clip_ext.options import POSITIVE, option
+from open_clip_ext.side_model import SideModel
 from open_clip_ext.temperatures.base import RHO, TAU_MAX, TAU_MIN, Temperature
 
 FIRST_PHI = 0.01
@@ -36,8 +36,8 @@ FIRST_PHI = 0.01
 class NetworkTemperature(Temperature):
     """Predicts tau_i from the anchor's own embedding, with one network for images and one for texts.
 
-    Args: see the class's body. The parameters and Adam's two moments are one vector each, so that they move with the
-        loss and into a checkpoint as any other buffer does.
+    Args: see the class's body. The parameters and Adam's two moments are one vector each. The step of Adam is not
+        torch's: one with a non-finite batch changes neither, and one that is held changes the moments alone.
 
     Raises:
         InputError: an argument is out of range; the message names it.
@@ -57,22 +57,18 @@ class NetworkTemperature(Temperature):
         valid=lambda value: value >= 2, expected="at least 2", in_state=True,
     )
     tau_net_lr: float = option(
-        3e-5, "learning rate of the temperature network in the first epoch; times 0.9 in each later one",
-        valid=positive, expected="a number > 0",
+        3e-5, "learning rate of the temperature network in the first epoch; times 0.9 in each later one", **POSITIVE
     )
     tau_net_dropout: float = option(
         0.5, "dropout of the temperature network's hidden layer",
         valid=lambda value: 0 <= value < 1, expected="in [0, 1)",
     )
     LR_DECAY = 0.9
-    weights: Tensor
-    moments: Tensor
 
     def __init__(self, **options: Any):
         super().__init__(**options)
-        self.register_buffer("weights", torch.empty(0), persistent=False)
-        self.register_buffer("moments", torch.empty(2, 0), persistent=False)
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.network: SideModel  # known with the first batch, as are its shapes
+        self.shapes: dict[str, torch.Size] = {}
         self.steps = 0
         self.epoch = 0
         self._send = True
@@ -91,7 +87,6 @@ class NetworkTemperature(Temperature):
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         d, m = dimension, self.tau_net_prototypes
-        self.shapes = self._shapes(dimension)
         draw = torch.Generator().manual_seed(0)
         bound = d**-0.5  # as torch.nn.Linear initializes
         start = {
@@ -102,18 +97,18 @@ class NetworkTemperature(Temperature):
             "out": torch.ones(2, m),
             "out_bias": torch.zeros(2),
         }
-        self.weights = torch.cat([part.flatten() for part in start.values()]).to(device, dtype)
-        self.moments = self.weights.new_zeros(2, len(self.weights))
+        self.shapes = {name: part.shape for name, part in start.items()}
+        weights = torch.cat([part.flatten() for part in start.values()]).to(device, dtype)
+        self.network = SideModel({"weights": weights, "moments": weights.new_zeros(2, len(weights))})
 
-    def _shapes(self, d: int) -> dict[str, tuple[int, ...]]:
-        m = self.tau_net_prototypes
-        return {"inner": (2, d, d), "inner_bias": (2, d), "prototypes": (2, m, d), "log_phi": (2,), "out": (2, m),
-                "out_bias": (2,)}  # fmt: skip
+    @property
+    def weights(self) -> Tensor:
+        """All parameters, one vector."""
+        return self.network.named["weights"]
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
         """Views of the parameter vector, by name; their first axis is the modality, images first."""
-        sizes = [torch.Size(shape).numel() for shape in self.shapes.values()]
-        parts = weights.split(sizes)
+        parts = weights.split([shape.numel() for shape in self.shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def predict(self, image: Tensor, text: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -142,7 +137,7 @@ class NetworkTemperature(Temperature):
             first = prototypes[:, : others.shape[1]]
             first.copy_(torch.where(are_finite(others).all(), others, first))
         if self._send:
-            copy_from_first((self.weights, self.moments), self.weights.device)
+            self.network.broadcast()
         self._send = False
 
     def lookup(self, batch: Batch) -> Tensor:
@@ -158,9 +153,6 @@ class NetworkTemperature(Temperature):
         assert rows is not None
         return rows.T
 
-    def diagnostics(self, taus: Tensor) -> dict[str, Tensor]:
-        return {"tau": taus.mean(), "tau_min": taus.min(), "tau_max": taus.max()}
-
     def update(self, batch: Batch, rows: Tensor, gradients: Tensor) -> None:
         """A step of Adam on mean_i tau_i * (value_i + rho), summed over both directions.
 
@@ -172,30 +164,29 @@ class NetworkTemperature(Temperature):
             taus = self.predict(batch.all_image, batch.all_text, weights, self._kept)
             (gradient,) = torch.autograd.grad(taus, weights, gradients / batch.size)
         self.steps += 1
-        step, new = adam_step(gradient, self.moments.unbind(), self.steps)
+        moments = self.network.named["moments"]
+        step, new = adam_step(gradient, moments.unbind(), self.steps)
         moved = self.weights if self.hold else self.weights - self.current_lr * step
-        self.weights = torch.where(batch.finite, moved, self.weights)
-        self.moments = torch.where(batch.finite, torch.stack(new), self.moments)
+        self.network.named["weights"] = torch.where(batch.finite, moved, self.weights)
+        self.network.named["moments"] = torch.where(batch.finite, torch.stack(new), moments)
 
     # State
 
     def full_state(self) -> dict[str, Tensor]:
-        if rank() > 0 or not len(self.weights):
+        if not hasattr(self, "network"):
             return {}
-        tensors = {"weights": self.weights, "moments": self.moments, "steps": torch.tensor(self.steps)}
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        return on_first({**self.network.state(), "steps": torch.tensor(self.steps)})
 
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if not dimension:
             return
         if "weights" not in state:
             raise ValueError("temperature: 'network', but the state has no such network")
-        if len(state["weights"]) != sum(math.prod(shape) for shape in self._shapes(dimension).values()):
+        d, m = dimension, self.tau_net_prototypes
+        if len(state["weights"]) != 2 * (d * d + d + m * d + 1 + m + 1):
             raise ValueError(f"tau_net_prototypes: {self.tau_net_prototypes} where the state has another number")
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        if not len(self.weights):
-            return
-        self.weights.copy_(state["weights"])
-        self.moments.copy_(state["moments"])
-        self.steps = int(state["steps"])
+        if state:
+            self.network.load(state)
+            self.steps = int(state["steps"])

@@ -434,7 +434,7 @@ def test_the_length_of_a_training_counts_after_loading_too():
     other = make("neuclip")
     other.load_full_state(loss.full_state())
     other.set_steps_per_pass(10, 4)
-    (group,) = other.normalizer.optimizer.param_groups
+    (group,) = other.normalizer.network.optimizer.param_groups
     assert group["lr"] == pytest.approx((40 / 77_000) ** 0.5) and f"{group['lr']:.2g}" in other.description()
 
 

@@ -85,7 +85,7 @@ def test_restarts_by_default(steps, every):
 def test_the_rate_by_default(steps, epochs, given, rate):
     loss = create_loss("neuclip", steps_per_epoch=steps, epochs=epochs, **given)
     loss(*batches(1)[0], 1 / TAU)
-    assert loss.normalizer.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert loss.normalizer.network.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
 
 
 def test_a_state_of_another_format_is_refused():

@@ -133,7 +133,7 @@ def test_neuclips_network_in_the_papers_trainings(samples, batch, epochs):
     """NeuCLIP, Tables 1 and 4; shorter trainings have other values."""
     loss = create_loss("neuclip", steps_per_epoch=samples // batch, epochs=epochs)
     loss.materialize(8, torch.device("cpu"), torch.float32)
-    (group,) = loss.normalizer.optimizer.param_groups
+    (group,) = loss.normalizer.network.optimizer.param_groups
     assert loss.normalizer.restart_every == 500
     assert group["lr"] == pytest.approx(1, abs=1e-3)  # DFN-14M has 76,981 steps of the rule's 77,000
 

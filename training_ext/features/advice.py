@@ -7,7 +7,7 @@ from math import exp, log
 
 import open_clip
 
-from open_clip_ext.normalizers.trained import adagrad_rate
+from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
 from training_ext.core.loss import build_loss
 from training_ext.features.captions import SeenCaptions

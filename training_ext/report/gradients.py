@@ -33,7 +33,7 @@ from open_clip_ext.diagnostics import exact
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer, Queue
-from open_clip_ext.normalizers.trained import NetworkNormalizer
+from open_clip_ext.normalizers.npn import NPN
 from open_clip_ext.surrogates import Surrogate
 from training_ext.report.embeddings import Embedded
 from training_ext.report.queues import nearest_places, queue_without
@@ -137,7 +137,7 @@ def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
             normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, step.places))
         else:
             normalizer = copy.deepcopy(loss.normalizer)
-            if isinstance(normalizer, NetworkNormalizer):
+            if isinstance(normalizer, NPN):
                 normalizer.restart_every = 0
             updated = normalizer.update(batch)
         inputs = batch.leaves(requires_grad=loss.objective.through_alpha)

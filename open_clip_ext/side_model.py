@@ -1,0 +1,107 @@
+"""The base of every small network beside the encoders: its optimizer, and how it is moved, sent, saved and restored."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_ext.distributed import copy_from_first
+
+OPTIMIZERS = {
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
+MOMENTS = {"adagrad": 1, "adam": 2, "adamw": 2, "sgd": 0}  # state values per parameter
+
+
+class SideModel(nn.Module):
+    """Tensors that a part of a loss trains itself, with their optimizer. A submodule, so that `Module.to` moves them.
+
+    They are not nn.Parameters: neither the loss's `parameters()` nor its `state_dict()` contains them.
+
+    Args:
+        named: the tensors by name, without graph.
+        optimizer: a name in `OPTIMIZERS`; None if `step` is never called.
+        pending: whether the gradients belong to the state, since a later training step applies them.
+        settings: arguments of the optimizer.
+
+    Attributes:
+        gradients: by name; what `step` applies.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, named: dict[str, Tensor], optimizer: str | None = None, pending: bool = False, **settings: Any):
+        super().__init__()
+        self.named = named
+        self.gradients: dict[str, Tensor] = {}
+        self.pending = pending
+        self._kind = optimizer
+        self._settings = settings
+        self.reset_optimizer()
+
+    def reset_optimizer(self) -> None:
+        """Begin without moments and with gradients of 0."""
+        if self._kind is None:
+            return
+        self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.named.items()}
+        optimizer, settings = OPTIMIZERS[self._kind], self._settings
+        # One pass over the memory instead of several. On CUDA torch has a fused Adam, but no fused AdaGrad.
+        on_cpu = next(iter(self.named.values())).device.type == "cpu"
+        if on_cpu and "fused" in inspect.signature(optimizer).parameters:
+            settings = {"fused": True} | settings
+        self.optimizer = optimizer(list(self.named.values()), **settings)
+
+    def set_lr(self, lr: float) -> None:
+        self._settings["lr"] = lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self) -> None:
+        """One step of the optimizer."""
+        for name, tensor in self.named.items():
+            tensor.grad = self.gradients[name]
+        self.optimizer.step()
+
+    def broadcast(self) -> None:
+        """Overwrite the state by process 0's."""
+        state = self.state()
+        copy_from_first(state.values(), next(iter(state.values())).device)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, the optimizer's as `optimizer:name:key`, and gradients that are pending; no copies."""
+        state = dict(self.named)
+        if self._kind is None:
+            return state
+        for name, tensor in self.named.items():
+            state |= {f"{self._kind}:{name}:{key}": value for key, value in self.optimizer.state[tensor].items()}
+        if self.pending:
+            state |= {f"pending:{name}": gradient for name, gradient in self.gradients.items()}
+        return state
+
+    def load(self, state: Mapping[str, Any], like: Tensor | None = None) -> None:
+        """Copy the result of `state`, among other entries, to the device and dtype of `like`; by default its own."""
+        like = next(iter(self.named.values())) if like is None else like
+        self.named = {name: state[name].to(like, copy=True) for name in self.named}
+        self.reset_optimizer()
+        for name, tensor in self.named.items():
+            if self.pending:
+                self.gradients[name] = state[f"pending:{name}"].to(like, copy=True)
+            if moments := below(state, f"{self._kind}:{name}:"):
+                # An optimizer's count of steps stays in host memory, where it waits for no device.
+                self.optimizer.state[tensor] = {
+                    key: value.clone() if key == "step" else value.to(like, copy=True) for key, value in moments.items()
+                }
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SideModel":
+        self.load(self.state(), like=fn(next(iter(self.named.values())).new_empty(0)))
+        return self
+
+
+def below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries whose names start with `prefix`, under the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
