@@ -47,6 +47,7 @@ class Option:
     valid: Callable[[Any], bool] | None = None
     expected: str = ""
     in_state: bool = False
+    metavar: str = ""
     name: str = ""
     type: type = str
 
@@ -78,6 +79,7 @@ def option(
     valid: Callable[[Any], bool] | None = None,
     expected: str = "",
     in_state: bool = False,
+    metavar: str = "",
 ) -> Any:
     """Declare a setting of a part: `gamma: float = option(0.2, "weight of the new estimate")` in the class's body.
 
@@ -89,8 +91,9 @@ def option(
         choices: the valid values of a str.
         valid: predicate on a value; `expected` says in words what it accepts.
         in_state: whether the shape of the part's state depends on it; a checkpoint then needs the same value to resume.
+        metavar: what stands for the value in `--help`, if not its choices or its type.
     """
-    return Option(default, help, choices, valid, expected, in_state)
+    return Option(default, help, choices, valid, expected, in_state, metavar)
 
 
 def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:

@@ -11,9 +11,8 @@ from functools import partial
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
+from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
-from training_ext.core.latest import latest_checkpoint
-from training_ext.features.midepoch import save_checkpoint
 from training_ext.flags.ranges import likely_cause
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_weights, without_remote_code
@@ -381,7 +380,7 @@ def run(session: Session) -> None:
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
     except (OSError, RuntimeError) as error:
-        fault = fault_of_machine(error, session.folder)
+        fault = fault_of_machine(error, session.run.folder)
         if fault is None:
             raise
         raise InputError(f"{fault}{session.last_saved()}") from None

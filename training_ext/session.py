@@ -6,7 +6,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,33 +24,33 @@ from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
 from open_clip_ext.retrieval import validation_metrics
-from training_ext.core import checkpoint, row_folders
+from training_ext.context import Run
+from training_ext.core import checkpoint, checkpoint_files, row_folders
+from training_ext.core.checkpoint_files import most_trained
 from training_ext.core.data_seams import DataSeams
-from training_ext.core.latest import most_trained
 from training_ext.core.loss import TrainingLoss, build_loss
+from training_ext.core.metrics import known_metrics
 from training_ext.core.rows import DataRows, trains
 from training_ext.core.shards import shard_urls
-from training_ext.core.temperature import TemperatureGroup, whole
-from training_ext.features import midepoch
+from training_ext.core.temperature import TemperatureGroup, trains_logit_scale, whole
+from training_ext.core.usable import SampleWatch
+from training_ext.feature import Epoch, Feature
 from training_ext.features import own_classes as during_training
 from training_ext.features.advice import advise, advise_any
-from training_ext.features.bad_samples import report_epoch
-from training_ext.features.keep_best import Monitor, known_metrics
-from training_ext.features.log import Epoch, RunLog
-from training_ext.features.midepoch import Interruptions
-from training_ext.features.recovery.before_training import BeforeTraining, warn_without_start
+from training_ext.features.log import RunLog
+from training_ext.features.recovery.before_training import BeforeTraining
 from training_ext.features.recovery.recovery import remove_unfinished
 from training_ext.features.scenes import classify_scenes
 from training_ext.features.summary import summary
 from training_ext.features.temperature_sheet import write_sheet
 from training_ext.flags import recipes
 from training_ext.flags.data_checks import samples_per_epoch
-from training_ext.flags.params import trains_logit_scale
 from training_ext.flags.preflight import check_alike, keep_others_out
 from training_ext.flags.rehearsal import train_temperature
 from training_ext.flags.task_flags import divides_model
 from training_ext.openclip.hugging_face import built
 from training_ext.openclip.loading import load_resumed
+from training_ext.run import Features
 
 RUN = "run"
 
@@ -70,8 +70,11 @@ class Session:
         alone: ExitStack | None = None,
     ):
         self.args = args
+        self.run = Run(args)
+        self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
-        self.data = DataSeams(args, rows)
+        watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
+        self.data = DataSeams(args, rows, watch)
         self._flags = flags
         self.log = RunLog(args)
         self._began = time.monotonic()
@@ -82,8 +85,7 @@ class Session:
         self._logit_scale: torch.nn.Parameter
         self.recovering = False
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
-        self.monitor: Monitor | None = None
-        self._interruptions: Interruptions | None = None
+        self._has_begun = False  # the first epoch of this run
         self.tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
@@ -156,7 +158,7 @@ class Session:
         if not self.log.in_epoch:  # without --loss, or in OpenCLIP's evaluation
             return original(batches)
         first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
-        end = batches.num_batches // self.args.accum_freq * self.args.accum_freq
+        end = self.run.steps(batches.num_batches) * self.args.accum_freq
         numbered: Iterable = ((number, batch) for number, batch in original(batches, first) if number < end)
         if self.loss is not None and not is_master(self.args):
             numbered = self.loss.watched(numbered, self.args.log_every_n_steps)
@@ -260,7 +262,7 @@ class Session:
             for info in data.values():
                 self.data.outlive.workers_of(info.dataloader)
         if "train" in data and is_master(args):
-            for sentence in advise_any(args, data["train"].dataloader.num_batches // args.accum_freq):
+            for sentence in advise_any(args, self.run.steps(data["train"].dataloader.num_batches)):
                 logging.warning(sentence)
         return during_training.marked(data, args)
 
@@ -283,10 +285,11 @@ class Session:
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         if is_master(args):
-            steps = self.data.loader.num_batches // args.accum_freq
+            steps = self.run.steps(self.data.loader.num_batches)
             for sentence in advise(args, rows.num_rows, steps):
                 logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.data.loader, args.device)
+        self.features.tell(Feature.loss_built, self.loss)
         self.log.begin(self.loss)
         self.log.hold()
         return self.loss
@@ -300,21 +303,18 @@ class Session:
         saved, self._restored = self._restored, None
         if self.temperature is not None:
             self.temperature.begin()
-        if self.loss is not None and self._interruptions is None:
-            self._interruptions = Interruptions(args, self.loss)
-        if self.monitor is None and args.loss is not None:
-            begun = epoch > 0 or (saved is not None and saved.get("position") is not None)
-            self.monitor = Monitor(args, begun)
-            if begun:
-                warn_without_start(args, self.monitor)
-                if args.osr_save and is_master(args) and not os.path.exists(args.osr_save):
-                    logging.warning(f"--osr-save: {args.osr_save!r} is not written, since the recovery was before")
-            else:
+        if not self._has_begun and args.loss is not None:
+            self._has_begun = True
+            resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
+            self.features.tell(Feature.begin, resumed)
+            if not resumed:
                 BeforeTraining(self, original, model, data, loss, optimizer, scaler, dist_model, tb_writer).run()
+            elif args.osr_save and is_master(args) and not os.path.exists(args.osr_save):
+                logging.warning(f"--osr-save: {args.osr_save!r} is not written, since the recovery was before")
         if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
             remove_unfinished(args)
         if args.save_logs:  # only on the process that saves
-            midepoch.remove_folders(args.checkpoint_path)
+            checkpoint_files.remove_folders(args.checkpoint_path)
         self.log.release()
         self.data.epoch = epoch
         if self.loss is not None:
@@ -322,34 +322,34 @@ class Session:
 
         def save(place: dict[str, Any]) -> None:
             self._raise_if_not_finite(model)
-            self._prepare_entry(midepoch.name_of(args, epoch, place["position"]), **place)
+            self._prepare_entry(checkpoint_files.name_of(args, epoch, place["position"]), **place)
             self.write_within(epoch, place["position"], model, optimizer, scaler)
             self._entry_to_save = None
 
-        self.data.skips.begin_epoch()
-        steps = data["train"].dataloader.num_batches // args.accum_freq
-        shown = Epoch(
-            TRAIN, epoch, args.epochs, epoch * steps, epoch * steps, steps, (args.epochs - epoch - 1) * steps, tb_writer
-        )
-        saves = args.loss is not None and checkpoint.saves_after(args, epoch + 1)
+        loader = data["train"].dataloader
+        steps = self.run.steps(loader.num_batches)
+        saves = args.loss is not None and self.run.saves_after(epoch + 1)
         saves_first = saves and bool(known_metrics(args, epoch + 1))  # OpenCLIP saves after the evaluation
-        with (
-            self.interruptible(epoch, data["train"].dataloader.num_batches, saved, save, saves_first),
-            self.log.epoch(shown) as writer,
-        ):
+        started = Epoch(
+            TRAIN, epoch, args.epochs, epoch, loader, steps, first=epoch * steps, before=epoch * steps,
+            ahead=(args.epochs - epoch - 1) * steps, tensorboard=tb_writer, saved=saved, save=save,
+            saves_last=saves_first,
+        )
+        with self.features.epoch(started), self.log.epoch(started) as writer:
             result = original(
                 model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
             )
-        report_epoch(self.data.skips, args, epoch, data["train"].dataloader, tb_writer)
         if args.loss is not None:
             self._raise_if_not_finite(model)
-        if saves and self._interruptions is not None:
-            state = self._prepare_entry(f"epoch_{epoch + 1}.pt", self._interruptions.order)
+        if saves and self.loss is not None:
+            state = self._prepare_entry(
+                f"epoch_{epoch + 1}.pt", checkpoint.order_of(args, self.data.loader.streams)
+            )
             if epoch + 1 == args.epochs and "temperature.tau" in state:
                 self._show_temperatures(state["temperature.tau"])
         elif saves_first and args.rank == 0 and not self.divides_model:
-            path = os.path.join(args.checkpoint_path, checkpoint.name_after(args, epoch + 1))
-            midepoch.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
+            path = self.run.checkpoint_after(epoch + 1)
+            checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
             logging.info(f"Saved before the evaluation: {path}")
         return result
 
@@ -359,21 +359,18 @@ class Session:
     ) -> None:
         """Write the checkpoint of a place within an epoch; called by every process."""
         if self.args.rank == 0:
-            midepoch.write(self.args, self.content(epoch, model, optimizer, scaler), position)
+            checkpoint_files.write(self.args, self.content(epoch, model, optimizer, scaler), position)
 
     def content(
         self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
     ) -> dict[str, Any]:
         """The contents of OpenCLIP's checkpoint after `epoch` epochs."""
-        return midepoch.content(self.args, epoch, model, optimizer, scaler)
+        return checkpoint_files.content(self.args, epoch, model, optimizer, scaler)
 
     @property
     def divides_model(self) -> bool:
         """Whether every process takes part in a checkpoint."""
         return False
-
-    def interruptible(self, *epoch: Any) -> AbstractContextManager[None]:
-        return nullcontext() if self._interruptions is None else self._interruptions.epoch(*epoch)
 
     def _prepare_entry(
         self, name: str, order: dict[str, Any], position: dict[str, Any] | None = None
@@ -420,16 +417,9 @@ class Session:
     def close(self) -> None:
         """End the run, after success or an error."""
         self.data.close()
-        if self._interruptions is not None:
-            self._interruptions.close()
+        self.features.tell(Feature.end)
         self._end_sync()
         self.log.close()
-
-    @property
-    def folder(self) -> str | None:
-        """The run's folder, once it has a name; None without files."""
-        args = self.args
-        return os.path.join(args.logs, args.name) if checkpoint.keeps_files(args) and args.name is not None else None
 
     def last_saved(self) -> str:
         """The end of a message on process 0: what is left of a training that fails."""
@@ -444,7 +434,7 @@ class Session:
         if args.osr_epochs > 0 and trains(args):
             remove_unfinished(args)
         if args.loss is not None and trains(args) and args.save_logs:
-            midepoch.remove_folders(args.checkpoint_path)
+            checkpoint_files.remove_folders(args.checkpoint_path)
         if args.loss is not None and trains(args) and args.save_logs and args.epochs and not self._is_done:
             for line in summary(args, time.monotonic() - self._began):
                 logging.info(line)
@@ -463,10 +453,8 @@ class Session:
         if metrics:
             self.metrics.append({name: float(value) for name, value in metrics.items()})
             self.log.evaluated(epoch, self.metrics[-1])
-        if self.monitor is not None and metrics:
-            if epoch == 0:
-                self.monitor.begin(metrics)
-            self.monitor.after(metrics, epoch, self.unwrapped(model), data)
+            if self._has_begun:
+                self.features.tell(Feature.evaluated, epoch, metrics, self.unwrapped(model), data)
         return metrics
 
     @staticmethod

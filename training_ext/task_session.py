@@ -11,10 +11,9 @@ import torch
 from open_clip.task import get_model_from_task, save_checkpoint, unwrap_model
 from open_clip_train.train import TrainState
 
-from training_ext.core import checkpoint
+from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.rows import trains
-from training_ext.features import midepoch
-from training_ext.flags.params import trains_logit_scale
+from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.tasks import LossTask
 from training_ext.session import Session
 
@@ -73,7 +72,7 @@ class TaskSession(Session):
         if self.args.rank == 0 or self.divides_model:
             content = self.content(epoch, model, optimizer, scaler)
             if self.args.rank == 0:
-                midepoch.write(self.args, content, position)
+                checkpoint_files.write(self.args, content, position)
 
     def content(
         self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
@@ -95,7 +94,7 @@ class TaskSession(Session):
             checkpoint.write_sharded_entry(folder, self._entry_to_save)
         original(task, optimizer, folder, **kwargs)
         if self.args.rank == 0:
-            midepoch.remove_older(folder)
+            checkpoint_files.remove_older(folder)
 
     def load_sharded(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
         self.log.has_start()

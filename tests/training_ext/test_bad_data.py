@@ -25,10 +25,15 @@ from PIL import Image
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
+from open_clip_ext.metrics_file import TRAIN
+from training_ext.context import Run
+from training_ext.core import usable
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.rows import read_csv
 from training_ext.core.shards import ShardRows
+from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
+from training_ext.features.bad_samples import BadSamples
 from training_ext.features.first_look import look_at_lines, look_at_shards
 from training_ext.openclip.hosts import host
 
@@ -263,17 +268,26 @@ def test_good_data_are_counted_and_not_mentioned(run, shards):
     assert "left out" not in experiment.log.lower()
 
 
+def counter(share=None, workers=2, **args) -> BadSamples:
+    defaults = {"rank": 0, "accum_freq": 1, "batch_size": 8, "wandb": False, "save_logs": False}
+    return BadSamples(Run(Namespace(max_bad_samples=share, workers=workers, **(defaults | args))))
+
+
+def an_epoch(number: int, tensorboard=None, **loader) -> Epoch:
+    own = SimpleNamespace(**loader)
+    return Epoch(TRAIN, number, 3, number, own, own.num_batches, 0, 0, 0, tensorboard, None, lambda place: None)
+
+
 def test_counts_reach_tensorboard_and_wandb(monkeypatch):
-    counts = skips.Skips(None, 2)
-    counts.use()
-    counts.skip(skips.NO_CAPTION, "a sample", "no caption")
     scalars, logged = {}, []
     writer = SimpleNamespace(add_scalar=lambda name, value, step: scalars.update({(name, step): value}))
     monkeypatch.setattr(
         "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     )
-    args = Namespace(rank=0, accum_freq=2, batch_size=4, wandb=True, save_logs=False)
-    skips.report_epoch(counts, args, 2, SimpleNamespace(num_batches=8), writer)
+    counts = counter(accum_freq=2, batch_size=4, wandb=True)
+    with counts.epoch(an_epoch(2, writer, num_batches=8)):
+        counts.use()
+        counts.skip(usable.NO_CAPTION, "a sample", "no caption")
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
@@ -286,30 +300,31 @@ def test_generated_samples_are_all_used(run):
 
 def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     """One bad sample of 49 is less than 5 %, though only the last batch of 8 was counted."""
-    counts = skips.Skips(0.05, 1)
-    counts.epoch_samples = 48
-    for _ in range(8):
-        counts.use()
-    counts.skip(skips.UNREADABLE, "a sample", "not an image")
-    args = Namespace(rank=0, accum_freq=1, batch_size=8, wandb=False, save_logs=False)
-    skips.report_epoch(counts, args, 0, SimpleNamespace(num_batches=6, first=5), None)
+    counts = counter(0.05, 1)
+    counts.expect(48, 0)
+
+    def resume(first: int) -> None:
+        with counts.epoch(an_epoch(0, num_batches=6, first=first)):
+            for _ in range(8):
+                counts.use()
+            counts.skip(usable.UNREADABLE, "a sample", "not an image")
+
+    resume(5)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
-        skips.report_epoch(counts, args, 0, SimpleNamespace(num_batches=6, first=1), None)
+        resume(1)
 
 
 def test_a_shard_counts_once_however_often_it_is_read(tmp_path):
     """As resampled shards are, by any worker of any process."""
-    counts = skips.Skips(0.25, 2)
+    counts = counter(0.25)
     counts.of_shards({str(number): number for number in range(4)})
     for _ in range(5):
         counts.skip_shard("2", OSError("not there"), 0, 7)
     found = counts.counts()
     assert (found[skips.MISSING], found[skips.DAMAGED], found[skips.LOST]) == (1, 0, 7)
-    assert skips.with_shards(found, {2: skips.MISSING, 3: skips.DAMAGED})[-2:] == [1, 1]
+    assert skips._with_shards(found, {2: skips.MISSING, 3: skips.DAMAGED})[-2:] == [1, 1]
     with pytest.raises(InputError, match="more than 0.25 of the train data"):
         counts.skip_shard("3", ValueError("damaged"), 0, None)
-    counts.begin_epoch()
-    assert not any(counts.counts())
 
 
 def test_a_damaged_shard_for_validation(refused, shards, tmp_path):
@@ -452,17 +467,17 @@ def test_a_bad_line_of_a_csv_for_validation(ends, csv, tmp_path):
 
 def test_what_loader_workers_get_can_be_pickled(tmp_path):
     """As under the start methods spawn and forkserver."""
-    counts = skips.Skips(None, 2)
-    stage = skips.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
+    counts = counter()
+    stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
     loop = host()
     accepts = getattr(importlib.import_module(loop.shards), loop.sample_filter)
-    complete = skips.CountIncomplete(accepts() if loop.builds_filter else accepts, counts)
+    complete = usable.CountIncomplete(accepts() if loop.builds_filter else accepts, counts)
     stages = pickle.loads(pickle.dumps([stage, complete, ShardRows(None, counts.skip_shard)]))
     tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
     decode, complete, shard_rows = stages
     assert not list(decode(filter(complete, shard_rows([{"url": str(tmp_path / "0.tar")}]))))
-    own = complete.skips.counts()
-    assert (own[skips.NO_IMAGE], own[skips.UNREADABLE]) == (1, 1)
+    own = complete.watch.counts()
+    assert (own[usable.NO_IMAGE], own[usable.UNREADABLE]) == (1, 1)
 
 
 @WORKERS
@@ -587,14 +602,15 @@ def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     args = Namespace(
         max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2
     )
-    seams = DataSeams(args, None)
+    counts = BadSamples(Run(args))
+    seams = DataSeams(args, None, counts)
     info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
     assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
     seams.close()
     for _ in range(7):
-        seams.skips.skip(skips.UNREADABLE, "a sample", "not an image")
+        counts.skip(usable.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):
-        seams.skips.skip(skips.UNREADABLE, "a sample", "not an image")
+        counts.skip(usable.UNREADABLE, "a sample", "not an image")
 
 
 @pytest.mark.slow

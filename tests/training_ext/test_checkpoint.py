@@ -191,10 +191,10 @@ def test_a_disk_that_is_full_at_the_start_is_one_line(datasets, tmp_path, capsys
 
 
 def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, monkeypatch, capsys):
-    def removed(*args):
+    def removed(*_):
         shutil.rmtree(tmp_path / "x/checkpoints")
 
-    monkeypatch.setattr("training_ext.session.report_epoch", removed)
+    monkeypatch.setattr("training_ext.features.bad_samples.BadSamples._write", removed)
     assert run_main(ext_main, f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x", tmp_path) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     path = tmp_path / "x/checkpoints/epoch_1.pt"

@@ -11,7 +11,8 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.features.keep_best import BEST, START, is_better, known_metrics, num_items
+from training_ext.core.metrics import is_better, known_metrics, num_items
+from training_ext.features.keep_best import BEST, START
 from training_ext.features.scenes import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host

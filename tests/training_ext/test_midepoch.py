@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext import session
+from training_ext.core.checkpoint_files import NAME
 from training_ext.core.rows import RowLoader
 from training_ext.features import stopping
-from training_ext.features.midepoch import NAME
 from training_ext.features.recovery.recovery import UNFINISHED
 from training_ext.features.stopping import Outlive, StopRequest
 from training_ext.session import Session

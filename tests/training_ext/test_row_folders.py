@@ -11,9 +11,8 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
-from training_ext.core import row_folders
+from training_ext.core import checkpoint_files, row_folders
 from training_ext.core.rows import RowLoader
-from training_ext.features import midepoch
 from training_ext.features.recovery.recovery import UNFINISHED
 
 SPLIT = "--split-rows-above 0"
@@ -146,9 +145,9 @@ MOST_RECENT = "--save-most-recent --save-frequency 0"
 STEPS = [
     ("open_clip_ext.row_files.RowFiles._write_part", "", "no part, so the older"),
     ("open_clip_ext.row_files.RowFiles.finish", MOST_RECENT, "no index, so the older"),
-    ("training_ext.features.midepoch.atomic_save", "", "no file, so the older"),
-    ("training_ext.features.midepoch.atomic_save", MOST_RECENT, "the older under the same name"),
-    ("training_ext.features.midepoch.remove_unnamed", "", "both folders, and the newer file"),
+    ("training_ext.core.checkpoint_files.atomic_save", "", "no file, so the older"),
+    ("training_ext.core.checkpoint_files.atomic_save", MOST_RECENT, "the older under the same name"),
+    ("training_ext.core.checkpoint_files.remove_unnamed", "", "both folders, and the newer file"),
 ]
 
 
@@ -211,7 +210,7 @@ def test_rows_of_recovered_statistics_stay_beside_checkpoints(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "epoch_2.state.rows-01234567").mkdir()
     torch.save({"rows": "epoch_2.state.rows-01234567"}, tmp_path / "epoch_2.state")
-    midepoch.remove_folders(str(tmp_path))
+    checkpoint_files.remove_folders(str(tmp_path))
     left = {"epoch_2.state", "epoch_2.state.rows-01234567", "x.state.rows-01234567"}
     assert {path.name for path in tmp_path.iterdir()} == left
 

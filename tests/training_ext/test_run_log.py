@@ -38,7 +38,8 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     log = RunLog(args)
     log.loss_name = "objective_learnable"
     caplog.set_level(logging.INFO)
-    epoch = Epoch(TRAIN, 32, 33, 32 * 99_999, 32 * 99_999, 99_999, 0, None)
+    first = 32 * 99_999
+    epoch = Epoch(TRAIN, 32, 33, 32, None, 99_999, first, first, 0, None, None, lambda place: None)
     with log.epoch(epoch) as writer:
         steps = log.steps(enumerate([None, None], 49_999), 49_999)
         next(steps)

@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
 from open_clip_ext.metrics_file import read_metrics
+from training_ext.core import checkpoint_files
 from training_ext.core.checkpoint import KEY, SHARDED
-from training_ext.core.latest import bring_up_to_date, resumed_path
-from training_ext.features import midepoch
+from training_ext.core.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.openclip.hosts import TASKS, choose, host
 
 in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no task loop")
@@ -176,13 +176,13 @@ def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path):
         bring_up_to_date(args)
         assert file.exists() == (epoch == 9)
     torch.save({"epoch": 0, "optimizer": {}}, file)
-    midepoch.remove_folders(str(folder))
+    checkpoint_files.remove_folders(str(folder))
     assert not file.exists()
     # The folder of an epoch is newer, after a run without the flag or a kill.
     newest = shards(folder, "epoch_10", 10)
     assert resumed_path(args) == newest
     bring_up_to_date(args)
-    assert midepoch.progress(latest) == midepoch.progress(newest) == (10, 0)
+    assert checkpoint_files.progress(latest) == checkpoint_files.progress(newest) == (10, 0)
     assert {path.name for path in folder.iterdir()} == {"epoch_10", "epoch_latest"}
 
 

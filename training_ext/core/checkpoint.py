@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from open_clip_ext import factory
-from open_clip_ext.distributed import plain_name
+from open_clip_ext.distributed import plain_name, world_size
 from open_clip_ext.errors import FULL, InputError
 from open_clip_ext.files import is_full, os_error, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
@@ -100,7 +100,7 @@ def make_entry(
     Args:
         loss_state, folder: as `row_folders.save_state` gives them.
         reference: digest of the reference model of --distill-model, if there is one.
-        order, position: as in `midepoch`, None at the end of an epoch.
+        order, position: as in `features.resume`, None at the end of an epoch.
     """
     return {
         "format": FORMAT if folder is None else IN_FILES,
@@ -117,6 +117,20 @@ def make_entry(
         "order": order,
         "position": position,
     }
+
+
+def order_of(args: Namespace, streams: int) -> dict[str, Any]:
+    """What the order of the train data depends on, by flag or name.
+
+    Args:
+        streams: as in `RowLoader`; without streams the number of workers does not matter.
+    """
+    order = {"--seed": args.seed, "processes": world_size(), "--batch-size": args.batch_size}
+    order["--accum-freq"] = args.accum_freq
+    if streams:
+        order |= {"--workers": streams, "--dataset-resampled": args.dataset_resampled}
+        order["--train-data-upsampling-factors"] = args.train_data_upsampling_factors
+    return order
 
 
 def saves_after(args: Namespace, completed_epoch: int) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
 from training_ext.core.shards import ShardRows, shard_urls
-from training_ext.features.bad_samples import CountIncomplete, Decode, DecodeImages, Skips, UsableLines
+from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
 from training_ext.features.captions import (
     Cells,
     DigestLoader,
@@ -38,18 +38,19 @@ class DataSeams:
     Args:
         args: as `params.parse_args` gives them.
         rows: rows of the train data on process 0; the others get them before the data are built.
+        watch: is told of the train samples, in the loader's workers.
 
     Attributes:
         epoch: number that seeds the order, the augmentation and the captions of the data.
-        skips: counts of the skipped train samples.
         loader: the train loader, once it is built, for this package's losses.
         val_images: what is equal for equal images, in the order of the validation pairs; none of generated data.
     """
 
-    def __init__(self, args: Namespace, rows: DataRows | None):
+    def __init__(self, args: Namespace, rows: DataRows | None, watch: SampleWatch):
         self.args = args
         self.rows = rows
-        self.skips = Skips(args.max_bad_samples, args.workers)
+        self.watch = watch
+        self._lines = 0  # of a csv to train on
         self.loader: RowLoader
         self.val_images: Iterable[Any] = ()
         self._seeded_epochs: SeededEpochs | None = None
@@ -100,10 +101,11 @@ class DataSeams:
         with scoped(self._building):
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
-            self.skips.epoch_samples = info.dataloader.num_batches * args.batch_size * args.world_size
+            of_epoch, of_data = info.dataloader.num_batches * args.batch_size * args.world_size, self._lines
             if self.rows is not None and self.rows.shards is not None and not args.dataset_resampled:
                 listed = self.rows.shards.num_listed(args.train_data)
-                self.skips.num_samples = listed if listed <= self.skips.epoch_samples else 0
+                of_data = listed if listed <= of_epoch else 0
+            self.watch.expect(of_epoch, of_data)
         elif kind_of(args, args.val_data, "--val-data") == "webdataset":
             info = replace(info, dataloader=DigestLoader(info.dataloader))
             self.val_images = info.dataloader.digests
@@ -139,12 +141,12 @@ class DataSeams:
             if is_train and self.args.several_captions:
                 first_lines = self._draw_captions(lines)
             if is_train:
-                self.skips.num_samples = len(lines)
+                self._lines = len(lines)
             else:
                 self.val_images = lines.images
             if is_train and self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
-            return UsableLines(lines, rowed, path, self.skips if is_train else None, first_lines)
+            return UsableLines(lines, rowed, path, self.watch if is_train else None, first_lines)
 
         return build
 
@@ -173,29 +175,29 @@ class DataSeams:
 
     def complete(self, original: Callable) -> Callable:
         def build(**keys: Any) -> CountIncomplete:
-            return CountIncomplete(original(**keys) if host().builds_filter else original, self.skips, self._recaption)
+            return CountIncomplete(original(**keys) if host().builds_filter else original, self.watch, self._recaption)
 
         return build if host().builds_filter else build()
 
     def shard_rows(self) -> Callable:
         shards = self.known_rows.shards if self.args.uses_ext_loss else None
         if self.args.train_data and kind_of(self.args, self.args.train_data) == "webdataset":
-            self.skips.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
+            self.watch.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
         if self._recaption is not None and is_master(self.args):
             logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
         key = key_of_samples(self.args)
-        return ShardRows(shards, self.skips.skip_shard, self.skips.end_shard, key, self._recaption)
+        return ShardRows(shards, self.watch.skip_shard, self.watch.end_shard, key, self._recaption)
 
     def decode(self, original: Callable) -> Callable:
         if self._building == VAL_DATA:
             return decode_pairs(original)
-        return Decode(original, self.skips, self.args.batch_size)
+        return Decode(original, self.watch, self.args.batch_size)
 
     def decode_images(self, original: Callable) -> Callable:
-        return DecodeImages(original, self.skips, self.args.batch_size)
+        return DecodeImages(original, self.watch, self.args.batch_size)
 
     def seeded_shuffle(self, original: Callable) -> Callable:
-        self._stream = SampleStream(self.args.seed, self.args.rank, self.skips.pass_over)
+        self._stream = SampleStream(self.args.seed, self.args.rank, self.watch.pass_over)
         return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
 
     def seeded_loader(self, original: Callable) -> Callable:

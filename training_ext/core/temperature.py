@@ -1,10 +1,13 @@
 """An optimizer group for the temperature, with a learning rate of its own (`--lr-tau`)."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 from torch.optim import Optimizer
+
+from open_clip_ext import factory
 
 LOW_TAU = 0.03  # FastCLIP's schedule: below it the temperature's learning rate is a third
 LOW_TAU_FACTOR = 1 / 3
@@ -14,6 +17,13 @@ CHECK_EVERY = 100  # steps between readings of tau, which wait for the device
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor, if FSDP shards it; then every process must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trains_logit_scale(args: Namespace) -> bool:
+    """Whether this package's loss learns the temperature as the model's parameter; False for OpenCLIP's losses."""
+    return args.uses_ext_loss and any(
+        getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
+    )
 
 
 class TemperatureGroup:

@@ -1,35 +1,31 @@
-"""Skip samples that cannot be used, count them in the loader's workers, and report them per epoch.
+"""Count the samples that cannot be used, in the loader's workers, and report them per epoch.
 
 A run ends with one line if no more samples are usable, or if the fraction that is not exceeds --max-bad-samples.
 """
 
 import json
 import logging
-import os
-import random
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from open_clip_train.distributed import is_master
-from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.options import option
+from training_ext.context import Run
 from training_ext.core.tars import one_line
-from training_ext.features.captions import JsonCaptions, is_empty
+from training_ext.core.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch
+from training_ext.feature import Epoch, Feature
 from training_ext.features.seeding import worker_id
 from training_ext.openclip.hosts import host
-from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
-FILE = "data.jsonl"  # in the experiment's folder: a line for each epoch
+FILE = "data.jsonl"  # a line for each epoch
 SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
 
-# Columns of the counts; each worker has a row. PASSES: over all of its shards. SEEN: distinct samples, used or not.
-PASSES, SEEN, USED, NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS, LOST, MISSING, DAMAGED = range(10)
+# Columns of the counts after those of `usable`. PASSES: over all shards of a worker. SEEN: distinct, used or not.
+PASSES, SEEN, USED, LOST, MISSING, DAMAGED = range(4, 10)
 SKIPPED = {
     NO_CAPTION: "without a caption",
     NO_IMAGE: "without an image",
@@ -40,78 +36,56 @@ BAD_SHARDS = {MISSING: "shard(s) that cannot be opened", DAMAGED: "damaged shard
 NAMES = {
     USED: "used", NO_CAPTION: "no_caption", NO_IMAGE: "no_image", UNREADABLE: "unreadable", SURPLUS: "surplus",
     LOST: "lost", MISSING: "shards_missing", DAMAGED: "shards_damaged",
-}
+}  # fmt: skip
 
 
-class Skips:
-    """Counts of used and skipped train samples of one process, over all workers of its loader.
+class BadSamples(Feature, SampleWatch):
+    """Counts of used and skipped train samples of one process, over all workers of its loader."""
 
-    Args:
-        max_share: --max-bad-samples, a fraction from 0 to 1, or None for no limit.
-        workers: number of workers of the loader.
-    """
+    max_bad_samples: float | None = option(
+        None,
+        "fraction of the shards, and of the samples in the others, that may be missing or unusable, 0 to 1; above it "
+        "the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
+        valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
+    )  # fmt: skip
+    needs_loss = False
+    files = {FILE: "samples used, by epoch"}
 
-    def __init__(self, max_share: float | None, workers: int):
-        self.max_share = max_share
-        self.epoch_samples = 0  # number of samples that all processes together use per epoch
-        self.num_samples = 0  # n, if an epoch goes over all samples; else 0
+    def __init__(self, run: Run):
+        super().__init__(run)
         # Each worker writes its own row, so that no lock is needed.
-        self._counts = torch.zeros(max(1, workers), 10, dtype=torch.int64).share_memory_()
+        self._counts = torch.zeros(max(1, run.args.workers), 10, dtype=torch.int64).share_memory_()
         self._named = torch.zeros(10, dtype=torch.int64).share_memory_()
+        self.expect(0, 0)
         self.of_shards({})
-        self._shards_in_a_row = 0
-        self._samples_in_a_row = 0
-        self._empty_passes = 0
-        self._passed_over = 0  # samples of this pass that a resumed epoch has had already
-        self.complete = ""  # name of the latest sample with image and caption, for stages that do not know it
+        self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._passed_over = 0
+
+    def check(self) -> None:
+        if self.max_bad_samples is not None and self.run.args.dataset_type in ("synthetic", "shapes"):
+            raise InputError(
+                f"--dataset-type {self.run.args.dataset_type} is made as it is read; leave it out", "--max-bad-samples"
+            )
+
+    # In the loader's workers
+
+    def expect(self, of_epoch: int, of_data: int) -> None:
+        self._of_epoch, self._of_data = of_epoch, of_data
 
     def of_shards(self, numbers: dict[str, int]) -> None:
-        """Count bad shards among those of `numbers`, by url; called before the workers start."""
         self._numbers = numbers
         self._bad_shards = torch.zeros(len(numbers), dtype=torch.int64).share_memory_()  # 0 or one of BAD_SHARDS
 
-    @property
-    def num_shards(self) -> int:
-        return len(self._numbers)
-
-    def begin_epoch(self) -> None:
-        self._counts.zero_()
-        self._bad_shards.zero_()
-
-    def bad_shards(self) -> dict[int, int]:
-        """The kinds of bad shards of this epoch, by number."""
-        numbers = self._bad_shards.nonzero()[:, 0].tolist()
-        return dict(zip(numbers, self._bad_shards[numbers].tolist(), strict=True))
-
-    def counts(self) -> list[int]:
-        """Counts of this epoch so far, over all workers."""
-        return with_shards(self._counts.sum(0).tolist(), self.bad_shards())
-
-    def own(self) -> np.ndarray:
-        """The row of the calling worker."""
-        return self._counts.numpy()[worker_id()]
-
     def use(self, is_new: bool = True) -> None:
-        """Count a used sample.
-
-        Args:
-            is_new: whether no other line of a csv stands for it.
-        """
-        own = self.own()
+        own = self._own()
         own[USED] += 1
         own[SEEN] += is_new and not own[PASSES]
         self._samples_in_a_row = 0
 
     def skip(self, kind: int, what: str, why: str, is_new: bool = True) -> None:
-        """Count a skipped sample, once in an epoch.
-
-        Args:
-            kind: one of `SKIPPED`.
-            what, why: name of the sample and reason, for messages.
-            is_new: as in `use`.
+        """Count a sample that is left out, once in an epoch.
 
         Raises:
-            InputError: too many were skipped.
+            InputError: too many were left out.
         """
         self._name(kind, f"{what}: {why}")
         self._samples_in_a_row += 1
@@ -119,18 +93,17 @@ class Skips:
             raise InputError(
                 f"{self._samples_in_a_row} samples in a row cannot be used; the last is {what}: {why}", "--train-data"
             )
-        own = self.own()
+        own = self._own()
         if not is_new or own[PASSES]:
             return
         own[[kind, SEEN]] += 1
         counts = self.counts()
         bad = sum(counts[kind] for kind in SKIPPED)
         # However good the rest of the epoch is, here and in the other processes, the limit is exceeded.
-        if self.max_share is not None and bad / (self.num_samples or bad + self.epoch_samples) > self.max_share:
-            self._raise_share(counts, f"{what}: {why}")
+        self._limit(bad / (self._of_data or bad + self._of_epoch), counts, f"{what}: {why}")
 
     def skip_shard(self, url: str, error: Exception, position: int, size: int | None) -> None:
-        """Count a damaged shard and the samples lost in it: those after `position` of its `size`, which may be unknown.
+        """Count a damaged shard and the samples lost in it.
 
         Raises:
             InputError: too many shards are bad, or too many in a row could not be read.
@@ -141,9 +114,8 @@ class Skips:
         number = self._numbers[url]
         if not self._bad_shards[number]:
             self._bad_shards[number] = kind
-            self.own()[LOST] += max(0, (size or 0) - position)
-        if self.max_share is not None and len(self.bad_shards()) / self.num_shards > self.max_share:
-            self._raise_share(self.counts(), last)
+            self._own()[LOST] += max(0, (size or 0) - position)
+        self._limit(len(self._bad()) / len(self._numbers), self.counts(), last)
         self._count_row(position, last)
 
     def end_shard(self, url: str, samples: int) -> None:
@@ -160,7 +132,6 @@ class Skips:
             raise InputError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
 
     def pass_over(self) -> None:
-        """Count a sample that a resumed epoch has had already, and that is not decoded again."""
         self._passed_over += 1
 
     def end_pass(self, used: int, batch_size: int) -> None:
@@ -169,7 +140,7 @@ class Skips:
         Raises:
             InputError: two passes in a row gave no full batch, so none ever will.
         """
-        self.own()[PASSES] += 1
+        self._own()[PASSES] += 1
         is_full = used + self._passed_over >= batch_size
         self._empty_passes = 0 if is_full else self._empty_passes + 1
         self._passed_over = 0
@@ -183,20 +154,25 @@ class Skips:
             "--train-data",
         )
 
-    def check_share(self, counts: list[int], share: float) -> None:
-        """Check the counts of all processes at the end of an epoch, and their `share_of`.
+    def _own(self) -> np.ndarray:
+        """The counts of the calling worker."""
+        return self._counts.numpy()[worker_id()]
 
-        Raises:
-            InputError: the share is more than `max_share`.
-        """
-        if self.max_share is not None and share > self.max_share:
-            self._raise_share(counts)
+    def _bad(self) -> dict[int, int]:
+        """The kinds of the bad shards of this epoch, by number."""
+        return {int(number): int(self._bad_shards[number]) for number in self._bad_shards.nonzero()[:, 0]}
 
-    def _raise_share(self, counts: list[int], last: str = "") -> None:
+    def counts(self) -> list[int]:
+        """Counts of this epoch so far, over all workers."""
+        return _with_shards(self._counts.sum(0).tolist(), self._bad())
+
+    def _limit(self, share: float, counts: list[int], last: str = "") -> None:
+        if self.max_bad_samples is None or share <= self.max_bad_samples:
+            return
         last = f"; the last is {last}" if last else ""
         raise InputError(
-            f"more than {self.max_share:g} of the train data cannot be used: "
-            f"{describe(counts)}{last}; repair the data or give a larger fraction",
+            f"more than {self.max_bad_samples:g} of the train data cannot be used: {describe(counts)}{last}; repair "
+            "the data or give a larger fraction",
             "--max-bad-samples",
         )
 
@@ -205,9 +181,59 @@ class Skips:
             self._named[kind] = 1
             logging.warning(f"Left out of the train data: {text}. Others like it are counted but not logged")
 
+    # In the main process
 
-def with_shards(counts: list[int], bad_shards: dict[int, int]) -> list[int]:
-    """The counts with those of the bad shards, `Skips.bad_shards` of one or all processes."""
+    @contextmanager
+    def epoch(self, epoch: Epoch) -> Iterator[None]:
+        """Count an epoch, and write what it skipped to the log, TensorBoard, W&B and data.jsonl.
+
+        Raises:
+            InputError: the fraction exceeds --max-bad-samples.
+        """
+        self._counts.zero_()
+        self._bad_shards.zero_()
+        yield
+        every = [(self.counts(), self._bad())]
+        if dist.is_available() and dist.is_initialized():
+            own = every[0]
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, own)
+        # Resampled, a shard may be met by several processes.
+        bad_shards = {number: kind for _, own in every for number, kind in own.items()}
+        counts = _with_shards([sum(column) for column in zip(*(own for own, _ in every), strict=True)], bad_shards)
+        global_batch = self.run.args.batch_size * len(every)
+        if not any(counts):  # generated data, of which none is bad
+            counts[USED] = epoch.batches * global_batch
+        before = getattr(epoch.loader, "first", 0) * global_batch  # in an epoch that is resumed
+        share = share_of(counts, max(self._of_data, before + counts[SEEN]), len(self._numbers))
+        if self.run.is_first:
+            self._write(epoch, counts, share, [sum(own[kind] for kind in SKIPPED) for own, _ in every])
+        self._limit(share, counts)
+
+    def _write(self, epoch: Epoch, counts: list[int], share: float, by_process: list[int]) -> None:
+        if text := describe(counts):
+            logging.warning(
+                f"{epoch.title} data: used {counts[USED]} samples, left out {text} ({share:.2%}); "
+                f"samples skipped by process: {' '.join(map(str, by_process))}"
+            )
+        metrics = {name: counts[kind] for kind, name in NAMES.items()}
+        step = self.run.steps(epoch.batches) * (epoch.number + 1)
+        if epoch.tensorboard is not None:
+            for name, value in metrics.items():
+                epoch.tensorboard.add_scalar(f"data/{name}", value, step)
+        if self.run.args.wandb and epoch.is_training:
+            shown = {f"data/{name}": value for name, value in metrics.items()}
+            host().train_module.wandb.log({**shown, "step": step}, step=step)
+        if (path := self.run.file(FILE)) and epoch.is_training:
+            try:
+                with open(path, "a") as file:
+                    file.write(json.dumps({"epoch": epoch.number, **metrics, "skipped_by_process": by_process}) + "\n")
+            except OSError as error:  # do not lose the training for a log
+                logging.warning(f"No line was added to {path}: {error.strerror}")
+
+
+def _with_shards(counts: list[int], bad_shards: dict[int, int]) -> list[int]:
+    """The counts with those of the bad shards, of one or all processes."""
     kinds = list(bad_shards.values())
     return [kinds.count(column) if column in BAD_SHARDS else count for column, count in enumerate(counts)]
 
@@ -229,206 +255,3 @@ def describe(counts: list[int]) -> str:
     if counts[LOST]:
         parts.append(f"{counts[LOST]} sample(s) in them")
     return ", ".join(parts)
-
-
-def report_epoch(
-    skips: Skips, args: Namespace, epoch: int, loader: Any, tb_writer: Any, label: str | None = None
-) -> None:
-    """Log what an epoch skipped, and write it to TensorBoard, W&B and data.jsonl; every process calls this.
-
-    Args:
-        label: the epoch's name in the log, if it is not one of the training.
-
-    Raises:
-        InputError: the fraction exceeds --max-bad-samples.
-    """
-    every: list[Any] = [(skips.counts(), skips.bad_shards())]
-    if dist.is_available() and dist.is_initialized():
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, (skips.counts(), skips.bad_shards()))
-    # Resampled, a shard may be met by several processes.
-    bad_shards = {number: kind for _, own in every for number, kind in own.items()}
-    counts = with_shards([sum(column) for column in zip(*(own for own, _ in every), strict=True)], bad_shards)
-    global_batch = args.batch_size * len(every)
-    if not any(counts):  # generated data, of which none is bad
-        counts[USED] = loader.num_batches * global_batch
-    before = getattr(loader, "first", 0) * global_batch  # in an epoch that is resumed
-    share = share_of(counts, max(skips.num_samples, before + counts[SEEN]), skips.num_shards)
-    if is_master(args):
-        by_process = [sum(own[kind] for kind in SKIPPED) for own, _ in every]
-        _write(counts, share, by_process, args, epoch, loader, tb_writer, label or f"Epoch {epoch}")
-    skips.check_share(counts, share)
-
-
-def _write(
-    counts: list[int], share: float, by_process: list[int], args: Namespace, epoch: int, loader: Any, tb_writer: Any,
-    label: str,
-) -> None:
-    if text := describe(counts):
-        logging.warning(
-            f"{label} data: used {counts[USED]} samples, left out {text} ({share:.2%}); "
-            f"samples skipped by process: {' '.join(map(str, by_process))}"
-        )
-    metrics = {name: counts[kind] for kind, name in NAMES.items()}
-    step = loader.num_batches // args.accum_freq * (epoch + 1)
-    if tb_writer is not None:
-        for name, value in metrics.items():
-            tb_writer.add_scalar(f"data/{name}", value, step)
-    if args.wandb:
-        shown = {f"data/{name}": value for name, value in metrics.items()}
-        host().train_module.wandb.log({**shown, "step": step}, step=step)
-    if args.save_logs:
-        path = os.path.join(args.logs, args.name, FILE)
-        try:
-            with open(path, "a") as file:
-                file.write(json.dumps({"epoch": epoch, **metrics, "skipped_by_process": by_process}) + "\n")
-        except OSError as error:  # do not lose the training for a log
-            logging.warning(f"No line was added to {path}: {error.strerror}")
-
-
-class CountIncomplete:
-    """OpenCLIP's filter of samples without image or caption, with a count of those that it drops, of empty captions,
-    which it may keep, and of pairs that no one can use, as they share a name with another up to the first dot.
-
-    Args:
-        accepts: OpenCLIP's.
-        skips: of the train data.
-        recaption: as in `ShardRows`, which the captions have been through.
-    """
-
-    def __init__(self, accepts: Callable[[dict], bool], skips: Skips, recaption: JsonCaptions | None = None):
-        self.accepts = accepts
-        self.skips = skips
-        self.caption = "txt" if recaption is None else "json"
-        self.lacks = () if recaption is None else (recaption.missing,)
-
-    def __call__(self, sample: dict) -> bool:
-        name = name_of(sample)
-        surplus = [
-            stem for stem, _, last in (suffix.rpartition(".") for suffix in sample)
-            if last == self.caption and any(f"{stem}.{image}" in sample for image in PAIR_MEMBERS[:-1])
-        ]
-        for stem in surplus:
-            why = f"it has another pair of an image and a .{stem}.{self.caption}, as a name ends at its first dot"
-            self.skips.skip(SURPLUS, name, f"{why}; rename them")
-        if not self.accepts(sample):
-            if not surplus:
-                kind = NO_IMAGE if "txt" in sample else NO_CAPTION
-                self.skips.skip(kind, name, f"it has {missing_of(sample, *self.lacks)}")
-            return False
-        try:
-            sample["txt"].decode()
-        except UnicodeDecodeError:
-            self.skips.skip(UNREADABLE, name, "its caption is not UTF-8")
-            return False
-        if not sample["txt"]:
-            self.skips.skip(NO_CAPTION, name, "its caption is empty")
-            return False
-        self.skips.complete = name
-        return True
-
-
-def name_of(sample: dict) -> str:
-    return f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
-
-
-class Decode:
-    """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded.
-
-    Args:
-        decode: webdataset's function.
-        skips: counts of the train data.
-        batch_size: samples per batch.
-    """
-
-    def __init__(self, decode: Callable, skips: Skips, batch_size: int):
-        self.decode = decode
-        self.skips = skips
-        self.batch_size = batch_size
-
-    def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
-        """As webdataset's `decode`; the given error handler is replaced by the count."""
-        return partial(self._run, partial(self.decode, *handlers, only=PAIR_MEMBERS))
-
-    def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
-        current: dict = {}
-
-        def remembered() -> Iterator[dict]:
-            nonlocal current
-            for sample in samples:
-                current = sample
-                yield sample
-
-        def skip(error: Exception) -> bool:
-            name = name_of(current) if "__key__" in current else self.skips.complete
-            self.skips.skip(UNREADABLE, name, one_line(error))
-            return True
-
-        used = 0
-        for sample in decode(handler=skip)(remembered()):
-            used += 1
-            self.skips.use()
-            yield sample
-        self.skips.end_pass(used, self.batch_size)
-
-
-class DecodeImages(Decode):
-    """As `Decode`, for webdataset's `map_dict`; only the stage with an error handler is changed."""
-
-    def __call__(self, handler: Callable | None = None, **functions: Callable) -> Callable:  # type: ignore[override]
-        if handler is None:
-            return self.decode(**functions)
-        return partial(self._run, partial(self.decode, **functions))
-
-
-class UsableLines(Dataset):
-    """The lines of a csv, with each unusable line replaced by another.
-
-    Args:
-        csv: OpenCLIP's data set, with the cells as `images` and `captions`, by position.
-        dataset: the same lines, as they reach the loader.
-        path: path of the file.
-        skips: counts of the train data; None for validation data, where a bad line raises InputError, since metrics
-            must cover all lines.
-        line_of: the first line of each sample, (n,), where a sample is not a line.
-    """
-
-    def __init__(
-        self, csv: Any, dataset: Dataset, path: str, skips: Skips | None, line_of: Sequence[int] | None = None
-    ):
-        self.csv = csv
-        self.line_of = range(len(csv)) if line_of is None else line_of
-        self.dataset = dataset
-        self.path = path
-        self.skips = skips
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
-
-    def __getitem__(self, row: int) -> Any:
-        item = self._read(row)
-        # Seeded by the row, so that a resumed run takes the same replacement.
-        draws = random.Random(row)
-        while item is None:
-            item = self._read(draws.randrange(len(self)), is_new=False)
-        return item
-
-    def _read(self, row: int, is_new: bool = True) -> Any:
-        if is_empty(self.csv.captions[row]):
-            return self._skip(row, NO_CAPTION, "its caption is empty", is_new)
-        if is_empty(self.csv.images[row]):
-            return self._skip(row, NO_IMAGE, "its image is empty", is_new)
-        try:
-            item = self.dataset[row]
-        except Exception as error:  # image libraries may raise anything
-            return self._skip(row, UNREADABLE, f"{self.csv.images[row]!r}: {one_line(error)}", is_new)
-        if self.skips is not None:
-            self.skips.use(is_new)
-        return item
-
-    def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
-        what = f"line {self.line_of[row] + 2} of {self.path!r}"
-        if self.skips is None:
-            raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
-        self.skips.skip(kind, what, why, is_new)
-        return None

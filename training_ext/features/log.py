@@ -11,48 +11,21 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from open_clip_train.distributed import is_master
 
 from open_clip_ext.losses import NonFiniteError
-from open_clip_ext.metrics_file import EVAL, FILE, TRAIN, MetricsFile
+from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.core.loss import TrainingLoss
+from training_ext.feature import Epoch
 from training_ext.openclip.hosts import host
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
 FEW_WITHIN = 0.01  # of the log-normalizer of a hinge with negatives as similar as their positives
-
-
-@dataclass
-class Epoch:
-    """The epoch in progress.
-
-    Args:
-        stage: TRAIN or RECOVERY.
-        number: number of completed epochs of this stage.
-        of: number of epochs of this stage.
-        first: number of the epoch's first step, as OpenCLIP counts steps.
-        before, steps, ahead: steps of this stage before the epoch, of the epoch, and of the whole run after it.
-        tensorboard: TensorBoard's writer, or None.
-    """
-
-    stage: str
-    number: int
-    of: int
-    first: int
-    before: int
-    steps: int
-    ahead: int
-    tensorboard: Any
-
-    @property
-    def title(self) -> str:
-        return f"Epoch {self.number}" if self.stage == TRAIN else f"Recovery {self.number + 1}/{self.of}"
 
 
 class RunLog:
@@ -141,7 +114,7 @@ class RunLog:
     @property
     def _has_open_clips_lines(self) -> bool:
         """Whether OpenCLIP's own lines are logged in place of ours; a recovery has ours only."""
-        return self.args.log_all and self._epoch is not None and self._epoch.stage == TRAIN
+        return self.args.log_all and self._epoch is not None and self._epoch.is_training
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -238,7 +211,7 @@ class RunLog:
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
         mean = sum(self._losses) / len(self._losses)
         logging.info(" ".join([f"{epoch.title} took {duration(self._since)}: mean loss {mean:.4g}", *once]))
-        has_hinge = getattr(self.args, "surrogate", None) == PowerHinge.name and epoch.stage == TRAIN
+        has_hinge = getattr(self.args, "surrogate", None) == PowerHinge.name and epoch.is_training
         if has_hinge and not self._has_warned:
             alpha = max(numbers["alpha_image_mean"], numbers["alpha_text_mean"])
             if alpha < FEW_WITHIN * self.args.margin**self.args.margin_power / numbers["tau"]:

@@ -10,14 +10,14 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
-from training_ext.features.keep_best import BEST, COUNTS, START, is_better
+from training_ext.core.metrics import COUNTS, is_better
 from training_ext.features.keys import has_keys
 from training_ext.features.log import duration
+from training_ext.run import features_files
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 WHAT = {
     "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
-    "data.jsonl": "samples used, by epoch", BEST: "the best weights", START: "metrics before the first step",
     "temperatures.html": "samples by temperature", "confusion": "confusion matrices",
     "tensorboard": "tensorboard --logdir {}",
 }
@@ -36,7 +36,7 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     last = f"checkpoints/epoch_{args.epochs}.pt"
     yield f"Files in {folder}:"
     yield f"  {last}: the last checkpoint"
-    for name, what in WHAT.items():
+    for name, what in (WHAT | features_files()).items():
         if os.path.exists(path := os.path.join(folder, name)):
             yield f"  {name}: {what.format(shlex.quote(path))}"
     yield "Next:"

@@ -3,19 +3,20 @@
 import argparse
 from collections.abc import Sequence
 from math import ceil
-from pathlib import Path
 from typing import Any, NoReturn
 
 from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
-from open_clip_ext.options import flag_of
+from open_clip_ext.options import Option, flag_of
+from training_ext import run
 from training_ext.core.row_folders import SPLIT_ABOVE
+from training_ext.core.temperature import trains_logit_scale
 from training_ext.features.recovery import recovered
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
-from training_ext.openclip.hosts import complete
+from training_ext.openclip.hosts import complete, starts_from_weights
 from training_ext.openclip.launch import world_info
 from training_ext.openclip.patching import replaced
 
@@ -129,28 +130,13 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         notes = default_texts()
         for option in factory.all_options():
-            text = (option.help + notes[option.name]).replace("%", "%%")
-            settings: dict[str, Any] = {"default": None, "help": text}
-            if option.type is bool:
-                settings["action"] = "store_true"
-            else:
-                metavar = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
-                settings |= {"type": option.type, "metavar": metavar}
-            try:
-                group.add_argument(option.flag, **settings)
-            except argparse.ArgumentError:
-                raise InputError("another package's option has the name of OpenCLIP's flag", option.flag) from None
+            add_option(group, option, notes[option.name])
+        for option in run.options():
+            add_option(group, option)
         group.add_argument(
             "--shard-sizes",
             metavar="FILE",
             help="JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
-        )
-        group.add_argument(
-            "--max-bad-samples",
-            type=float,
-            metavar="SHARE",
-            help="fraction of the shards, and of the samples in the others, that may be missing or unusable, 0 to 1; "
-            "above it the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
         )
         group.add_argument(
             "--shapes-seed",
@@ -192,12 +178,6 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--osr-save", metavar="PATH", help="file to save the recovered statistics to")
         group.add_argument("--osr-load", metavar="PATH", help="load recovered statistics from this file instead")
         group.add_argument(
-            "--save-every-steps",
-            type=int,
-            metavar="STEPS",
-            help="save checkpoints also within epochs, for --resume latest; the newest is kept until the epoch's own",
-        )
-        group.add_argument(
             "--split-rows-above",
             type=float,
             metavar="MIB",
@@ -234,11 +214,20 @@ class Parser(argparse.ArgumentParser):
             metavar="NAME",
             help="field of the samples' .json in shards with a list of captions, of which one is drawn each epoch",
         )
-        group.add_argument(
-            "--keep-best",
-            metavar="METRIC",
-            help="keep the best weights by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
-        )
+
+
+def add_option(group: argparse._ArgumentGroup, option: Option, note: str = "") -> None:
+    """Add the flag of an option, whose value is None where it is not given; `note` ends its help."""
+    settings: dict[str, Any] = {"default": None, "help": (option.help + note).replace("%", "%%")}
+    if option.type is bool:
+        settings["action"] = "store_true"
+    else:
+        choices = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
+        settings |= {"type": option.type, "metavar": option.metavar or choices}
+    try:
+        group.add_argument(option.flag, **settings)
+    except argparse.ArgumentError:
+        raise InputError("another package's option has the name of OpenCLIP's flag", option.flag) from None
 
 
 class Print(argparse.Action):
@@ -269,28 +258,12 @@ class ListRecipes(Print):
         return recipes.listing()
 
 
-SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
-    "shard_sizes", "osr_epochs", "osr_transfer", "osr_surrogate", "osr_save", "osr_load", "save_every_steps",
-    "keep_best", "log_all", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
+    "shard_sizes", "osr_epochs", "osr_transfer", "osr_surrogate", "osr_save", "osr_load", "log_all", "same_key",
+    "same_caption", "several_captions", "captions_field", "split_rows_above",
 )
-
-
-def starts_from_weights(args: argparse.Namespace) -> bool:
-    """Whether the model starts from pretrained weights; those of --resume do not count."""
-    if args.model.startswith("local-dir:"):  # perhaps with a configuration alone
-        files = Path(args.model.removeprefix("local-dir:")).glob("*")
-        return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
-    return bool(args.pretrained) or args.model.startswith(SCHEMAS)
-
-
-def trains_logit_scale(args: argparse.Namespace) -> bool:
-    """Whether this package's loss learns the temperature as the model's parameter; False for OpenCLIP's losses."""
-    return args.uses_ext_loss and any(
-        getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
-    )
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -319,13 +292,10 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
-    if args.max_bad_samples is not None and not 0 <= args.max_bad_samples <= 1:
-        raise InputError(f"{args.max_bad_samples} is out of range; it must be from 0 to 1", "--max-bad-samples")
-    if args.max_bad_samples is not None and args.dataset_type in ("synthetic", "shapes"):
-        raise InputError(f"--dataset-type {args.dataset_type} is made as it is read; leave it out", "--max-bad-samples")
     given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
     if args.loss is None:
-        for name in [*given, *(name for name in OF_TRAINING if getattr(args, name) is not None)]:
+        needing_loss = [option.name for feature in run.FEATURES if feature.needs_loss for option in feature.options]
+        for name in [*given, *(name for name in (*OF_TRAINING, *needing_loss) if getattr(args, name) is not None)]:
             raise InputError("needs --loss; without it the loss is OpenCLIP's own", flag_of(name))
         args.uses_ext_loss = False
         args.osr_epochs = 0.0

@@ -23,11 +23,12 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
+from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
-from training_ext.core.latest import bring_up_to_date, find_resumed, resumed_path
+from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
-from training_ext.features import keep_best, midepoch
+from training_ext.feature import Feature
 from training_ext.features.advice import advise_on_captions
 from training_ext.features.captions import check_captions
 from training_ext.features.keys import check_keys
@@ -42,16 +43,17 @@ from training_ext.flags.data_checks import (
     check_val_data,
     samples_per_epoch,
 )
-from training_ext.flags.params import SCHEMAS, recovers
+from training_ext.flags.params import recovers
 from training_ext.flags.ranges import check_ranges
 from training_ext.flags.recipes.resolved import NOT_FLAGS
 from training_ext.flags.reference_inputs import check_reference_inputs
 from training_ext.flags.rehearsal import check_model, check_optimizer, check_resumed, known_config
 from training_ext.flags.task_flags import check_loop
-from training_ext.openclip.hosts import host
+from training_ext.openclip.hosts import SCHEMAS, host
 from training_ext.openclip.launch import processes_here, world_info
 from training_ext.openclip.loading import load_verified, one_line
 from training_ext.openclip.machine import check_logs, check_machine, check_writable
+from training_ext.run import Features
 
 # `check_alike` lets no other flag differ, so nothing that the processes do together may depend on these.
 OWN = frozenset(  # of a process or machine
@@ -163,6 +165,7 @@ def check_open_clips_own(args: Namespace) -> None:
     Raises:
         InputError: as `check`.
     """
+    Features(Run(args)).tell(Feature.check)
     check_own_classes(args)
     check_experiment(args)
     if args.resume is not None and args.resume != "latest":
@@ -193,8 +196,7 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str
     path = resumed_path(args)
     check_loop(args, path, world_size)
     resumed = find_resumed(path)
-    keep_best.check_metric(args)
-    midepoch.check_flag(args)
+    Features(Run(args)).tell(Feature.check)
     row_folders.check_flag(args)
     check_distillation(args)
     check_pretrained("--pretrained", args.model, args.pretrained)

@@ -119,7 +119,6 @@ RANGES: dict[str, Range] = {
     "osr_surrogate": GIVEN,
     "osr_save": GIVEN,
     "osr_load": GIVEN,
-    "keep_best": GIVEN,
     "shard_sizes": GIVEN,
     "same_key": GIVEN,
     "split_rows_above": NOT_NEGATIVE,

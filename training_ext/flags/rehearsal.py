@@ -23,10 +23,10 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.core.rows import trains
+from training_ext.core.temperature import trains_logit_scale
 from training_ext.features.recovery.recovered import FORCED
-from training_ext.flags.params import SCHEMAS, trains_logit_scale
 from training_ext.flags.task_flags import check_same_loop
-from training_ext.openclip.hosts import TASKS, host, taken
+from training_ext.openclip.hosts import SCHEMAS, TASKS, host, taken
 from training_ext.openclip.hugging_face import load_tokenizer, local_config, lock_text, text_tower
 from training_ext.openclip.loading import load_mapped, one_line
 from training_ext.openclip.patching import replaced

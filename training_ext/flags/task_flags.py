@@ -6,7 +6,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.flags.params import trains_logit_scale
+from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import LEGACY, TASKS, host
 from training_ext.openclip.launch import world_info
 

@@ -8,6 +8,7 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from open_clip_ext.errors import InputError
@@ -123,6 +124,7 @@ HOSTS = (
     ),
 )
 
+SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
 # The values of flags that some versions lack.
 ABSENT = {
     "cache_dir": None, "device": "cuda", "force_context_length": None, "horovod": False, "loss_dist_impl": None,
@@ -177,3 +179,11 @@ def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
     """The keyword arguments that `function` of the installed OpenCLIP accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def starts_from_weights(args: Namespace) -> bool:
+    """Whether the model starts from pretrained weights; those of --resume do not count."""
+    if args.model.startswith("local-dir:"):  # perhaps with a configuration alone
+        files = Path(args.model.removeprefix("local-dir:")).glob("*")
+        return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
+    return bool(args.pretrained) or args.model.startswith(SCHEMAS)

@@ -19,8 +19,7 @@ from open_clip.hf_configs import arch_dict
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import is_full
-from training_ext.flags.params import SCHEMAS
-from training_ext.openclip.hosts import taken
+from training_ext.openclip.hosts import SCHEMAS, taken
 from training_ext.openclip.loading import one_line, without_remote_code
 from training_ext.openclip.patching import replaced
 

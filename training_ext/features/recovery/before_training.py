@@ -12,22 +12,14 @@ import torch.distributed as dist
 from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import RECOVERY
-from training_ext.features.bad_samples import report_epoch
-from training_ext.features.keep_best import Monitor, known_metrics
-from training_ext.features.log import Epoch
+from training_ext.core.metrics import known_metrics
+from training_ext.feature import Epoch, Feature
 from training_ext.features.recovery.recovery import FIRST_EPOCH, StatisticsRecovery
 from training_ext.features.seeding import AT_EPOCH, kept_random_state, seed_all
-from training_ext.flags.params import starts_from_weights
-from training_ext.openclip.hosts import host
+from training_ext.openclip.hosts import host, starts_from_weights
 
 if TYPE_CHECKING:
     from training_ext.session import Session
-
-
-def warn_without_start(args: Namespace, monitor: Monitor) -> None:
-    """Warn if a resumed training cannot find its metrics before the first step."""
-    if is_master(args) and starts_from_weights(args) and known_metrics(args) and not monitor.start:
-        logging.warning("The metrics before training were not found, so later ones are not compared with them")
 
 
 @dataclass(frozen=True)
@@ -73,8 +65,8 @@ class BeforeTraining:
                     evaluate = host().train_module.evaluate
                     evaluated = session.evaluated(self.model)
                     metrics = evaluate(evaluated, self.data, 0, self._unlogged(), tokenizer=session.tokenizer)
-                assert session.monitor is not None
-                session.monitor.check_unchanged(metrics)
+                if metrics:
+                    session.features.tell(Feature.evaluated, 0, metrics, session.unwrapped(evaluated), self.data)
                 self._wait()
 
     def _recover(self) -> None:
@@ -107,28 +99,21 @@ class BeforeTraining:
         args, session = self.args, self.session
         epoch = FIRST_EPOCH + number
         session.data.epoch = epoch
-        session.data.skips.begin_epoch()
         if session.loss is None:
             seed_all(args.seed, AT_EPOCH, epoch, args.rank)
         data = {**self.data, "train": replace(self.data["train"], dataloader=loader)}
-        with (
-            session.interruptible(epoch, loader.num_batches, saved, save),
-            session.log.epoch(self._shown(number, batches)) as writer,
-        ):
+        steps = [session.run.steps(some) for some in batches]
+        training = args.epochs * session.run.steps(self.data["train"].dataloader.num_batches)
+        started = Epoch(
+            RECOVERY, number, len(steps), epoch, loader, steps[number], first=epoch * steps[number],
+            before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training, tensorboard=None, saved=saved,
+            save=save,
+        )
+        with session.features.epoch(started), session.log.epoch(started) as writer:
             self.train_one_epoch(
                 self.model, data, self.loss, epoch, self.optimizer, self.scaler, lambda step: None, self.dist_model,
                 self._unlogged(), tb_writer=writer,
             )
-        report_epoch(session.data.skips, self._unlogged(), epoch, loader, None, f"Recovery epoch {number}")
-
-    def _shown(self, number: int, batches: list[int]) -> Epoch:
-        """The log's view of epoch `number` of a recovery; `batches`: number of batches of each of its epochs."""
-        accum_freq = self.args.accum_freq
-        steps = [some // accum_freq for some in batches]
-        training = self.args.epochs * (self.data["train"].dataloader.num_batches // accum_freq)
-        first = (FIRST_EPOCH + number) * steps[number]
-        ahead = sum(steps[number + 1 :]) + training
-        return Epoch(RECOVERY, number, len(steps), first, sum(steps[:number]), steps[number], ahead, None)
 
     def _unlogged(self) -> Any:
         """The run's arguments, changed so that an epoch or evaluation appears in the log only."""

@@ -1,0 +1,60 @@
+"""`Run`: one training as its command line describes it: processes, sizes, folder, and when it saves and evaluates."""
+
+import os
+from argparse import Namespace
+from dataclasses import dataclass
+
+from training_ext.core.checkpoint import keeps_files, name_after, saves_after
+from training_ext.core.rows import trains
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the command.
+
+    Args:
+        args: as `params.parse_args` gives them; OpenCLIP's main completes them before the model is built.
+    """
+
+    args: Namespace
+
+    @property
+    def trains(self) -> bool:
+        return trains(self.args)
+
+    @property
+    def keeps_files(self) -> bool:
+        """Whether the run may write anything."""
+        return keeps_files(self.args)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is process 0, which logs and writes."""
+        return self.args.rank == 0
+
+    @property
+    def folder(self) -> str | None:
+        """The run's folder, once it has a name; None without files."""
+        args = self.args
+        return os.path.join(args.logs, args.name) if self.keeps_files and args.name is not None else None
+
+    def file(self, name: str) -> str | None:
+        """Path of a file in the run's folder on the process that writes it, else None."""
+        return os.path.join(self.args.logs, self.args.name, name) if self.args.save_logs else None
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of one optimizer step, over all processes."""
+        return self.args.batch_size * self.args.accum_freq * self.args.world_size
+
+    def steps(self, batches: int) -> int:
+        """Optimizer steps of this many batches of a process; OpenCLIP leaves out the batches of an incomplete one."""
+        return batches // self.args.accum_freq
+
+    def saves_after(self, epochs: int) -> bool:
+        """Whether OpenCLIP writes a checkpoint once this many epochs are done."""
+        return saves_after(self.args, epochs)
+
+    def checkpoint_after(self, epochs: int) -> str:
+        """Path of that checkpoint."""
+        return os.path.join(self.args.checkpoint_path, name_after(self.args, epochs))

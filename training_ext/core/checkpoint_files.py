@@ -1,0 +1,240 @@
+"""The checkpoint files of a run's folder: at the end of an epoch and within one, and the one that `--resume` means."""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import PARTIAL, whole_file
+from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_entry, take_entry
+from training_ext.core.row_folders import MARK, remove_unnamed
+from training_ext.openclip.hosts import TASKS, host
+from training_ext.openclip.loading import load_mapped
+from training_ext.openclip.machine import check_remote_file
+from training_ext.openclip.patching import replaced
+
+# In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
+NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
+EPOCH = re.compile(r"epoch_\d+\.pt")
+BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
+FOLDER = re.compile(r"epoch_(\d+|latest)")  # of shards
+
+
+def content(
+    args: Namespace, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
+) -> dict[str, Any]:
+    """The contents of OpenCLIP's checkpoint after an epoch.
+
+    Args:
+        epoch: number of completed epochs.
+        optimizer: the optimizer, whose state has our entry.
+    """
+    content = {
+        "epoch": epoch,
+        "name": args.name,
+        "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
+        "optimizer": optimizer.state_dict(),
+    }
+    if scaler is not None:
+        content["scaler"] = scaler.state_dict()
+    return content
+
+
+def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
+    """Write a mid-epoch checkpoint, and remove older ones.
+
+    Args:
+        content: result of `content`.
+        position: position in the next epoch.
+    """
+    epoch = content["epoch"]
+    name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name_of(args, epoch, position)
+    path = os.path.join(args.checkpoint_path, name)
+    atomic_save(torch.save, content, path)
+    remove_older(path)
+    logging.info(f"Saved after step {position['batches'] // args.accum_freq} of epoch {epoch}: {path}")
+
+
+def name_of(args: Namespace, epoch: int, position: dict[str, Any]) -> str:
+    return NAME.format(epoch=epoch, step=position["batches"] // args.accum_freq)
+
+
+def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces OpenCLIP's `torch.save` by `atomic_save`; an epoch's file replaces the mid-epoch ones."""
+    atomic_save(save, content, path, *args, **kwargs)
+    if isinstance(path, str) and EPOCH.fullmatch(os.path.basename(path)):
+        remove_older(path)
+
+
+def progress(path: str) -> tuple[int, int]:
+    """The completed epochs of a checkpoint, and the batches of the next one."""
+    if os.path.isdir(path):
+        if not is_whole_folder(path):
+            raise FileNotFoundError(path)
+        return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
+    loaded = load_mapped(path)
+    position = (take_entry(loaded) or {}).get("position") or {}
+    return loaded["epoch"], position.get("batches", 0)
+
+
+def is_whole_folder(path: str) -> bool:
+    """Whether `path` is a complete checkpoint of shards, which only the task loop can resume from."""
+    return host().loop == TASKS and all(os.path.exists(os.path.join(path, part)) for part in SHARDED_PARTS)
+
+
+def furthest(folder: str, names: Iterable[str]) -> str | None:
+    """The one of these checkpoints with the most training, of equals the first; None if none of them is whole."""
+    best: tuple[tuple[int, int], str] | None = None
+    for path in (os.path.join(folder, name) for name in names):
+        with suppress(Exception):  # a file that is missing or torn
+            if best is None or progress(path) > best[0]:
+                best = progress(path), path
+    return None if best is None else best[1]
+
+
+def newest_numbered(folder: str) -> str | None:
+    """Name of the checkpoint with the largest epoch and step in its name."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbered = [name for name in names if EPOCH.fullmatch(name) or PATTERN.fullmatch(name)]
+    numbered += [
+        name for name in names if EPOCH.fullmatch(f"{name}.pt") and is_whole_folder(os.path.join(folder, name))
+    ]
+    # The name decides between file and folder of an epoch: the file, as in OpenCLIP's order.
+    return max(
+        numbered, key=lambda name: ([int(digits) for digits in re.findall(r"\d+", name)], name), default=None
+    )
+
+
+def remove_older(path: str) -> None:
+    """Remove the mid-epoch checkpoints beside a newer checkpoint at `path`."""
+    folder, newer = os.path.split(path)
+    for name in os.listdir(folder):
+        if PATTERN.fullmatch(name) and name != newer:
+            os.remove(os.path.join(folder, name))
+    remove_folders(folder)
+
+
+def remove_folders(folder: str) -> None:
+    """Remove what no run resumes from: folders of rows without a checkpoint, what a kill left half-written, and the
+    file of --save-most-recent if the folder of shards that has taken its place is newer."""
+    file = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    shards = file.removesuffix(".pt")
+    if os.path.exists(file) and os.path.isdir(shards) and furthest("", (file, shards)) == shards:
+        os.remove(file)
+    paths = [os.path.join(folder, name) for name in os.listdir(folder)]
+    for path in paths:
+        if path.endswith(PARTIAL):
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+    sharded = [os.path.join(path, SHARDED) for path in paths if os.path.isdir(path)]
+    # Recovered statistics (--osr-save) may lie here, too, with rows of their own in FILE.rows-*.
+    with_rows = {path.rpartition(MARK)[0] for path in paths}
+    files = [path for path in paths if path.endswith(".pt") or path in with_rows]
+    remove_unnamed(folder, files + sharded, begin="epoch_")
+
+
+def resumed_path(args: Namespace) -> str | None:
+    """The checkpoint that OpenCLIP will resume from; None without one, or if only OpenCLIP can find it (remote)."""
+    if args.resume != "latest":
+        return args.resume
+    if args.name is None:
+        raise InputError("'latest' is the latest checkpoint of an experiment; give its --name", "--resume")
+    if args.remote_sync is not None:
+        return None
+    folder = os.path.join(args.logs, args.name, "checkpoints")
+    if not args.save_most_recent:
+        return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
+    path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    candidates = (most_trained(folder), path, path.removesuffix(".pt"))
+    return next((found for found in candidates if found and os.path.exists(found)), None)
+
+
+def most_trained(folder: str) -> str | None:
+    """The checkpoint with the most training; if several have it, that of --save-most-recent. None if none is whole."""
+    file = host().main_module.LATEST_CHECKPOINT_NAME
+    names = (file, file.removesuffix(".pt"), newest_numbered(folder))
+    return furthest(folder, [name for name in names if name is not None])
+
+
+def bring_up_to_date(args: Namespace) -> None:
+    """Let the checkpoint of --save-most-recent, which OpenCLIP resumes from, be the one with the most training.
+
+    A kill between the two checkpoints of an epoch leaves it behind, and so does a run without the flag. It is a file or
+    a folder of shards, and OpenCLIP prefers the file, also an older one from within an epoch.
+    """
+    if args.resume != "latest" or not args.save_most_recent or args.remote_sync is not None:
+        return
+    folder = os.path.join(args.logs, args.name, "checkpoints")
+    latest = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
+    shards = latest.removesuffix(".pt")
+    ahead = most_trained(folder)
+    if ahead is None or ahead == latest:
+        return
+    if os.path.isfile(ahead):
+        with whole_file(latest) as file, open(ahead, "rb") as source:
+            shutil.copyfileobj(source, file)
+        return
+    if ahead != shards:
+        partial_copy = f"{shards}{PARTIAL}"
+        shutil.rmtree(partial_copy, ignore_errors=True)  # left by an earlier run that was killed
+        shutil.copytree(ahead, partial_copy)
+        shutil.rmtree(shards, ignore_errors=True)
+        os.rename(partial_copy, shards)
+    with suppress(FileNotFoundError):
+        os.remove(latest)
+
+
+def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:
+    """Replaces OpenCLIP's `get_latest_checkpoint`, for the folders and files that mislead it.
+
+    It puts a local `folder` as it is in front of a pattern of file names, and takes the last name: that of
+    --save-most-recent, however old, or a half-written file of a remote folder. So a local folder is listed here: its
+    files, and in the task loop also its complete folders of shards.
+    """
+    main = host().main_module
+    if remote:
+        listing = partial(_run_without_partial_files, subprocess.run)
+        with replaced({(main.__name__, "subprocess.run"): listing}):
+            return original(folder, remote=True)
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    resumable = [
+        name for name in names
+        if (name.endswith(".pt") and not name.startswith("."))
+        or (FOLDER.fullmatch(name) and is_whole_folder(os.path.join(folder, name)))
+    ]
+    if not resumable:
+        return None
+    found = max(resumable, key=main.natural_key)
+    by_age = (main.LATEST_CHECKPOINT_NAME, main.LATEST_CHECKPOINT_NAME.removesuffix(".pt"), BEFORE_RENAME)
+    if found not in by_age:
+        return os.path.join(folder, found)
+    numbered = newest_numbered(folder)
+    candidates = by_age if numbered is None else (numbered, *by_age)
+    return furthest(folder, candidates) or os.path.join(folder, found)
+
+
+def _run_without_partial_files(run: Callable, *args: Any, **kwargs: Any) -> subprocess.CompletedProcess:
+    """`subprocess.run` of a listing, without the lines that end with a temporary name."""
+    result = run(*args, **kwargs)
+    lines = result.stdout.splitlines(keepends=True)
+    result.stdout = b"".join(line for line in lines if not line.rstrip().endswith(PARTIAL.encode()))
+    return result
+
+
+def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
+    """The local checkpoint with a training state at `path`, and our entry in it; None if it is not such a one."""
+    if path is None:
+        return None
+    if "://" in path:
+        check_remote_file("--resume", path)
+        return None
+    has_training_state, entry = read_entry(path)
+    return (path, entry) if has_training_state else None

@@ -1,0 +1,55 @@
+"""The metrics of OpenCLIP's evaluation: their names, which of two values is better, and a fraction's standard error."""
+
+import math
+from argparse import Namespace
+from typing import Any
+
+from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, VALIDATION
+from training_ext.core.rows import kind_of
+from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES
+from training_ext.features.scenes import METRIC as SCENES
+
+COUNTS = ("epoch", "num_samples", OWN_IMAGES, NUM_IMAGES)
+IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
+IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
+
+
+def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
+    """Names of the metrics that this command line evaluates; after `epoch` epochs, if given."""
+
+    def due(frequency: int) -> bool:
+        return frequency > 0 and (epoch is None or epoch % frequency == 0 or epoch == args.epochs)
+
+    names = []
+    if args.val_data and due(args.val_frequency):
+        names += [*VALIDATION, "clip_val_loss", *([SCENES] if args.dataset_type == "shapes" else [])]
+        names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") in ("csv", "webdataset") else ()
+    if args.zeroshot_data and due(args.val_frequency):
+        names += OWN_CLASSES
+    if due(args.zeroshot_frequency):
+        names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
+    return names
+
+
+def smaller_is_better(metric: str) -> bool:
+    return metric.endswith(("loss", "rank"))
+
+
+def is_better(metric: str, value: float, other: float) -> bool:
+    return value < other if smaller_is_better(metric) else value > other
+
+
+def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
+    """Number of images or captions that a metric is a fraction of; None if unknown, or if it is not one."""
+    if metric in OWN_CLASSES:
+        return metrics.get(OWN_IMAGES) if OWN_CLASSES[metric] == "acc1" else None  # the other is a mean over classes
+    for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
+        if metric in names:
+            return len(data[key].dataloader.dataset)
+    return metrics.get(NUM_IMAGES if metric in ANY_CAPTION and metric.startswith("image") else "num_samples")
+
+
+def standard_error(share: float, items: int) -> float:
+    """Standard error of a fraction of `items`, with one more success and failure so that it is not zero at 0 or 1."""
+    share = (share * items + 1) / (items + 2)
+    return math.sqrt(share * (1 - share) / items)

@@ -1,0 +1,106 @@
+"""`Feature`: one capability of a training with its options, its rules, and the events that it answers."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from open_clip_ext.metrics_file import TRAIN
+from open_clip_ext.parts import Part
+from training_ext.context import Run
+from training_ext.core.loss import TrainingLoss
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One epoch of OpenCLIP's loop: of the training, or of the recovery of statistics before it.
+
+    Args:
+        stage: TRAIN or RECOVERY of `metrics_file`.
+        number, of: completed epochs of this stage, and all of them.
+        seed: number that seeds the order of the data.
+        loader: the train loader.
+        steps: optimizer steps of the whole epoch.
+        first: number of its first step, as OpenCLIP counts steps.
+        before, ahead: steps of this stage before the epoch, and of the whole run after it.
+        tensorboard: TensorBoard's writer, or None.
+        saved: `order` and `position` of the checkpoint that resumes within this epoch, or None.
+        save: every process calls it with a `position`, and a checkpoint is written there.
+        saves_last: whether one is needed after the last step too, since an evaluation may fail or be killed.
+    """
+
+    stage: str
+    number: int
+    of: int
+    seed: int
+    loader: Any
+    steps: int
+    first: int
+    before: int
+    ahead: int
+    tensorboard: Any
+    saved: dict[str, Any] | None
+    save: Callable[[dict[str, Any]], None]
+    saves_last: bool = False
+
+    @property
+    def batches(self) -> int:
+        """Batches of the whole epoch, of each process."""
+        return self.loader.num_batches
+
+    @property
+    def is_training(self) -> bool:
+        return self.stage == TRAIN
+
+    @property
+    def title(self) -> str:
+        return f"Epoch {self.number}" if self.is_training else f"Recovery {self.number + 1}/{self.of}"
+
+
+class Feature(Part):
+    """One capability of a training, in a file of its own.
+
+        class KeepBest(Feature):
+            keep_best: str | None = option(None, "keep the weights with the best of this metric", metavar="METRIC")
+
+            def evaluated(self, epoch, metrics, model, data): ...
+
+    has the flag `--keep-best` and its value as `self.keep_best`. It answers an event by overriding its method. It uses
+    neither names of OpenCLIP's loop nor another feature: what two of them share is the core's.
+
+    Class attributes:
+        needs_loss: whether its flags are refused without --loss.
+        files: what it writes into the run's folder: name, and what for.
+    """
+
+    needs_loss: ClassVar[bool] = True
+    files: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, run: Run):
+        super().__init__(**{option.name: getattr(run.args, option.name) for option in self.options})
+        self.run = run
+
+    # The events, in the order in which they occur
+
+    def check(self) -> None:
+        """Process 0, before anything is written: raise InputError for flags that cannot work."""
+
+    def loss_built(self, loss: TrainingLoss) -> None:
+        """Every process has its loss and its train loader; only of this package's losses."""
+
+    def begin(self, resumed: bool) -> None:
+        """A training begins, before any evaluation; `resumed`: an earlier run has begun it."""
+
+    def epoch(self, epoch: Epoch) -> AbstractContextManager[None]:
+        """A context around each epoch's steps."""
+        return nullcontext()
+
+    def evaluated(
+        self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]
+    ) -> None:
+        """Process 0: the model, without wrappers, was evaluated after `epoch` epochs; 0: before the first step."""
+
+    def end(self) -> None:
+        """The run ends, after success or an error."""

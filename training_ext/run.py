@@ -1,0 +1,50 @@
+"""FEATURES, what a training can do besides training, and their events."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from open_clip_ext.options import Option
+from training_ext.context import Run
+from training_ext.feature import Epoch, Feature
+from training_ext.features.bad_samples import BadSamples
+from training_ext.features.keep_best import KeepBest
+from training_ext.features.resume import Resume
+
+FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, KeepBest)
+"""An event reaches them in this order."""
+
+
+def options() -> Iterator[Option]:
+    """The options of all features."""
+    for feature in FEATURES:
+        yield from feature.options
+
+
+def features_files() -> dict[str, str]:
+    """What the features write into a run's folder: name, and what for."""
+    return {name: what for feature in FEATURES for name, what in feature.files.items()}
+
+
+class Features(list[Feature]):
+    """The features of one run.
+
+    Raises:
+        InputError: an option is out of range.
+    """
+
+    def __init__(self, run: Run):
+        super().__init__(feature(run) for feature in FEATURES)
+        self.run = run
+
+    def tell(self, event: Any, *args: Any) -> None:
+        """Pass an event, a method of `Feature`, to each feature."""
+        for feature in self:
+            getattr(feature, event.__name__)(*args)
+
+    @contextmanager
+    def epoch(self, epoch: Epoch) -> Iterator[None]:
+        with ExitStack() as stack:
+            for feature in self:
+                stack.enter_context(feature.epoch(epoch))
+            yield
