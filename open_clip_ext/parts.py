@@ -103,8 +103,11 @@ class Part:
         step if n is known."""
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the state that depends on the embeddings' dimension, dtype or device. The loss calls it once, at the
-        first batch or when a state is loaded."""
+        """Allocate the state that depends on the embeddings' dimension, dtype or device.
+
+        Called once, at the first batch or when a state is loaded. Afterwards `Module.to` moves the state; a batch on
+        another device or of another dtype moves it, too.
+        """
 
     def full_state(self) -> dict[str, Any]:
         """The state as CPU tensors, all of it on process 0 under any world size. Every process must call it."""

@@ -86,12 +86,10 @@ class RowFiles:
 
     Attributes:
         folder: where they are, the same on every process once something is written.
-        written: whether anything is.
     """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = os.path.abspath(folder)
-        self.written = False
         self._save = ""
         self._tables: list[list[int]] = []  # rows and columns of each, while writing
         self._checksums: list[int] = []  # of this process's part of each
@@ -109,7 +107,7 @@ class RowFiles:
         Returns:
             What stands for the table in the state, on process 0. What goes wrong is told to all processes at the end.
         """
-        if not self.written:
+        if not self._tables:
             self._begin()
         table = len(self._tables)
         self._tables.append([num_rows, rows.shape[1]])
@@ -122,7 +120,6 @@ class RowFiles:
         return {"rows_in_files": self._save, "table": table} if rank() == 0 else None
 
     def _begin(self) -> None:
-        self.written = True
         if rank() == 0:
             self._save = secrets.token_hex(8)
             try:
@@ -159,7 +156,7 @@ class RowFiles:
 
     def finish(self) -> None:
         """The index, once every process has written its parts."""
-        if not self.written:
+        if not self._tables:
             return
         every = all_gather_object((self._problem, self._checksums))
         for problem in filter(None, (problem for problem, _ in every)):

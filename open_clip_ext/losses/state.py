@@ -42,11 +42,6 @@ class LossState(Part, nn.Module):
         self.register_buffer("_like", torch.empty(0), persistent=False)
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
-        """Allocate the state that depends on the embeddings' dimension, dtype or device.
-
-        Called once, at the first batch or when a state is loaded. Afterwards `Module.to` moves the state; a batch on
-        another device or of another dtype moves it, too.
-        """
         self.dimension = dimension
         self._like = torch.empty(0, device=device, dtype=dtype)
 
