@@ -3,9 +3,11 @@
 Shapes as in `exact`: n = pairs of the data set, k = anchors, d = embedding dimension.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,118 +19,100 @@ Embeddings = Tensor | Sequence[Tensor]
 _LOWEST = -1e30  # below every exponent, and finite, so that no difference of two is NaN
 
 
-class Rows:
-    """Embeddings (n, d), read in chunks and by row.
-
-    Args:
-        blocks: the embeddings.
-        device: where to return them; None: where they are.
-
-    Raises:
-        ValueError: there are no blocks, or they differ in dimension.
-    """
-
-    def __init__(self, blocks: Embeddings, device: torch.device | str | None = None):
-        self.blocks = [blocks] if isinstance(blocks, Tensor) else list(blocks)
-        if not self.blocks or any(block.dim() != 2 or block.shape[1] != self.dimension for block in self.blocks):
-            raise ValueError("embeddings must be (n, d), in one tensor or in blocks of rows")
-        self.device = self.blocks[0].device if device is None else torch.device(device)
-        self._ends = torch.tensor(list(accumulate(len(block) for block in self.blocks)))
-
-    @property
-    def dimension(self) -> int:
-        return self.blocks[0].shape[1]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def chunks(self, size: int) -> Iterator[Tensor]:
-        """Iterate over all rows in order, in chunks (c, d) float32 with c <= size."""
-        for block in self.blocks:
-            for chunk in block.split(size):
-                yield chunk.to(self.device, torch.float32)
-
-    def take(self, index: Tensor) -> Tensor:
-        """The rows `index`, (m,) int64, as (m, d) float32."""
-        index = index.cpu()
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise ValueError(f"rows must lie in [0, {len(self)})")
-        ordered, order = index.sort()
-        bounds = torch.searchsorted(ordered, self._ends).tolist()
-        parts, start = [], 0
-        for block, end, stop in zip(self.blocks, self._ends.tolist(), bounds, strict=True):
-            if stop > start:
-                parts.append(block[(ordered[start:stop] - (end - len(block))).to(block.device)])
-            start = stop
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
-        return torch.cat(parts).to(self.device, torch.float32)[back.to(self.device)]
-
-
-class Anchors:
-    """k anchors of the data set, with their temperatures and positives' similarities.
+class Pairs:
+    """The embeddings of n pairs, read in chunks and by row.
 
     Args:
         image, text: the embeddings.
-        index: rows of the anchors, (k,) int64.
-        tau: temperatures > 0, 0-d or (2, k).
-        surrogate: l; None: the identity.
-        intra_modal: whether samples of the anchor's own modality are negatives, too (iSogCLR, Eq. 11).
+        device: where to return them; None: where they are.
 
     Raises:
-        ValueError: shapes, rows or temperatures do not fit; the message names the argument.
+        ValueError: there are fewer than 2 pairs, or shapes do not fit.
     """
 
-    def __init__(
-        self, image: Rows, text: Rows, index: Tensor, tau: Tensor | float,
-        surrogate: Surrogate | None = None, intra_modal: bool = False,
-    ):
-        if [block.shape for block in image.blocks] != [block.shape for block in text.blocks]:
+    def __init__(self, image: Embeddings, text: Embeddings, device: torch.device | str | None = None):
+        self.sides = [[side] if isinstance(side, Tensor) else list(side) for side in (image, text)]
+        shapes = [[block.shape for block in side] for side in self.sides]
+        if not shapes[0] or any(len(shape) != 2 or shape[1] != shapes[0][0][-1] for shape in shapes[0]):
+            raise ValueError("embeddings must be (n, d), in one tensor or in blocks of rows")
+        if shapes[0] != shapes[1]:
             raise ValueError("image and text must be of the same shape, in the same blocks")
-        if len(image) < 2:
-            raise ValueError(f"image: {len(image)} pair(s) have no negatives; at least 2 are needed")
-        self.rows = (image, text)
-        self.index = index.cpu()
-        self.embeddings = [rows.take(self.index) for rows in self.rows]
-        self.positives = (self.embeddings[0].double() * self.embeddings[1].double()).sum(dim=1).float()
-        tau = torch.as_tensor(tau, dtype=torch.float32).to(image.device)
-        if tau.dim() and tuple(tau.shape) != (2, len(index)):
-            raise ValueError(f"tau must be 0-d or (2, {len(index)}); got {tuple(tau.shape)}")
-        if not (tau > 0).all():
-            raise ValueError(f"tau must be > 0; got {tau.min().item():g}")
-        self.tau = tau.expand(2, len(index))
-        self.surrogate = surrogate or Identity()
-        self.sides = [(side, (1 - side, side) if intra_modal else (1 - side,)) for side in range(2)]
-        self.negatives = (2 if intra_modal else 1) * (len(image) - 1)
+        self.device = self.sides[0][0].device if device is None else torch.device(device)
+        self.dimension = shapes[0][0][1]
+        self._ends = list(accumulate(len(block) for block in self.sides[0]))
+        if len(self) < 2:
+            raise ValueError(f"image: {len(self)} pair(s) have no negatives; at least 2 are needed")
 
     def __len__(self) -> int:
-        return len(self.index)
+        return self._ends[-1]
 
-    def exponents(self, side: int, part: slice, columns: Tensor, out: Tensor) -> Tensor:
-        """l(s_ij - s_ii) / tau_i of the anchors `part` of a side against `columns` (c, d); overwrites `out`."""
-        torch.mm(self.embeddings[side][part], columns.T, out=out)
-        gap = out.sub_(self.positives[part, None])
-        return self.surrogate.value(gap).div_(self.tau[side, part, None])
+    def chunks(self, size: int) -> Iterator[tuple[int, list[Tensor]]]:
+        """Iterate over all pairs in order: the first row of a chunk, and its embeddings [image, text], (<= size, d)."""
+        first = 0
+        for blocks in zip(*self.sides, strict=True):
+            for chunk in zip(*(block.split(size) for block in blocks), strict=True):
+                yield first, [side.to(self.device, torch.float32) for side in chunk]
+                first += len(chunk[0])
+
+    def take(self, index: Tensor) -> list[Tensor]:
+        """The embeddings [image, text] of the rows `index`, (m,) int64, as (m, d) float32."""
+        index = index.cpu()
+        if not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise ValueError(f"rows must lie in [0, {len(self)})")
+        ordered, order = index.sort()
+        stops = torch.searchsorted(ordered, torch.tensor(self._ends)).tolist()
+        back = order.argsort().to(self.device)
+        taken = []
+        for side in self.sides:
+            parts = []
+            for block, end, start, stop in zip(side, self._ends, [0, *stops], stops, strict=False):
+                if stop > start:
+                    parts.append(block[(ordered[start:stop] - (end - len(block))).to(block.device)])
+            taken.append(torch.cat(parts).to(self.device, torch.float32)[back])
+        return taken
 
 
-class LogSums:
-    """Streaming log-sum-exp for (2, k) anchors."""
+class Anchors:
+    """k anchors of the data set, with their positives' similarities.
 
-    def __init__(self, anchors: int, device: torch.device):
-        self.peak = torch.full((2, anchors), _LOWEST, device=device)
-        self.total = torch.zeros(2, anchors, dtype=torch.float64, device=device)
+    Args:
+        pairs: the data set.
+        index: rows of the anchors, (k,) int64.
+        tau: temperatures, (2, k).
+        surrogate: l; None: the identity.
+        intra_modal: whether samples of the anchor's own modality are negatives, too (iSogCLR, Eq. 11).
+    """
 
-    def add(self, side: int, part: slice, exponents: Tensor) -> None:
-        """Add `exponents` (a, c) of the anchors `part`; overwrites them."""
-        before = self.peak[side, part]
-        peak = torch.maximum(before, exponents.amax(dim=1))
-        self.total[side, part] *= (before - peak).double().exp()
-        self.total[side, part] += exponents.sub_(peak[:, None]).exp_().sum(dim=1)
-        self.peak[side, part] = peak
+    def __init__(self, pairs: Pairs, index: Tensor, tau: Tensor, surrogate: Surrogate | None, intra_modal: bool):
+        self.index = index.cpu()
+        self.embeddings = pairs.take(index)
+        self.positives = (self.embeddings[0].double() * self.embeddings[1].double()).sum(dim=1).float()
+        self.tau = tau
+        self.surrogate = surrogate or Identity()
+        self.sides = [(side, other) for side in (0, 1) for other in ((1 - side, side) if intra_modal else (1 - side,))]
 
-    def value(self) -> Tensor:
-        """The log-sum-exps, (2, k) float64; -inf where nothing was added."""
-        return self.total.log() + self.peak.double()
+    def log_sums(self, columns: Sequence[Tensor], without: Any) -> Tensor:
+        """Log of the sum of exp(l(s_ij - s_ii) / tau_i) of each anchor over the pairs j of `columns`, (2, k) float64.
+
+        Args:
+            columns: embeddings [image, text] of c pairs, (c, d).
+            without: places of (k, c) to leave out, as a mask or an index.
+        """
+        total = self.tau.new_full((2, len(self.index)), -math.inf, dtype=torch.float64)
+        for side, other in self.sides:
+            gaps = (self.embeddings[side] @ columns[other].T).sub_(self.positives[:, None])
+            exponents = self.surrogate.value(gaps).div_(self.tau[side, :, None])
+            exponents[without] = -math.inf
+            peak = exponents.amax(dim=1).clamp(min=_LOWEST)
+            sums = exponents.sub_(peak[:, None]).exp_().sum(dim=1).double().log() + peak.double()
+            total[side] = torch.logaddexp(total[side], sums)
+        return total
+
+    def own_places(self, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Places of the anchors' own pairs, (anchor, column), among the pairs `first` .. `first + count - 1`."""
+        column = self.index - first
+        place = ((column >= 0) & (column < count)).nonzero()[:, 0]
+        return place, column[place]
 
 
 @contextmanager

@@ -16,31 +16,18 @@ blocks of rows (n_1, d), (n_2, d), ... that may be memory-mapped; image and text
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from open_clip_ext.batch import add_eps
-from open_clip_ext.diagnostics.embeddings import Anchors, Embeddings, LogSums, Rows, full_precision
+from open_clip_ext.diagnostics.embeddings import Anchors, Embeddings, Pairs, full_precision
 from open_clip_ext.errors import InputError
 from open_clip_ext.surrogates import Surrogate
 
 CHUNK_MIB = 64
 LEAST_GROUP = 16  # anchors that share a random batch
-_GATHERED_ROWS = 1 << 14  # rows of random batches that are read at a time
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: on shared cores, threads wait for each other much longer than many small products take."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @torch.no_grad()
@@ -54,7 +41,7 @@ def exact_log_normalizers(
     intra_modal: bool = False,
     device: torch.device | str | None = None,
     chunk_mib: float = CHUNK_MIB,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[float], object] | None = None,
 ) -> Tensor:
     """Exact log(eps + g_i) of each anchor over all other pairs, (2, k) float64 (NeuCLIP, Eq. 9).
 
@@ -66,35 +53,50 @@ def exact_log_normalizers(
         eps: eps of Eq. 1, > 0.
         intra_modal: whether samples of the anchor's own modality are negatives, too.
         device: where to compute; None: where the embeddings are.
-        chunk_mib: size of a block of similarities in MiB, > 0. Memory holds one block at a time, the anchors'
-            embeddings, and what a custom surrogate allocates.
-        progress: called with the number of pairs processed since the last call, n in all.
+        chunk_mib: size of a block of similarities in MiB, > 0. Memory holds one block at a time, the embeddings of its
+            rows and columns, and what a custom surrogate allocates.
+        progress: called after each block with the number of anchors it completes, a fraction; k in all.
 
     Raises:
         ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
     """
-    rows = (Rows(image, device), Rows(text, device))
-    picked = Anchors(*rows, anchors, tau, surrogate, intra_modal)
-    sums = LogSums(len(picked), picked.tau.device)
-    height, width = _chunk_shape(chunk_mib, len(picked))
-    space = torch.empty(height * width, device=picked.tau.device)
-    first = 0
+    pairs = Pairs(image, text, device)
+    taus = _expanded(tau, len(anchors), pairs.device)
+    height = max(1, min(len(anchors), math.isqrt(int(chunk_mib * 2**18))))
+    sums = []
     with full_precision():
-        for columns in zip(*(side.chunks(width) for side in rows), strict=True):
-            count = len(columns[0])
-            for start in range(0, len(picked), height):
-                part = slice(start, min(start + height, len(picked)))
-                own = _own_places(picked.index[part], first, count)
-                out = space[: (part.stop - start) * count].view(part.stop - start, count)
-                for side, column_sides in picked.sides:
-                    for column_side in column_sides:
-                        exponents = picked.exponents(side, part, columns[column_side], out)
-                        exponents[own] = -math.inf
-                        sums.add(side, part, exponents)
-            first += count
-            if progress is not None:
-                progress(count)
-    return add_eps(sums.value() - math.log(picked.negatives), eps)
+        for index, own_taus in zip(anchors.split(height), taus.split(height, dim=1), strict=True):
+            part = Anchors(pairs, index, own_taus, surrogate, intra_modal)
+            total = own_taus.new_full(own_taus.shape, -math.inf, dtype=torch.float64)
+            for first, columns in pairs.chunks(block_width(chunk_mib, height)):
+                count = len(columns[0])
+                total = torch.logaddexp(total, part.log_sums(columns, part.own_places(first, count)))
+                if progress is not None:
+                    progress(len(index) * count / len(pairs))
+            sums.append(total)
+    return _log_means(sums, len(pairs) - 1, intra_modal, eps)
+
+
+def _expanded(tau: Tensor | float, count: int, device: torch.device) -> Tensor:
+    """Temperatures as (2, count) float32; ValueError if they are of another shape or not above 0."""
+    tau = torch.as_tensor(tau, dtype=torch.float32).to(device)
+    if tau.dim() and tuple(tau.shape) != (2, count):
+        raise ValueError(f"tau must be 0-d or (2, {count}); got {tuple(tau.shape)}")
+    if not (tau > 0).all():
+        raise ValueError(f"tau must be > 0; got {tau.min().item():g}")
+    return tau.expand(2, count)
+
+
+def _log_means(sums: list[Tensor], others: int, intra_modal: bool, eps: float) -> Tensor:
+    """log(eps + g) from parts of the anchors' log-sums over `others` pairs."""
+    return add_eps(torch.cat(sums, dim=1) - math.log(others * (2 if intra_modal else 1)), eps)
+
+
+def block_width(chunk_mib: float, height: int) -> int:
+    """Columns of a block of similarities of `height` anchors."""
+    if chunk_mib * 2**18 < 1:
+        raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
+    return max(1, int(chunk_mib * 2**18) // height)
 
 
 @torch.no_grad()
@@ -140,14 +142,14 @@ def embedding_gradients(
     Raises:
         ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
     """
-    sides = (Rows(image, device), Rows(text, device))
-    place = sides[0].device
-    if tuple(alpha.shape) != (2, len(sides[0])):
-        raise ValueError(f"alpha must be (2, {len(sides[0])}); got {tuple(alpha.shape)}")
-    tau = torch.as_tensor(tau, dtype=torch.float32).to(place).expand(2, len(sides[0]))
-    picked = Anchors(*sides, rows, tau[:, rows.to(place)], surrogate, intra_modal)
+    pairs = Pairs(image, text, device)
+    if tuple(alpha.shape) != (2, len(pairs)):
+        raise ValueError(f"alpha must be (2, {len(pairs)}); got {tuple(alpha.shape)}")
+    place = pairs.device
+    tau = _expanded(tau, len(pairs), place)
+    picked = Anchors(pairs, rows, tau[:, rows.to(place)], surrogate, intra_modal)
     # The factors of a weight go into its exponent.
-    shift = alpha.to(place, torch.float32) + math.log(picked.negatives)
+    shift = alpha.to(place, torch.float32) + math.log((2 if intra_modal else 1) * (len(pairs) - 1))
     if scale is not None:
         shift = shift - (torch.as_tensor(scale, dtype=torch.float32).to(place) / tau).log()
     own_tau, own_shift = (values[:, rows.to(place), None] for values in (tau, shift))
@@ -158,51 +160,23 @@ def embedding_gradients(
         found[own] = 0
         return found
 
-    gradients = torch.zeros(2, len(picked), sides[0].dimension, dtype=torch.float64, device=place)
-    by_positive = torch.zeros(len(picked), dtype=torch.float64, device=place)
-    first, width = 0, _columns(chunk_mib, len(picked))
+    gradients = torch.zeros(2, len(rows), pairs.dimension, dtype=torch.float64, device=place)
+    by_positive = torch.zeros(len(rows), dtype=torch.float64, device=place)
     with full_precision():
-        for columns in zip(*(side.chunks(width) for side in sides), strict=True):
+        for first, columns in pairs.chunks(block_width(chunk_mib, len(rows))):
             here = slice(first, first + len(columns[0]))
-            own = _own_places(picked.index, first, len(columns[0]))
+            own = picked.own_places(first, len(columns[0]))
             positives = (columns[0] * columns[1]).sum(dim=1)
-            for side, column_sides in picked.sides:
-                for other in column_sides:
-                    similarities = picked.embeddings[side] @ columns[other].T
-                    gaps = similarities - picked.positives[:, None]
-                    as_anchors = weights(gaps, own_tau[side], own_shift[side], own)
-                    as_negatives = weights(similarities - positives, tau[other, here], shift[other, here], own)
-                    gradients[side] += (as_anchors + as_negatives) @ columns[other]
-                    by_positive += as_anchors.sum(dim=1)
-            first = here.stop
+            for side, other in picked.sides:
+                similarities = picked.embeddings[side] @ columns[other].T
+                gaps = similarities - picked.positives[:, None]
+                as_anchors = weights(gaps, own_tau[side], own_shift[side], own)
+                as_negatives = weights(similarities - positives, tau[other, here], shift[other, here], own)
+                gradients[side] += (as_anchors + as_negatives) @ columns[other]
+                by_positive += as_anchors.sum(dim=1)
     for gradient, partner in zip(gradients, reversed(picked.embeddings), strict=True):
         gradient.sub_(by_positive[:, None] * partner)
     return gradients
-
-
-def _chunk_shape(chunk_mib: float, anchors: int) -> tuple[int, int]:
-    """Anchors and columns of a block of similarities."""
-    height = max(1, min(anchors, math.isqrt(_elements(chunk_mib))))
-    return height, _columns(chunk_mib, height)
-
-
-def _columns(chunk_mib: float, height: int) -> int:
-    """Columns of a block of similarities of `height` anchors."""
-    return max(1, _elements(chunk_mib) // height)
-
-
-def _elements(chunk_mib: float) -> int:
-    elements = int(chunk_mib * 2**18)
-    if elements < 1:
-        raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
-    return elements
-
-
-def _own_places(index: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Positions of the anchors' own pairs in a block of the columns `first` .. `first + count - 1`."""
-    column = index - first
-    place = ((column >= 0) & (column < count)).nonzero()[:, 0]
-    return place, column[place]
 
 
 @torch.no_grad()
@@ -217,7 +191,7 @@ def minibatch_log_normalizers(
     intra_modal: bool = False,
     seed: int = 0,
     device: torch.device | str | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Callable[[float], object] | None = None,
 ) -> Tensor:
     """Minibatch estimate of log(eps + g_i) for each anchor, (2, k) float64: Eq. 9 over a random batch of B pairs, the
     anchor and B - 1 others ("Mini-batch Approximation", NeuCLIP, Section 3).
@@ -236,29 +210,23 @@ def minibatch_log_normalizers(
         InputError: B is out of range.
         ValueError: as `exact_log_normalizers`.
     """
-    rows = (Rows(image, device), Rows(text, device))
-    picked = Anchors(*rows, anchors, tau, surrogate, intra_modal)
-    if not 2 <= batch_size <= len(rows[0]):
-        raise InputError(f"{batch_size} is out of range; it must be from 2 to the {len(rows[0])} pairs", "batch_size")
-    sums = LogSums(len(picked), picked.tau.device)
-    size = group_size(batch_size)
-    groups = [slice(start, min(start + size, len(picked))) for start in range(0, len(picked), size)]
-    at_once = max(1, _GATHERED_ROWS // batch_size)
-    with full_precision(), _one_thread():
-        for first in range(0, len(groups), at_once):
-            parts = groups[first : first + at_once]
-            batches = [_draw(len(rows[0]), batch_size, seed, picked.index[part]) for part in parts]
-            taken = [side.take(torch.cat(batches)).split(batch_size) for side in rows]
-            for part, batch, *columns in zip(parts, batches, *taken, strict=True):
-                left_out = _left_out(picked.index[part], batch).to(picked.tau.device)
-                out = torch.empty(left_out.shape, device=picked.tau.device)
-                for side, column_sides in picked.sides:
-                    for column_side in column_sides:
-                        exponents = picked.exponents(side, part, columns[column_side], out)
-                        sums.add(side, part, exponents.masked_fill_(left_out, -math.inf))
-                if progress is not None:
-                    progress(part.stop - part.start)
-    return add_eps(sums.value() - math.log(len(picked.sides[0][1]) * (batch_size - 1)), eps)
+    pairs = Pairs(image, text, device)
+    if not 2 <= batch_size <= len(pairs):
+        raise InputError(f"{batch_size} is out of range; it must be from 2 to the {len(pairs)} pairs", "batch_size")
+    taus, size = _expanded(tau, len(anchors), pairs.device), group_size(batch_size)
+    sums = []
+    with full_precision():
+        for index, own_taus in zip(anchors.split(size), taus.split(size, dim=1), strict=True):
+            group = Anchors(pairs, index, own_taus, surrogate, intra_modal)
+            draw = random.Random(f"{seed} {batch_size} {int(index[0])}")
+            batch = torch.tensor(draw.sample(range(len(pairs)), batch_size))
+            # Each anchor leaves out its own pair, or the last one if the batch does not have it: B - 1 remain.
+            left_out = group.index[:, None] == batch
+            left_out[~left_out.any(dim=1), -1] = True
+            sums.append(group.log_sums(pairs.take(batch), left_out.to(pairs.device)))
+            if progress is not None:
+                progress(len(index))
+    return _log_means(sums, batch_size - 1, intra_modal, eps)
 
 
 def group_size(batch_size: int) -> int:
@@ -268,47 +236,3 @@ def group_size(batch_size: int) -> int:
     anchors have 625 batches up to B = 1024 and 157 at 4096.
     """
     return max(LEAST_GROUP, batch_size // 64)
-
-
-def _draw(num_rows: int, batch_size: int, seed: int, group: Tensor) -> Tensor:
-    """Draw B rows in random order, (B,), for a group of anchors."""
-    draw = random.Random(f"{seed} {batch_size} {int(group[0])}")
-    return torch.tensor(draw.sample(range(num_rows), batch_size))
-
-
-def _left_out(anchors: Tensor, batch: Tensor) -> Tensor:
-    """Mask, (g, B), of each anchor's own pair in the batch, or of the last one if it is absent: B - 1 remain."""
-    left_out = anchors[:, None] == batch[None, :]
-    left_out[~left_out.any(dim=1), -1] = True
-    return left_out
-
-
-@torch.no_grad()
-def nearest_rows(
-    image: Embeddings,
-    text: Embeddings,
-    other_image: Tensor,
-    other_text: Tensor,
-    device: torch.device | str | None = None,
-    chunk_mib: float = CHUNK_MIB,
-) -> Tensor:
-    """Row of the most similar pair of the data set, by the sum of image and text cosines, (m,) int64.
-
-    Args:
-        image, text: the embeddings of the n pairs.
-        other_image, other_text: the pairs to look up, (m, d) unit vectors, such as their embeddings by older weights.
-        device, chunk_mib: as in `exact_log_normalizers`.
-    """
-    rows = (Rows(image, device), Rows(text, device))
-    others = [other.to(rows[0].device, torch.float32) for other in (other_image, other_text)]
-    best = torch.full((len(other_image),), -math.inf, device=rows[0].device)
-    nearest = torch.zeros(len(other_image), dtype=torch.int64, device=rows[0].device)
-    first = 0
-    with full_precision():
-        for columns in zip(*(side.chunks(_columns(chunk_mib, len(best))) for side in rows), strict=True):
-            cosines = torch.addmm(others[0] @ columns[0].T, others[1], columns[1].T)
-            highest, place = cosines.max(dim=1)
-            nearest = torch.where(highest > best, place + first, nearest)
-            best = torch.maximum(best, highest)
-            first += len(columns[0])
-    return nearest.cpu()

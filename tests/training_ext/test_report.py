@@ -330,16 +330,16 @@ def test_a_report_is_whole_and_the_picture_is_one(report, tmp_path):
 
 def test_an_interrupted_embedding_goes_on_after_its_whole_blocks(report, tmp_path, monkeypatch):
     monkeypatch.setattr(embeddings, "BLOCK_ROWS", 10)
-    original, embedded = embeddings._embed_piece, []
+    original, embedded = embeddings.embed_batch, []
 
-    def counting(model, piece, args):
-        embedded.extend(piece.rows)
-        if piece.block == stop:
+    def counting(model, batch, args):
+        embedded.extend(batch[0])
+        if stop in batch[0]:
             raise Killed
-        return original(model, piece, args)
+        return original(model, batch, args)
 
-    monkeypatch.setattr(embeddings, "_embed_piece", counting)
-    stop = 3
+    monkeypatch.setattr(embeddings, "embed_batch", counting)
+    stop = 30
     with pytest.raises(Killed):
         report("table")
     assert not (tmp_path / "out/normalizers.json").exists()
@@ -495,11 +495,11 @@ def refused(trained, tmp_path, capsys):
         ("--gradient-batches 4 --batch-sizes=", "--batch-sizes: is empty, but --gradient-batches 4 needs a size"),
         ("--taus 0.02;0.05", "--taus: '0.02;0.05' is not a list of numbers"),
         ("--taus 0.02,0", "--taus: 0 is out of range; it must be from 0.001 to 10"),
-        ("--chunk-mib 0", "--chunk-mib: 0.0 is out of range"),
+        ("--chunk-mib 0", "--chunk-mib: 0 is out of range"),
         ("--report-seed -1", "--report-seed: -1 is out of range; it must be from 0"),
         ("--report-seed 99999999999999999999", "--report-seed: 99999999999999999999 is out of range"),
         ("--device nonsense", "--device: 'nonsense' is not on this machine"),
-        ("--model ViT-nonsense", "--model: 'ViT-nonsense' is not known"),
+        ("--model ViT-nonsense", "--model: 'ViT-nonsense' with the weights of "),
         ("--wrokers 2", "unknown: --wrokers 2; did you mean '--workers'?"),
         ("--gamma 2", "--gamma: 2.0 is out of range"),
         ("--batch-size 0", "--batch-size: 0 is out of range"),

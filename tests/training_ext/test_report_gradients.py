@@ -10,9 +10,12 @@ from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss
 from open_clip_ext.batch import Batch
+from open_clip_ext.diagnostics.embeddings import Pairs
 from open_clip_ext.diagnostics.exact import exact_log_normalizers
 from open_clip_ext.surrogates import Identity
-from training_ext.report.gradients import Objective, Step, batches_with, draw, given, minibatch, of_loss, statistics
+from training_ext.report.gradients import batches_with, draw, given, minibatch, of_loss, statistics
+from training_ext.report.objective import Objective
+from training_ext.report.queues import nearest_pairs
 
 N, B, TAU = 12, 4, 0.2
 
@@ -134,11 +137,11 @@ def test_an_estimators_gradient_is_that_of_a_training_step(name):
     everyone = Batch.of_process(image, text, 1 / scale, torch.arange(N))
     taus = loss.temperature.taus(1 / scale, loss.temperature.lookup(everyone))
     places = torch.tensor([9, 0, 7, 3, 10])  # some visited, some not
-    step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).batch(places)
+    step_of = objective_of(image, text, taus, loss.temperature.scale(taus), loss).at(places)
     queued = torch.full((8,), -1) if preset == "queue" else None  # others than these pairs
     state = copy.deepcopy(loss.full_state())
-    alpha, through_alpha = of_loss(loss, queued)(Step.of(step_of, places))
-    found = step_of.gradients(torch.arange(5), alpha) + through_alpha
+    alpha, through_alpha = of_loss(loss, queued)(step_of.batch(), places)
+    found = step_of.gradients(torch.arange(5), alpha) + (0 if through_alpha is None else through_alpha)
     assert all(torch.equal(torch.as_tensor(state[key]), torch.as_tensor(value)) for key, value in
                loss.full_state().items() if not isinstance(value, str))
 
@@ -147,4 +150,16 @@ def test_an_estimators_gradient_is_that_of_a_training_step(name):
     expected = 5 * torch.stack([leaf.grad for leaf in leaves]).double()
     # 5 x 6 numbers in float32; exponents of at most 2 / TAU.
     torch.testing.assert_close(found, expected, rtol=0, atol=64 * 2 / TAU * 1.2e-7 * expected.abs().max().item())
-    assert isinstance(through_alpha, torch.Tensor) == (name in ("prototypes", "through a queue"))
+    assert (through_alpha is not None) == (name in ("prototypes", "through a queue"))
+
+
+def test_pairs_of_a_queue_are_found_though_they_have_moved_a_little(monkeypatch):
+    image, text = pairs(200, d=16)
+    index = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:60]
+    noise = torch.randn(2, 60, 16, generator=torch.Generator().manual_seed(3))
+    moved = [normalize(side[index] + 0.02 * off, dim=1) for side, off in zip((image, text), noise, strict=True)]
+    widths = []
+    chunks = Pairs.chunks
+    monkeypatch.setattr(Pairs, "chunks", lambda own, width: widths.append(width) or chunks(own, width))
+    assert torch.equal(nearest_pairs(Pairs(image, text), *moved, chunk_mib=1000 / 2**18), index)
+    assert set(widths) == {1000 // len(index)}  # a block has a column for each of them

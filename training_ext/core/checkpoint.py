@@ -182,6 +182,20 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
         raise InputError(f"{folder!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
 
 
+def read_file(path: str, flag: str) -> Any:
+    """A checkpoint, whose tensors stay on disk until they are used.
+
+    Raises:
+        InputError: the file is missing or not a complete checkpoint.
+    """
+    try:
+        return load_verified(path)
+    except FileNotFoundError:
+        raise InputError(f"{path!r} does not exist", flag) from None
+    except Exception as error:
+        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", flag) from None
+
+
 def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     """Whether the checkpoint has a training state, and our entry or None. Tensors stay on disk.
 
@@ -190,12 +204,7 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     """
     if os.path.isdir(path):
         return True, read_sharded_entry(path)
-    try:
-        checkpoint = load_verified(path)
-    except FileNotFoundError:
-        raise InputError(f"{path!r} does not exist", "--resume") from None
-    except Exception as error:
-        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
+    checkpoint = read_file(path, "--resume")
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
         raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)

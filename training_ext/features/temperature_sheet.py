@@ -15,8 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_ext.files import whole_file
+from training_ext.core.reading import source_of
 from training_ext.core.shards import is_local
-from training_ext.report.embeddings import source_of
 
 FILE = "temperatures.html"
 SHOWN = 12  # samples of each kind
@@ -84,17 +84,8 @@ def _read(wanted: set[int], args: Namespace, rows: Any, transforms: tuple) -> di
     """Image and caption by row; rows that cannot be read, or are not on this machine, are left out."""
     if args.dataset_type == "synthetic" or (rows.shards is not None and not all(map(is_local, rows.shards.urls))):
         return {}
-    source = source_of(args, rows.kind, rows.shards, (transforms[0], _as_it_is), _as_a_list)
-    found = {}
-    for row in sorted(wanted):
-        for number, image, caption in source.read(row, row + 1, lambda problem: None):
-            found[number] = image, caption
-    return found
-
-
-def _as_it_is(image: Image.Image) -> Image.Image:
-    return image
-
-
-def _as_a_list(text: str | list[str]) -> list[str]:
-    return [text] if isinstance(text, str) else text
+    size = transforms[0].transforms[0].size
+    as_list = lambda text: [text] if isinstance(text, str) else text  # noqa: E731
+    source = source_of(args, rows.kind, rows.shards, lambda image: image, size, as_list)
+    found = [source(row, row + 1, lambda problem: None) for row in sorted(wanted)]
+    return {row: (image, caption) for samples in found for row, image, caption in samples}

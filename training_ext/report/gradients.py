@@ -20,7 +20,6 @@ import copy
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,125 +27,55 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 from tqdm import tqdm
 
-from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
-from open_clip_ext.diagnostics import exact
-from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.batch import Batch
+from open_clip_ext.diagnostics.embeddings import Pairs, full_precision
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer, Queue
 from open_clip_ext.normalizers.npn import NPN
-from open_clip_ext.surrogates import Surrogate
-from training_ext.report.embeddings import Embedded
+from training_ext.report.objective import Objective
 from training_ext.report.queues import nearest_places, queue_without
 
 PAIRS = 32  # the gradients are compared in their embeddings
 
-
-@dataclass
-class Objective:
-    """The global objective of a data set.
-
-    Args:
-        image, text: unit embeddings of the n pairs, (n, d).
-        index: their rows in the data set, (n,).
-        tau, scale: temperatures, and the factors of log(eps + g_i), 0-d or (2, n).
-        surrogate, eps, intra_modal, one_per_pair: as in the loss.
-    """
-
-    image: exact.Embeddings
-    text: exact.Embeddings
-    index: Tensor
-    tau: Tensor
-    scale: Tensor
-    surrogate: Surrogate
-    eps: float
-    intra_modal: bool = False
-    one_per_pair: bool = False
-
-    def gradients(self, rows: Tensor, alpha: Tensor) -> Tensor:
-        """Gradients in the embeddings of `rows` (k,), (2, k, d), see `exact.embedding_gradients`."""
-        return exact.embedding_gradients(
-            self.image, self.text, rows, alpha, self.tau, self.scale, self.surrogate, self.intra_modal,
-            device=self.tau.device,
-        )
-
-    def batch(self, places: Tensor) -> "Objective":
-        """The objective over the pairs at `places` (B,) only."""
-        image, text = (exact.Rows(side, self.tau.device).take(places) for side in (self.image, self.text))
-        tau, scale = (values[:, places] if values.dim() else values for values in (self.tau, self.scale))
-        return Objective(
-            image, text, self.index[places], tau, scale, self.surrogate, self.eps, self.intra_modal, self.one_per_pair
-        )
-
-
-@dataclass
-class Step:
-    """A batch as in a training step of one process.
-
-    Args:
-        places: its positions among the n pairs, (B,).
-        batch: the batch as the loss receives it.
-    """
-
-    places: Tensor
-    batch: Batch
-
-    @classmethod
-    def of(cls, objective: Objective, places: Tensor) -> "Step":
-        """The step over a batch.
-
-        Args:
-            objective: the objective over the batch's pairs, see `Objective.batch`.
-            places: as above.
-        """
-        assert isinstance(objective.image, Tensor) and isinstance(objective.text, Tensor)
-        index = objective.index.to(objective.tau.device)
-        batch = Batch.of_process(objective.image, objective.text, objective.tau, index)
-        blocks = SimilarityBlocks(batch, objective.surrogate, objective.intra_modal)
-        batch.all_log_batch = add_eps(blocks.log_batch_normalizers(), objective.eps)
-        if objective.one_per_pair:
-            batch.all_log_batch = log_mean_of_directions(batch.all_log_batch)
-        batch.finite = torch.ones((), dtype=torch.bool, device=batch.image.device)
-        return cls(places, batch)
-
-
-# Returns alpha of the batch's anchors, (2, B), and B times the part of the gradient that flows through alpha, (2, B, d)
-# or 0.
-Estimator = Callable[[Step], tuple[Tensor, Tensor | float]]
+Estimator = Callable[[Batch, Tensor], tuple[Tensor, Tensor | None]]
+"""Maps a batch, and its places (B,) among the n pairs, to alpha of its anchors, (2, B), and B times the part of the
+gradient that flows through alpha, (2, B, d), None if none does."""
 
 
 def given(alpha: Tensor) -> Estimator:
     """The estimator that returns the constants `alpha` (2, n)."""
-    return lambda step: (alpha[:, step.places], 0.0)
+    return lambda batch, places: (alpha[:, places], None)
 
 
-def minibatch(step: Step) -> tuple[Tensor, float]:
+def minibatch(batch: Batch, places: Tensor) -> tuple[Tensor, None]:
     """The batch's own estimates ("Mini-batch Approximation", NeuCLIP, Section 3)."""
-    return step.batch.log_batch, 0.0
+    return batch.log_batch, None
 
 
 def of_loss(loss: GlobalContrastiveLoss, queued: Tensor | None) -> Estimator:
     """The estimator of the checkpoint's loss.
 
     Args:
-        queued: positions among the n pairs of those in the queue, (m,); None if it has no queue.
+        queued: places among the n pairs of those in the queue, (m,); None if it has no queue.
     """
+    through_alpha = loss.objective.through_alpha
 
-    def estimate(step: Step) -> tuple[Tensor, Tensor | float]:
-        batch, updated = step.batch, None
+    def estimate(batch: Batch, places: Tensor) -> tuple[Tensor, Tensor | None]:
+        updated = None
         if queued is not None and isinstance(loss.normalizer, Queue):
-            normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, step.places))
+            normalizer: Normalizer = queue_without(loss.normalizer, torch.isin(queued, places))
         else:
             normalizer = copy.deepcopy(loss.normalizer)
             if isinstance(normalizer, NPN):
                 normalizer.restart_every = 0
             updated = normalizer.update(batch)
-        inputs = batch.leaves(requires_grad=loss.objective.through_alpha)
-        with torch.set_grad_enabled(loss.objective.through_alpha):
+        inputs = batch.leaves(requires_grad=through_alpha)
+        with torch.set_grad_enabled(through_alpha):
             alpha = loss.mixed(normalizer(inputs, updated), batch.log_batch)
-        if not loss.objective.through_alpha:
-            return alpha, 0.0
-        grad_image, grad_text, *_ = loss.gradient_through_alpha(batch, inputs, alpha)
-        return alpha.detach(), batch.size * torch.stack([grad_image, grad_text])
+        if not through_alpha:
+            return alpha, None
+        image, text, *_ = loss.gradient_through_alpha(batch, inputs, alpha)
+        return alpha.detach(), batch.size * torch.stack([image, text])
 
     return estimate
 
@@ -173,18 +102,18 @@ def draw(
     """B times the gradient over random batches in the embeddings of `rows` (k,); by estimator, (batches, 2, k, d)."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = len(objective.index)
-    shape = (batches, 2, len(rows), exact.Rows(objective.image).dimension)
+    shape = (batches, 2, len(rows), Pairs(objective.image, objective.text).dimension)
     found = {name: torch.empty(shape) for name in estimators}
-    with exact.full_precision():
+    with full_precision():
         for number in range(batches):
             for places, members in batches_with(rows, num_rows, size, generator):
                 own = (places == rows[members, None]).nonzero()[:, 1]
-                over_batch = objective.batch(places)
-                step = Step.of(over_batch, places)
+                over_batch = objective.at(places)
+                batch = over_batch.batch()
                 for name, estimate in estimators.items():
-                    alpha, through_alpha = estimate(step)
+                    alpha, through_alpha = estimate(batch, places)
                     gradients = over_batch.gradients(own, alpha)
-                    if isinstance(through_alpha, Tensor):
+                    if through_alpha is not None:
                         gradients += through_alpha[:, own]
                     found[name][number][:, members] = gradients.cpu().float()
             progress()
@@ -231,23 +160,20 @@ def statistics(draws: Tensor, true: Tensor) -> dict[str, float | None]:
 
 def compare_gradients(
     options: Namespace, args: Namespace, sizes: list[int], loss: GlobalContrastiveLoss | None, objective: Objective,
-    true: Tensor, embedded: Embedded,
+    true: Tensor,
 ) -> dict[str, Any]:
     """The gradients' entry in the JSON file; every process computes all of it.
 
     Args:
         true: exact log-normalizers of all n rows, (2, n).
     """
-    num_rows = len(objective.index)
     draw_rows = torch.Generator().manual_seed(options.report_seed)
-    rows = torch.randperm(num_rows, generator=draw_rows)[:PAIRS].sort().values
+    rows = torch.randperm(len(objective.index), generator=draw_rows)[:PAIRS].sort().values
     true = true.to(objective.tau)
-    if objective.one_per_pair:
-        true = log_mean_of_directions(true)
     gradient = objective.gradients(rows, true).cpu()
     estimators: dict[str, Estimator] = {}
     if loss is not None and loss.normalizer.name != "batch":
-        estimators[loss.normalizer.name] = of_loss(loss, nearest_places(loss.normalizer, embedded, args.device))
+        estimators[loss.normalizer.name] = of_loss(loss, nearest_places(loss.normalizer, objective))
     estimators |= {"minibatch": minibatch, "exact": given(true)}
     shown = []
     for size in sizes:

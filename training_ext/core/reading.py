@@ -1,0 +1,111 @@
+"""Read rows of the train data as they are: not shuffled, not augmented, with nothing in place of unreadable ones."""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pandas as pd
+from open_clip_train import data as open_clip_data
+from torch.utils.data import Dataset
+
+from training_ext.core.rows import shapes_dataset
+from training_ext.core.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
+from training_ext.features.captions import captions_of_samples, draw_from_lines, index_by_position, is_empty
+from training_ext.features.keys import columns_of_text
+from training_ext.openclip.hosts import host
+from training_ext.openclip.loading import decode_pairs
+from training_ext.openclip.patching import replaced
+
+Report = Callable[[str], object]
+Source = Callable[[int, int, Report], Iterator[tuple[int, Any, Any]]]
+"""Yields row, image and tokens of the readable rows from a first to before a last, in order; the third argument gets a
+message for each other."""
+
+
+def source_of(
+    args: Namespace, kind: str, shards: Shards | None, transform: Callable, image_size: Any, tokenizer: Callable
+) -> Source:
+    """The train data of a command line; of several captions a picture, those that epoch 0 draws.
+
+    Args:
+        kind: `DataRows.kind` of the train data.
+        shards: the shards of a webdataset, else None.
+        transform: from a PIL image to what is read.
+        image_size: of generated scenes.
+        tokenizer: OpenCLIP's, from a caption or a list of captions to tokens.
+    """
+    if shards is not None:
+        return partial(_read_shards, shards, transform, tokenizer, captions_of_samples(args))
+    if kind == "csv":
+        columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
+        as_text = partial(pd.read_csv, dtype=columns_of_text(args))  # as in the training, see `seams`
+        with replaced({("open_clip_train.data", "pd.read_csv"): as_text}):
+            csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
+        index_by_position(csv)
+        if args.several_captions:
+            draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
+        return partial(_read, CsvLines(csv))
+    if kind == "shapes":
+        return partial(_read, shapes_dataset(args, True)(transform, image_size, tokenizer=tokenizer))
+    size = args.train_num_samples
+    return partial(_read, open_clip_data.SyntheticDataset(transform, dataset_size=size, tokenizer=tokenizer))
+
+
+class CsvLines(Dataset):
+    """The lines of a csv; reading one without caption or image is an error, since the training skips it.
+
+    Args:
+        csv: OpenCLIP's data set, indexed by position, which takes the nan of an empty cell for the text "nan".
+    """
+
+    def __init__(self, csv: Any):
+        self.csv = csv
+
+    def __getitem__(self, row: int) -> Any:
+        for name, cells in (("caption", self.csv.captions), ("image", self.csv.images)):
+            if is_empty(cells[row]):
+                raise ValueError(f"its {name} is empty")
+        return self.csv[row]
+
+
+def _read(dataset: Dataset, start: int, stop: int, report: Report) -> Iterator[tuple[int, Any, Any]]:
+    for row in range(start, stop):
+        try:
+            image, tokens = host().pair(dataset[row])
+        except Exception as error:  # image libraries may raise anything
+            report(f"row {row}: {error!r}")
+        else:
+            yield row, image, tokens
+
+
+def _read_shards(
+    shards: Shards, transform: Callable, tokenizer: Callable, recaption: Callable | None, start: int, stop: int,
+    report: Report,
+) -> Iterator[tuple[int, Any, Any]]:
+    def tell(error: Exception) -> bool:
+        report(f"{os.path.basename(url)}: {error!r}")
+        return True
+
+    def wanted(samples: Iterator[dict]) -> Iterator[dict]:
+        for sample in samples:
+            if sample.get("txt"):
+                row = int(sample["txt"].partition(ROW_SEPARATOR.encode())[0])
+                if row >= stop:
+                    return
+                if row >= start and open_clip_data.filter_no_caption_or_no_image(sample):
+                    yield sample
+
+    wds = open_clip_data.wds
+    stage = ShardRows(shards, lambda url, error, *place: tell(error), recaption=recaption)
+    for url, first in shards.offsets.items():
+        if first >= stop or first + shards.size_of(url) <= start:
+            continue
+        decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(stage([{"url": url}])))
+        for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
+            try:
+                row, caption = split_row(sample["text"])
+                yield row, transform(sample["image"]), tokenizer(caption)[0]
+            except Exception as error:
+                tell(error)
