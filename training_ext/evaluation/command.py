@@ -4,6 +4,7 @@ import argparse
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import NoReturn
 
 import open_clip
@@ -18,10 +19,10 @@ from training_ext.evaluation.aggregates import averages
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.models import load_model
 from training_ext.evaluation.pictures import draw_comparison, write_confusion
-from training_ext.evaluation.plan import ALPHAS, LINES, Plan, check, confusion_path, digest_of
-from training_ext.evaluation.results import Results, Row, table
+from training_ext.evaluation.plan import ALPHAS, LINES, Column, Plan, check, digest_of
+from training_ext.evaluation.results import Row, table
 from training_ext.evaluation.scores import open_task, score
-from training_ext.evaluation.tasks import OWN
+from training_ext.evaluation.tasks import OWN, own_task
 from training_ext.openclip.launch import world_info
 
 PROG = "open_clip_ext.evaluate"
@@ -82,75 +83,68 @@ def run(argv: list[str]) -> None:
     """
     args = parse(argv)
     open_clip.add_model_config(MODEL_CONFIGS)
-    plan: Plan | None = None
-    results: list[Results] = []
     # As in the training, process 0 checks the command line while the others wait for it in the process group.
-    if world_info()[1] == 0:
-        plan, results = check(args)
+    plans = [check(args) if world_info()[1] == 0 else None]
     device = init_distributed_device(args)
     if args.distributed:
-        plans = [plan]
         dist.broadcast_object_list(plans, src=0)
-        plan = plans[0]
+    (plan,) = plans
     assert plan is not None
     if args.rank == 0:
         logging.getLogger().setLevel(logging.WARNING)
-        for out in plan.outs:
-            os.makedirs(os.path.dirname(out) or ".", exist_ok=True)
-    for number in range(len(plan.checkpoints)):
-        if plan.todo[number]:
-            evaluate(args, device, plan, number, results[number] if results else None)
+        for column in plan.columns:
+            os.makedirs(os.path.dirname(column.results.path) or ".", exist_ok=True)
+    for column in plan.columns:
+        if column.todo:
+            evaluate(args, device, column, plan.folders)
     if args.rank == 0:
-        finish(plan, results)
+        finish(plan)
         if args.save_best is not None:
-            save_best(plan, results, args.save_best)
+            save_best(args, plan)
     if args.distributed:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def evaluate(args: Namespace, device: torch.device, plan: Plan, number: int, results: Results | None) -> None:
-    """Evaluate checkpoint `number` on its tasks to do; `results` is None except on process 0."""
-    label = plan.checkpoints[number].label
+def evaluate(args: Namespace, device: torch.device, column: Column, folders: Mapping[str, str]) -> None:
+    """Evaluate a checkpoint on its tasks to do."""
+    label = column.checkpoint.label
     encoder = Encoder(
-        *load_model(plan.checkpoints[number], args.precision, args.device), device, args.precision, args.batch_size,
-        args.workers, args.rank, args.world_size, show=args.rank == 0,
+        *load_model(column.checkpoint, args), device, args.precision, args.batch_size, args.workers, args.rank,
+        args.world_size, show=args.rank == 0,
     )
-    for task in plan.todo[number]:
-        source = open_task(task, plan.folders[task.key])
+    for task in column.todo:
+        source = open_task(task, folders[task.key])
         # Before the files are read, so that a change meanwhile is seen by the next run.
         digest = digest_of(task, source)
         found = score(encoder, task, source)
-        if results is None:
+        if found is None:  # not on process 0
             continue
-        assert found is not None
         folder = os.path.abspath(source.folder) if task.kind == OWN else None
-        results.add(Row(task.key, task.name, found.metrics, found.samples, digest, folder))
+        column.results.add(Row(task.key, task.name, found.metrics, found.samples, digest, folder))
         if found.confusion is None:
             print(f"{label}: {task.name}: {100 * found.metrics['main_metric']:.2f}", flush=True)
         else:
-            path = confusion_path(plan.outs[number], task.name)
+            path = column.confusion_path(task.name)
             write_confusion(path, f"{task.name}, {label}", source.classes, found.metrics, found.confusion)
 
 
-def finish(plan: Plan, results: list[Results]) -> None:
+def finish(plan: Plan) -> None:
     """Print the table and draw the figure."""
-    labels = [checkpoint.label for checkpoint in plan.checkpoints]
+    labels = [column.checkpoint.label for column in plan.columns]
+    results = [column.results for column in plan.columns]
     if plan.tasks:
-        has_result = {key for own in results for key in own.rows}
-        missing = [task for task in plan.tasks if task.key not in plan.folders and task.key not in has_result]
-        print(table(plan.table, plan.tasks, labels, results, missing))
-        for label, stale in zip(labels, plan.stale, strict=True):
-            if stale:
-                changed = ", ".join(task.name for task in stale)
-                print(f"{label}: evaluate again, since data or task have changed: {changed}")
-    for label, out, found in zip(labels, plan.outs, results, strict=True):
-        for row in found.rows.values():
+        print(table(plan.table, plan.tasks, labels, results, plan.folders))
+    for label, column in zip(labels, plan.columns, strict=True):
+        if column.stale:
+            changed = ", ".join(task.name for task in column.stale)
+            print(f"{label}: evaluate again, since data or task have changed: {changed}")
+        for row in column.results.rows.values():
             if row.key.startswith(f"{OWN}/"):
                 top1, balanced = (100 * row.metrics[name] for name in ("acc1", "mean_per_class_recall"))
                 print(
                     f"{label}: {row.name}: accuracy {top1:.2f}, balanced accuracy {balanced:.2f} of {row.samples} "
-                    f"images; {confusion_path(out, row.name)}"
+                    f"images; {column.confusion_path(row.name)}"
                 )
     if plan.tasks and len(labels) > 1:
         scores = [found.scores() for found in results]
@@ -158,22 +152,24 @@ def finish(plan: Plan, results: list[Results]) -> None:
             (task.name, [found.get(task.key) for found in scores])
             for task in plan.tasks if any(task.key in found for found in scores)
         ]
-        path = os.path.join(os.path.dirname(plan.outs[0]), COMPARISON)
+        path = os.path.join(os.path.dirname(results[0].path), COMPARISON)
         with whole_file(path) as file:
             means = averages(plan.table, plan.tasks, scores)
             draw_comparison(file, labels, rows, means, f"Zero-shot scores, {plan.table} tasks")
         print(path)
-    print("\n".join(plan.outs), flush=True)
+    print("\n".join(found.path for found in results), flush=True)
 
 
-def save_best(plan: Plan, results: list[Results], path: str) -> None:
+def save_best(args: Namespace, plan: Plan) -> None:
     """Save the weights with the highest average of the tasks, or without tasks the highest accuracy of own classes."""
-    if plan.own is not None and not plan.tasks:
-        name, values = "accuracy", [found.rows[plan.own.key].metrics["acc1"] for found in results]
-    else:
+    results = [column.results for column in plan.columns]
+    if plan.tasks:
         name, values = averages(plan.table, plan.tasks, [found.scores() for found in results])[0]
-    best = plan.checkpoints[values.index(max(values))]
+    else:
+        key = own_task(args.zeroshot_data).key
+        name, values = "accuracy", [found.rows[key].metrics["acc1"] for found in results]
+    best = plan.columns[values.index(max(values))].checkpoint
     model, _, _ = load_model(best)
-    with whole_file(path) as file:
+    with whole_file(args.save_best) as file:
         torch.save({"state_dict": model.state_dict(), "alpha": best.alpha}, file)
-    print(f"{path}: {best.label}, {name} {100 * max(values):.2f}", flush=True)
+    print(f"{args.save_best}: {best.label}, {name} {100 * max(values):.2f}", flush=True)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from training_ext.openclip.loading import load_mapped, load_verified, one_line, 
 from training_ext.openclip.patching import replaced
 
 PARAMS = "params.txt"
+CPU = Namespace(precision="fp32", device="cpu")
 # The training's flags that the model and its transform depend on.
 MODEL_FLAGS = (
     "force_quick_gelu", "force_custom_text", "force_image_size", "force_context_length", "image_mean", "image_std",
@@ -188,10 +190,11 @@ def names_of_weights(path: str, flag: str) -> list[str]:
     return [plain_name(str(name)) for name in weights]
 
 
-def load_model(
-    checkpoint: Checkpoint, precision: str = "fp32", device: str = "cpu"
-) -> tuple[torch.nn.Module, Callable, Callable]:
+def load_model(checkpoint: Checkpoint, args: Namespace = CPU) -> tuple[torch.nn.Module, Callable, Callable]:
     """The model in evaluation mode, the transform for evaluation, and the tokenizer.
+
+    Args:
+        args: precision and device are used.
 
     Raises:
         InputError: OpenCLIP does not know the model, or the weights belong to another.
@@ -210,7 +213,7 @@ def load_model(
     try:
         with replaced(seams), without_warnings():  # about settings of the training
             model, _, transform = create(
-                checkpoint.model, precision=precision, device=device, output_dict=True,
+                checkpoint.model, precision=args.precision, device=args.device, output_dict=True,
                 **taken(create, load_weights=False, pretrained_text=False), **model_flags,
             )
             open_clip.load_checkpoint(model, path)

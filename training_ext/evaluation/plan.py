@@ -3,7 +3,7 @@
 import json
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from open_clip_ext.errors import InputError
@@ -20,31 +20,43 @@ ALPHAS = "0,0.25,0.5,0.75,1"
 
 
 @dataclass
+class Column:
+    """A checkpoint to evaluate, which is a column of the table.
+
+    Args:
+        checkpoint: its weights.
+        results: its file of results; only process 0 writes it.
+        todo: the tasks to evaluate.
+        stale: the tasks that are not to be evaluated, though their data or definition have changed.
+    """
+
+    checkpoint: Checkpoint
+    results: Results
+    todo: list[Task] = field(default_factory=list)
+    stale: list[Task] = field(default_factory=list)
+
+    def confusion_path(self, name: str) -> str:
+        return f"{self.results.path.removesuffix(LINES)}-{name}.png"
+
+
+@dataclass
 class Plan:
     """What process 0 has checked and sends to all.
 
     Args:
-        checkpoints: the checkpoints to evaluate.
-        outs: file of results of each checkpoint.
+        columns: the checkpoints.
         table: name of the table of tasks.
         tasks: all tasks of the table.
-        own: the task of the user's own classes, or None.
         folders: by task key, the folder; tasks without one are left out.
-        todo: for each checkpoint the tasks to evaluate.
-        stale: for each checkpoint the tasks that are not to be evaluated, though their data or definition have changed.
     """
 
-    checkpoints: list[Checkpoint]
-    outs: list[str]
+    columns: list[Column]
     table: str
     tasks: list[Task]
-    own: Task | None
     folders: dict[str, str]
-    todo: list[list[Task]]
-    stale: list[list[Task]]
 
 
-def check(args: Namespace) -> tuple[Plan, list[Results]]:
+def check(args: Namespace) -> Plan:
     """Check the command line and open the data sets, without reading their images.
 
     Raises:
@@ -60,10 +72,8 @@ def check(args: Namespace) -> tuple[Plan, list[Results]]:
         raise InputError(
             f"{' '.join(args.tasks)} has no effect without --data; give the folder of the tasks", "--tasks"
         )
-    checkpoints, outs = find_checkpoints(args)
-    results = [Results(out, about(args, one)) for out, one in zip(outs, checkpoints, strict=True)]
+    columns = [Column(one, Results(out, about(args, one))) for one, out in find_checkpoints(args)]
     name, tasks, wanted, folders = (DATACOMP, [], [], {}) if args.data is None else find_tasks(args)
-    own = None
     if args.zeroshot_data is not None:
         own = own_task(args.zeroshot_data)
         wanted, folders = [*wanted, own], folders | {own.key: args.zeroshot_data}
@@ -71,17 +81,14 @@ def check(args: Namespace) -> tuple[Plan, list[Results]]:
     for source in sources.values():
         source.warn()
     digests = {task.key: digest_of(task, sources[task.key]) for task in wanted}
-    todo, stale = [], []
-    for out, found in zip(outs, results, strict=True):
-        if own is not None:
-            check_name(own, sources[own.key], found, digests[own.key])
-        todo.append([task for task in wanted if is_to_do(task, found, digests[task.key], out)])
-        stale.append([task for task in tasks if task not in wanted and is_stale(task, found, folders)])
-    return Plan(checkpoints, outs, name, tasks, own, folders, todo, stale), results
+    for column in columns:
+        column.todo = [task for task in wanted if is_to_do(task, column, sources[task.key], digests[task.key])]
+        column.stale = [task for task in tasks if task not in wanted and is_stale(task, column.results, folders)]
+    return Plan(columns, name, tasks, folders)
 
 
-def find_checkpoints(args: Namespace) -> tuple[list[Checkpoint], list[str]]:
-    """The checkpoints to evaluate, and the file of results of each."""
+def find_checkpoints(args: Namespace) -> list[tuple[Checkpoint, str]]:
+    """The checkpoints to evaluate, each with its file of results."""
     alphas = alphas_of(args)
     number = len(alphas or args.checkpoint)
     is_file = args.out.endswith(LINES)
@@ -98,7 +105,8 @@ def find_checkpoints(args: Namespace) -> tuple[list[Checkpoint], list[str]]:
     names = [label.replace("/", "-") + LINES for label in labels]
     if len(set(names)) < len(names):
         raise InputError(f"the names {', '.join(labels)} must differ, since results are filed by name", "--checkpoint")
-    return checkpoints, [args.out] if is_file else [os.path.join(args.out, name) for name in names]
+    outs = [args.out] if is_file else [os.path.join(args.out, name) for name in names]
+    return list(zip(checkpoints, outs, strict=True))
 
 
 def alphas_of(args: Namespace) -> list[float]:
@@ -160,21 +168,21 @@ def digest_of(task: Task, source: Source) -> str:
     return source.digest() if task.kind == OWN else f"{task.digest()}-{source.digest()}"
 
 
-def check_name(own: Task, source: Source, found: Results, digest: str) -> None:
-    """Raise InputError if there is a result of the user's own classes in another folder with the same name."""
-    row = found.rows.get(own.key)
-    if row is not None and row.data != digest and row.folder != os.path.abspath(source.folder):
+def is_to_do(task: Task, column: Column, source: Source, digest: str) -> bool:
+    """Whether a task has no result, or one of other data, or lacks its picture.
+
+    Raises:
+        InputError: the result is of the user's own classes in another folder with the same name.
+    """
+    row = column.results.rows.get(task.key)
+    if row is None or task.kind != OWN:
+        return row is None or row.data != digest
+    if row.data != digest and row.folder != os.path.abspath(source.folder):
         raise source.wrong(
-            f"{source.folder!r} has the name of {row.folder!r}, whose result is in {found.path!r}; "
+            f"{source.folder!r} has the name of {row.folder!r}, whose result is in {column.results.path!r}; "
             "choose another --out, or rename the folder"
         )
-
-
-def is_to_do(task: Task, found: Results, digest: str, out: str) -> bool:
-    """Whether a task has no result, or one of other data, or lacks its picture."""
-    if task.key not in found.rows or found.rows[task.key].data != digest:
-        return True
-    return task.kind == OWN and not os.path.exists(confusion_path(out, task.name))
+    return row.data != digest or not os.path.exists(column.confusion_path(task.name))
 
 
 def is_stale(task: Task, found: Results, folders: dict[str, str]) -> bool:
@@ -185,7 +193,3 @@ def is_stale(task: Task, found: Results, folders: dict[str, str]) -> bool:
         return found.rows[task.key].data != digest_of(task, open_task(task, folders[task.key]))
     except InputError:
         return True
-
-
-def confusion_path(out: str, name: str) -> str:
-    return f"{out.removesuffix(LINES)}-{name}.png"

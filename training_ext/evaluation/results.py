@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,22 +93,25 @@ class Results:
 
 
 def table(
-    name: str, tasks: Sequence[Task], labels: Sequence[str], results: Sequence[Results], missing: Sequence[Task]
+    name: str, tasks: Sequence[Task], labels: Sequence[str], results: Sequence[Results], folders: Collection[str]
 ) -> str:
     """The table for stdout: a column for each checkpoint, in percent.
 
     Args:
         name: name of the table of tasks.
         labels, results: name and results of each checkpoint.
-        missing: tasks without a folder.
+        folders: keys of the tasks that have a folder; those without folder or result are listed.
     """
     scores = [one.scores() for one in results]
     rows: list[tuple[str, str, str, Sequence[float | None]]] = []
+    missing = []
     for task in tasks:
         if any(task.key in own for own in scores):
             samples = next(one.rows[task.key].samples for one in results if task.key in one.rows)
             mark = "" if task.size in (None, samples) else "*"
             rows.append((task.name, task.main_metric, f"{samples}{mark}", [own.get(task.key) for own in scores]))
+        elif task.key not in folders:
+            missing.append(f"missing: {task.name} ({task.folder_names()[0]})")
     means = [(first, "mean", "", values) for first, values in averages(name, tasks, scores)]
     wide = 2 + max(len(first) for first in [*(first for first, *_ in means), *(task.name for task in tasks)])
     width = max(12, *(len(label) + 2 for label in labels))
@@ -120,5 +123,4 @@ def table(
     lines = [line("task", "metric", "samples", labels), *(line(*row) for row in rows)]
     if any(samples.endswith("*") for _, _, samples, _ in rows):
         lines.append("* not the task's number of samples: not comparable with published scores")
-    lines += [f"missing: {task.name} ({task.folder_names()[0]})" for task in missing]
-    return "\n".join(lines + [line(*row) for row in means])
+    return "\n".join([*lines, *missing, *(line(*row) for row in means)])

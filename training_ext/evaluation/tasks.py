@@ -158,7 +158,8 @@ def task_of(row: dict[str, Any]) -> Task:
     Raises:
         AttributeError, TypeError, ValueError: it is not as `Task` says.
     """
-    task = Task(**{key: tuple(value) if isinstance(value, list) else value for key, value in row.items()})
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    task = Task(**given)
     for field in fields(Task):
         value = getattr(task, field.name)
         is_accepted, words = ACCEPTED[field.type]
