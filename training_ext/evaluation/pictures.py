@@ -99,7 +99,8 @@ def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], tit
         axis.text(
             column, row, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white" if value > 45 else INK
         )
-    names = [plain(name if len(name) <= 24 else name[:23] + "…") for name in (classes[index] for index in chosen)]
+    shown_names = [classes[index] for index in chosen.tolist()]
+    names = [plain(name if len(name) <= 24 else name[:23] + "…") for name in shown_names]
     axis.set_xticks(range(len(names)), names, rotation=60, ha="right", rotation_mode="anchor", fontsize=8)
     axis.set_yticks(
         range(len(names)), [f"{name} ({samples[index]})" for name, index in zip(names, chosen, strict=True)], fontsize=8

@@ -156,7 +156,7 @@ def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
     image, text = (list(map(torch.from_numpy, own)) for own in zip(*columns[2], strict=True))
     of = torch.arange(len(text)).repeat_interleave(torch.tensor([len(own) for own in text]))
     images, texts = retrieval_ranks(torch.stack(image), torch.cat(text), of)
-    found = {}
+    found: dict[str, Any] = {}
     for k in RECALLS:
         found |= {f"image_retrieval_recall@{k}": texts.recall(k), f"text_retrieval_recall@{k}": images.recall(k)}
     return Score(found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(image))
