@@ -20,7 +20,7 @@ except ImportError:  # Windows
 PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
 TOKEN = 4  # bytes
 OF_A_FILE = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN}}}{re.escape(PARTIAL)}")  # temporary names of `whole_file`
-LENGTH_OF_END = 1 + 2 * TOKEN + len(PARTIAL)
+LENGTH_OF_END = 2 + 2 * TOKEN + len(PARTIAL)
 
 LOCK = ".lock"  # of a folder in use; what it contains names the process
 BEAT, STALE = 30.0, 300.0  # seconds between signs of life on a file system without locks, and until a lock has ended
@@ -156,8 +156,12 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
 
 
 def temporary_name(path: str) -> str:
-    """A new name beside `path`; a file that is left under it by a kill is removed later."""
-    return f"{path}.{secrets.token_hex(TOKEN)}{PARTIAL}"
+    """A new name beside `path`; a file that is left under it by a kill is removed later.
+
+    It begins with a dot, so that a half-written copy of it in a remote folder is not the last in the order of names.
+    """
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{secrets.token_hex(TOKEN)}{PARTIAL}")
 
 
 @lru_cache(maxsize=64)

@@ -162,6 +162,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path):
     path = tmp_path / "epoch_1.pt"
     writer = subprocess.run([sys.executable, "-c", script, str(path)], env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert writer.returncode == -signal.SIGKILL
-    assert [left.read_bytes() for left in tmp_path.glob("epoch_1.pt.*.partial")] == [b"half"]
+    assert [left.read_bytes() for left in tmp_path.glob(".epoch_1.pt.*.partial")] == [b"half"]
     assert get_latest_checkpoint(str(tmp_path), remote=False) == str(path)  # what `--resume latest` takes
     assert torch.load(path, weights_only=True)["x"].sum() == 1000

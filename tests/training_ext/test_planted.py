@@ -311,7 +311,7 @@ def test_an_absolute_name(refused, tmp_path):
 
 def test_a_link_under_the_temporary_name(tmp_path, monkeypatch):
     """One who could guess the name gains nothing."""
-    victim, link = tmp_path / "victim", tmp_path / "a.pt.01234567.partial"
+    victim, link = tmp_path / "victim", tmp_path / ".a.pt.01234567.partial"
     link.symlink_to(victim)
     monkeypatch.setattr("secrets.token_hex", lambda length: "01234567")
     with pytest.raises(FileExistsError), whole_file(tmp_path / "a.pt"):

@@ -4,11 +4,9 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +18,11 @@ from training_ext.core.row_folders import MARK, remove_unnamed
 from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_mapped
 from training_ext.openclip.machine import check_remote_file
-from training_ext.openclip.patching import replaced
 
 # In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
 EPOCH = re.compile(r"epoch_\d+\.pt")
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
-FOLDER = re.compile(r"epoch_(\d+|latest)")  # of shards
 
 
 def content(
@@ -151,17 +147,22 @@ def resumed_path(args: Namespace) -> str | None:
         return None
     folder = os.path.join(args.logs, args.name, "checkpoints")
     if not args.save_most_recent:
-        return latest_checkpoint(host().main_module.get_latest_checkpoint, folder, remote=False)
+        return most_trained(folder, or_torn=True)
     path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
     candidates = (most_trained(folder), path, path.removesuffix(".pt"))
     return next((found for found in candidates if found and os.path.exists(found)), None)
 
 
-def most_trained(folder: str) -> str | None:
-    """The checkpoint with the most training; if several have it, that of --save-most-recent. None if none is whole."""
+def most_trained(folder: str, or_torn: bool = False) -> str | None:
+    """The checkpoint with the most training; if several have it, that of --save-most-recent.
+
+    Args:
+        or_torn: if none is whole, return one that is there. Else None.
+    """
     file = host().main_module.LATEST_CHECKPOINT_NAME
-    names = (file, file.removesuffix(".pt"), newest_numbered(folder))
-    return furthest(folder, [name for name in names if name is not None])
+    names = (file, file.removesuffix(".pt"), BEFORE_RENAME, newest_numbered(folder))
+    there = [name for name in names if name is not None and os.path.exists(os.path.join(folder, name))]
+    return furthest(folder, there) or (os.path.join(folder, there[-1]) if or_torn and there else None)
 
 
 def bring_up_to_date(args: Namespace) -> None:
@@ -193,40 +194,13 @@ def bring_up_to_date(args: Namespace) -> None:
 
 
 def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | None:
-    """Replaces OpenCLIP's `get_latest_checkpoint`, for the folders and files that mislead it.
+    """Replaces OpenCLIP's `get_latest_checkpoint`, for local folders that mislead it.
 
     It puts a local `folder` as it is in front of a pattern of file names, and takes the last name: that of
-    --save-most-recent, however old, or a half-written file of a remote folder. So a local folder is listed here: its
-    files, and in the task loop also its complete folders of shards.
+    --save-most-recent, however old. Here it is the checkpoint with the most training; if none is whole, one that
+    cannot be read, since a run must not begin anew without a word.
     """
-    main = host().main_module
-    if remote:
-        listing = partial(_run_without_partial_files, subprocess.run)
-        with replaced({(main.__name__, "subprocess.run"): listing}):
-            return original(folder, remote=True)
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    resumable = [
-        name for name in names
-        if (name.endswith(".pt") and not name.startswith("."))
-        or (FOLDER.fullmatch(name) and is_whole_folder(os.path.join(folder, name)))
-    ]
-    if not resumable:
-        return None
-    found = max(resumable, key=main.natural_key)
-    by_age = (main.LATEST_CHECKPOINT_NAME, main.LATEST_CHECKPOINT_NAME.removesuffix(".pt"), BEFORE_RENAME)
-    if found not in by_age:
-        return os.path.join(folder, found)
-    numbered = newest_numbered(folder)
-    candidates = by_age if numbered is None else (numbered, *by_age)
-    return furthest(folder, candidates) or os.path.join(folder, found)
-
-
-def _run_without_partial_files(run: Callable, *args: Any, **kwargs: Any) -> subprocess.CompletedProcess:
-    """`subprocess.run` of a listing, without the lines that end with a temporary name."""
-    result = run(*args, **kwargs)
-    lines = result.stdout.splitlines(keepends=True)
-    result.stdout = b"".join(line for line in lines if not line.rstrip().endswith(PARTIAL.encode()))
-    return result
+    return original(folder, remote=True) if remote else most_trained(folder, or_torn=True)
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
