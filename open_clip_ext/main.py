@@ -90,6 +90,9 @@ def _run(argv: list[str]) -> Trained:
         seams.check_seams()
     except ImportError as error:
         raise InputError(versions.cannot_import(error)) from None
+    if args.seams:
+        print(seams.listing())
+        return Trained([], None, [])
     if args.dry_run:
         plan.show(args)
         return Trained([], None, [])

@@ -8,16 +8,19 @@ is changed or copied.
 import time
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import isfunction
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.feature import Feature
 from training_ext.flags.ranges import likely_cause
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.openclip.patching import look_up, replaced
 from training_ext.openclip.versions import open_clip_version
+from training_ext.run import FEATURES
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import RUN, Session
 from training_ext.task_seams import TASK_SEAMS
@@ -337,6 +340,18 @@ def session_class() -> type[Session]:
 def seams() -> tuple[Seam, ...]:
     """The rows of the table for the chosen training loop, with its names filled in."""
     return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
+
+
+def listing() -> str:
+    """The table for the chosen training loop, and the features that answer each event."""
+    rows = [f"{seam.module}.{seam.path}\n    {seam.why}" for seam in seams()]
+    events = [name for name, event in vars(Feature).items() if isfunction(event) and not name.startswith("_")]
+    listeners = {
+        name: [feature.__name__ for feature in FEATURES if getattr(feature, name) is not getattr(Feature, name)]
+        for name in events
+    }
+    answered = [f"{name:12} {', '.join(found)}" for name, found in listeners.items()]
+    return "\n".join([f"{len(rows)} names are replaced:", *rows, "", "Events, and who answers them:", *answered])
 
 
 def scoped(session: Session, scope: str) -> AbstractContextManager[None]:

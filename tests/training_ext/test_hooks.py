@@ -1,6 +1,7 @@
 """The seams: each in place once, only where and while it should be."""
 
 import importlib
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -116,3 +117,10 @@ def test_two_processes(datasets, pair, tmp_path):
         assert states[loss]["steps"] == 3
     (table,) = (value for name, value in states["fastclip-v3"].items() if name.endswith("log_u"))
     assert table.shape == (48, 2) and table.isfinite().all()  # every row was met, and gathered from its process
+
+
+def test_the_table_is_printed_with_who_answers_each_event(capsys):
+    assert ext_main(["--seams"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{seam.module}.{seam.path}\n    {seam.why}" in printed for seam in seams())
+    assert re.search(r"^evaluated +.*\bKeepBest\b", printed, re.M)

@@ -79,10 +79,10 @@ class DataSeams:
         self.outlive.close()
 
     def val_pictures(self) -> Pictures | None:
-        """The validation pairs by image; None if each image has one pair, unless --keep-best asks for them."""
+        """The validation pairs by image; None if each image has one pair, or a feature asks for it (--keep-best)."""
         images = list(self.val_images)
         pictures = Pictures(images)
-        return pictures if len(pictures) < len(images) or self.args.keep_best in ANY_CAPTION else None
+        return pictures if len(pictures) < len(images) or getattr(self.args, "keep_best", None) in ANY_CAPTION else None
 
     @staticmethod
     def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:

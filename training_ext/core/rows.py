@@ -89,10 +89,10 @@ def check_usable(args: Namespace) -> SeenCaptions | None:
     """
     kind = kind_of(args, args.train_data)
     if kind == "csv":
-        read_csv(args, args.train_data, max_bad=args.max_bad_samples)
+        read_csv(args, args.train_data, max_bad=tolerated(args))
     elif kind == "webdataset":
         urls = shard_urls(args.train_data)
-        missing = check_missing(urls, max_bad=args.max_bad_samples)
+        missing = check_missing(urls, max_bad=tolerated(args))
         return look_at_first(args, [url for url in urls if url not in missing])
     return None
 
@@ -113,13 +113,13 @@ def find_rows(args: Namespace) -> DataRows:
             seen = check_usable(args)
             listing = digest_of_list(args.train_data)
             return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
-        shards = find_shards(args.train_data, args.shard_sizes, max_bad=args.max_bad_samples)
+        shards = find_shards(args.train_data, args.shard_sizes, max_bad=tolerated(args))
         seen = look_at_first(args, [url for url in shards.urls if shards.size_of(url)])
         return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
     if args.shard_sizes:
         raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
     if kind == "csv":
-        table = read_csv(args, args.train_data, max_bad=args.max_bad_samples)
+        table = read_csv(args, args.train_data, max_bad=tolerated(args))
         check_column(args, table)
         captions = table[args.csv_caption_key]
         if len(captions) == 0:
@@ -146,6 +146,11 @@ def find_rows(args: Namespace) -> DataRows:
     shifted = " shifted" if args.shapes_shifted else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
+
+
+def tolerated(args: Namespace) -> float | None:
+    """The share of the data that may be unusable, where a feature has a flag for it."""
+    return getattr(args, "max_bad_samples", None)
 
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:

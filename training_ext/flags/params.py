@@ -123,6 +123,9 @@ class Parser(argparse.ArgumentParser):
             action="store_true",
             help="with OpenCLIP 4.x, train with its legacy_main instead of its task loop",
         )
+        group.add_argument(
+            "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"
+        )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():

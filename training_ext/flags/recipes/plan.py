@@ -257,7 +257,7 @@ def files(args: Namespace, saved: int | None) -> list[str]:
         ),
         _item("numbers", " and ".join([str(folder / FILE)] * (args.loss is not None) + [str(results)])),
     ]
-    if args.keep_best:
+    if getattr(args, "keep_best", None):
         text.append(_item("best weights", str(folder / "best.pt")))
     if "tensorboard" in args.report_to:
         text.append(_item("tensorboard", str(folder / "tensorboard")))

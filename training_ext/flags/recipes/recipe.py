@@ -28,7 +28,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 
 PUBLISHED = Path(__file__).parent / "published"
-NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run")
+NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run", "seams")
 
 
 @dataclass(frozen=True)
