@@ -260,7 +260,7 @@ class Session:
         data = original(args, *rest, **kwargs)
         if args.uses_ext_loss:
             for info in data.values():
-                self.data.outlive.workers_of(info.dataloader)
+                self.data.workers.workers_of(info.dataloader)
         if "train" in data and is_master(args):
             for sentence in advise_any(args, self.run.steps(data["train"].dataloader.num_batches)):
                 logging.warning(sentence)
@@ -477,7 +477,7 @@ class Session:
             metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
         if args.zeroshot_data is not None:
             metrics = metrics | during_training.score_epoch(
-                model, self._transforms[1], tokenizer, epoch, args, self.data.outlive
+                model, self._transforms[1], tokenizer, epoch, args, self.data.workers
             )
         return metrics
 

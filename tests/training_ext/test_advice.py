@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 from open_clip_ext.presets import drrho_gamma
+from training_ext.core.captions import SeenCaptions, see
 from training_ext.core.loss import build_loss
 from training_ext.features.advice import advise, advise_any, advise_on_captions
-from training_ext.features.captions import SeenCaptions, see
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import starts_from_weights
 

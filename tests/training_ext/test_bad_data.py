@@ -29,12 +29,12 @@ from open_clip_ext.metrics_file import TRAIN
 from training_ext.context import Run
 from training_ext.core import usable
 from training_ext.core.data_seams import DataSeams
+from training_ext.core.first_look import look_at_lines, look_at_shards
 from training_ext.core.rows import read_csv
 from training_ext.core.shards import ShardRows
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
 from training_ext.features.bad_samples import BadSamples
-from training_ext.features.first_look import look_at_lines, look_at_shards
 from training_ext.openclip.hosts import host
 
 PER_SHARD, SHARDS = 8, 4

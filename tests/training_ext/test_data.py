@@ -20,11 +20,11 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.core.checkpoint import KEY
+from training_ext.core.keys import find_keys
 from training_ext.core.rows import RowLoader, append_row, find_rows
-from training_ext.features.keys import find_keys
+from training_ext.core.seeding import AT_BATCH, AT_EPOCH, Start
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import ShortLoader
-from training_ext.features.seeding import AT_BATCH, AT_EPOCH, Start
 from training_ext.flags.params import parse_args
 
 

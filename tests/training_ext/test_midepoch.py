@@ -22,9 +22,10 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext import session
 from training_ext.core.checkpoint_files import NAME
 from training_ext.core.rows import RowLoader
+from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.features import stopping
 from training_ext.features.recovery.recovery import UNFINISHED
-from training_ext.features.stopping import Outlive, StopRequest
+from training_ext.features.stopping import StopRequest
 from training_ext.session import Session
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
@@ -345,7 +346,7 @@ class Slow(IterableDataset):
 
 
 def test_workers_outlive_sigterm_while_the_run_goes_on():
-    outlive = Outlive()
+    outlive = WorkersIgnoreSigterm()
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=1, worker_init_fn=outlive, persistent_workers=True)
     batches = iter(loader)
@@ -363,7 +364,7 @@ def test_workers_outlive_sigterm_while_the_run_goes_on():
 
 def test_workers_end_with_the_run():
     """In an order that the garbage collector does not choose; it takes five seconds for each."""
-    outlive = Outlive()
+    outlive = WorkersIgnoreSigterm()
     others = set(multiprocessing.active_children())
     loader = DataLoader(Slow(), batch_size=None, num_workers=2, persistent_workers=True)
     outlive.workers_of(loader)

@@ -10,7 +10,7 @@ import torch
 from open_clip_train.data import SharedEpoch
 from torch.utils.data import DataLoader, IterableDataset
 
-from training_ext.features.seeding import (
+from training_ext.core.seeding import (
     SampleStream,
     SeededEpochs,
     Start,

@@ -12,10 +12,7 @@ from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.retrieval import ANY_CAPTION
-from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
-from training_ext.core.shards import ShardRows, shard_urls
-from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
-from training_ext.features.captions import (
+from training_ext.core.captions import (
     Cells,
     DigestLoader,
     Pictures,
@@ -23,9 +20,12 @@ from training_ext.features.captions import (
     draw_from_lines,
     index_by_position,
 )
-from training_ext.features.keys import columns_of_text, find_keys, key_of_samples
-from training_ext.features.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
-from training_ext.features.stopping import Outlive
+from training_ext.core.keys import columns_of_text, find_keys, key_of_samples
+from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
+from training_ext.core.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
+from training_ext.core.shards import ShardRows, shard_urls
+from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
+from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import decode_pairs
 
@@ -56,7 +56,7 @@ class DataSeams:
         self._seeded_epochs: SeededEpochs | None = None
         self._stream: SampleStream
         self._shared_epoch = SharedEpoch()
-        self.outlive = Outlive()
+        self.workers = WorkersIgnoreSigterm()
         self._building = TRAIN_DATA
         self._recaption = captions_of_samples(args, self._shared_epoch)
 
@@ -76,7 +76,7 @@ class DataSeams:
 
     def close(self) -> None:
         """End the run, after success or an error."""
-        self.outlive.close()
+        self.workers.close()
 
     def val_pictures(self) -> Pictures | None:
         """The validation pairs by image; None if each image has one pair, or a feature asks for it (--keep-best)."""

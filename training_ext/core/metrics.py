@@ -7,8 +7,8 @@ from typing import Any
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, VALIDATION
 from training_ext.core.rows import kind_of
 from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES
-from training_ext.features.scenes import METRIC as SCENES
 
+SCENES = "shapes-zeroshot-top1"
 COUNTS = ("epoch", "num_samples", OWN_IMAGES, NUM_IMAGES)
 IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")

@@ -10,10 +10,10 @@ import pandas as pd
 from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
+from training_ext.core.captions import captions_of_samples, draw_from_lines, index_by_position, is_empty
+from training_ext.core.keys import columns_of_text
 from training_ext.core.rows import shapes_dataset
 from training_ext.core.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
-from training_ext.features.captions import captions_of_samples, draw_from_lines, index_by_position, is_empty
-from training_ext.features.keys import columns_of_text
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import decode_pairs
 from training_ext.openclip.patching import replaced

@@ -29,11 +29,11 @@ from torch.utils.data import Dataset, Sampler
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
+from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
+from training_ext.core.first_look import look_at_lines, look_at_shards
+from training_ext.core.keys import Keys, check_column, columns_of_text, key_of_samples
+from training_ext.core.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
-from training_ext.features.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
-from training_ext.features.first_look import look_at_lines, look_at_shards
-from training_ext.features.keys import Keys, check_column, columns_of_text, key_of_samples
-from training_ext.features.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
 from training_ext.openclip.hosts import TASKS, host
 
 _DAMAGED_ARCHIVE = (zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)

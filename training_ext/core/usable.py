@@ -9,8 +9,8 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
+from training_ext.core.captions import JsonCaptions, is_empty
 from training_ext.core.tars import one_line
-from training_ext.features.captions import JsonCaptions, is_empty
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)

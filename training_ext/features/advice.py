@@ -9,10 +9,10 @@ import open_clip
 
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
+from training_ext.core.captions import SeenCaptions
+from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.features.captions import SeenCaptions
-from training_ext.features.keys import has_keys
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.hugging_face import load_tokenizer
 from training_ext.openclip.launch import world_info

@@ -26,8 +26,8 @@ from open_clip_ext.options import option
 from training_ext.context import Run
 from training_ext.core.checkpoint import order_of
 from training_ext.core.loss import TrainingLoss
+from training_ext.core.seeding import Start
 from training_ext.feature import Epoch, Feature
-from training_ext.features.seeding import Start
 from training_ext.features.stopping import StopRequest
 
 

@@ -10,9 +10,9 @@ from open_clip import build_zero_shot_classifier, get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
+from training_ext.core.metrics import SCENES as METRIC
 from training_ext.openclip.hosts import host, taken
 
-METRIC = "shapes-zeroshot-top1"
 # The 180 classes: the colours of the two objects, in any order, and the background.
 KINDS = tuple((*pair, ground) for pair in combinations_with_replacement(sorted(COLOURS), 2) for ground in BACKGROUNDS)
 CAPTIONS = 16  # per class, whose mean embedding is its classifier

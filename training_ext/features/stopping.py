@@ -1,6 +1,5 @@
 """End a run after SIGTERM, which announces preemption, or Ctrl-C: between two steps, the same on all processes."""
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 from open_clip_ext.distributed import rank, world_size
 from open_clip_ext.errors import InputError
@@ -94,42 +92,3 @@ def _gloo_group() -> Any:
             f"{given!r} does not connect the processes over gloo, which they use to agree on a stop; set it to the "
             f"network interface between the machines, such as eth0: {reason}", "GLOO_SOCKET_IFNAME"
         ) from error
-
-
-class Outlive:
-    """A loader's `worker_init_fn`: its workers ignore Ctrl-C, and SIGTERM until the run has ended.
-
-    A terminal signals the whole process group, Slurm may do so, and the step in progress still needs its batches.
-    Workers end by themselves if their parent process is gone.
-    """
-
-    def __init__(self) -> None:
-        self._running = multiprocessing.Value("b", 1, lock=False)
-        self._loaders: list[DataLoader] = []
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, self._handle)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def workers_of(self, loader: Any) -> None:
-        """Let the workers of a loader of torch's or webdataset's, or in a `RowLoader`, outlive SIGTERM."""
-        if isinstance(loader, DataLoader):
-            loader.worker_init_fn = self
-            self._loaders.append(loader)
-        for inner in (getattr(loader, "loader", None), *getattr(loader, "pipeline", ())):
-            if inner is not None:
-                self.workers_of(inner)
-
-    def _handle(self, *_: Any) -> None:
-        if not self._running.value:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def close(self) -> None:
-        """End the workers, and let SIGTERM end those that remain."""
-        self._running.value = 0
-        for loader in self._loaders:
-            # Left to the garbage collector, they are waited for in an order in which each takes 5 seconds.
-            workers, loader._iterator = loader._iterator, None
-            if workers is not None:
-                workers._shutdown_workers()  # type: ignore[attr-defined]

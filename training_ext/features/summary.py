@@ -10,8 +10,8 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
+from training_ext.core.keys import has_keys
 from training_ext.core.metrics import COUNTS, is_better
-from training_ext.features.keys import has_keys
 from training_ext.features.log import duration
 from training_ext.run import features_files
 

@@ -6,10 +6,10 @@ from math import ceil, isfinite
 from open_clip_train.data import expand_urls, get_dataset_size
 
 from open_clip_ext.errors import InputError
+from training_ext.core.first_look import look_at_shards
 from training_ext.core.rows import DataRows, kind_of, read_csv
 from training_ext.core.shard_scan import scan_all
 from training_ext.core.shards import check_missing, local_path, shard_urls
-from training_ext.features.first_look import look_at_shards
 from training_ext.openclip.loading import one_line
 
 

@@ -25,13 +25,13 @@ from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
+from training_ext.core.captions import check_captions
 from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
+from training_ext.core.keys import check_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
 from training_ext.feature import Feature
 from training_ext.features.advice import advise_on_captions
-from training_ext.features.captions import check_captions
-from training_ext.features.keys import check_keys
 from training_ext.features.own_classes import check_own_classes
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import find_unfinished, read_unfinished

@@ -13,9 +13,9 @@ from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import RECOVERY
 from training_ext.core.metrics import known_metrics
+from training_ext.core.seeding import AT_EPOCH, kept_random_state, seed_all
 from training_ext.feature import Epoch, Feature
 from training_ext.features.recovery.recovery import FIRST_EPOCH, StatisticsRecovery
-from training_ext.features.seeding import AT_EPOCH, kept_random_state, seed_all
 from training_ext.openclip.hosts import host, starts_from_weights
 
 if TYPE_CHECKING:

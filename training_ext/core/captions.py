@@ -18,8 +18,8 @@ from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.features.sample_json import fields_of
-from training_ext.features.seeding import CAPTION, seed_of
+from training_ext.core.sample_json import fields_of
+from training_ext.core.seeding import CAPTION, seed_of
 from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated

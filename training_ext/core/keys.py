@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
-from training_ext.features.captions import Pictures
-from training_ext.features.sample_json import JsonKey
+from training_ext.core.captions import Pictures
+from training_ext.core.sample_json import JsonKey
 
 Keys = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """Maps tokens (b, L) and rows (b,) of a batch to the captions' tokens and the keys, (b,) int64."""

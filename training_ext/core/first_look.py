@@ -10,10 +10,10 @@ import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
+from training_ext.core.captions import JsonCaptions, SeenCaptions, see
 from training_ext.core.images import warn_of_images
 from training_ext.core.shards import is_local
 from training_ext.core.tars import one_line, read_samples
-from training_ext.features.captions import JsonCaptions, SeenCaptions, see
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
