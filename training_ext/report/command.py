@@ -144,6 +144,7 @@ def run(argv: list[str]) -> None:
         job = broadcast_object(args, job)
     assert job is not None
     saved = saved or Saved.read(options.checkpoint)
+    model: Any
     model, transform, tokenizer = saved.load_model(args)
     loss = saved.load_loss(args, job.rows)
     cache = EmbeddingCache(os.path.join(options.out, CACHE), job.num_rows, retries=job.shards is None)

@@ -1,6 +1,6 @@
 """The report's figure: estimated against true log-normalizers, each estimator's errors, and its gradient's bias."""
 
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -29,9 +29,9 @@ def draw(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    widths = [1, 1.15, 0.8][: 2 if gradients is None else 3]
     figure = Figure(figsize=(12 if gradients is None else 16, 5.2), layout="constrained")
     FigureCanvasAgg(figure)
-    widths = [1, 1.15] if gradients is None else [1, 1.15, 0.8]
     left, right, *more = figure.subplots(1, len(widths), width_ratios=widths)
     known = {name: value for name, value in estimates.items() if not value.isnan().all()}
     if known:
@@ -40,9 +40,8 @@ def draw(
     else:
         left.text(0.5, 0.5, "no estimates", ha="center", va="center", transform=left.transAxes)
     draw_errors(right, {name: value - exact for name, value in known.items()})
-    for axis in more:
-        assert gradients is not None
-        draw_gradients(axis, gradients)
+    if gradients is not None:
+        draw_gradients(more[0], gradients)
     figure.suptitle(title, fontsize=11, color=INK)
     figure.savefig(file, dpi=140, format="png")
 
@@ -70,70 +69,61 @@ def draw_estimate(figure: "Figure", axis: "Axes", exact: Tensor, estimate: Tenso
         axis.legend(frameon=False, loc="upper left")
     axis.plot(limits, limits, color=INK, linewidth=1, linestyle="--")
     axis.set(xlim=limits, ylim=limits, xlabel="true log-normalizer", ylabel=f"estimate: {name}", aspect="equal")
-    axis.grid(color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
+    finish(axis, "both", columns=0)
 
 
 def draw_errors(axis: "Axes", differences: dict[str, Tensor]) -> None:
     """Histogram of each estimator's errors: images as anchors above its line, texts below.
 
-    Bars span the 5 % to the 95 % quantile; the dot is the mean, that is, the bias.
+    Bars span the 5 % to the 95 % quantile; the dot is the mean, that is, the bias. The axis shows 0 and the 0.5 % to
+    the 99.5 % quantile of all estimators; values beyond are counted in the outermost bins.
     """
-    names = list(differences)
-    values = [torch.cat([side[~side.isnan()] for side in difference]) for difference in differences.values()]
-    if not values:
+    if not differences:
         return
-    low, high = shared_range(values)
+    both = {name: value[~value.isnan()] for name, value in differences.items()}
+    ends = torch.stack([value.quantile(value.new_tensor([0.005, 0.995])) for value in both.values()])
+    low, high = ends[:, 0].min().clamp(max=0).item(), ends[:, 1].max().clamp(min=0).item()
+    margin = 0.04 * (high - low) or 0.5
+    low, high = low - margin, high + margin
     edges = torch.linspace(low, high, BINS + 1, dtype=torch.float64)
-    for place, name in enumerate(names):
-        level = len(names) - 1 - place
-        for side, colour, sign in ((0, IMAGE, 1), (1, TEXT, -1)):
-            own = differences[name][side]
-            own = own[~own.isnan()]
-            if len(own) == 0:
+    labels = [f"{name}\nmse {value.square().mean():.3g}" for name, value in both.items()]
+    axis.set_yticks(range(len(labels))[::-1], labels)
+    for level, difference in zip(axis.get_yticks(), differences.values(), strict=True):
+        for values, colour, sign in zip(difference, (IMAGE, TEXT), (1, -1), strict=True):
+            known = values[~values.isnan()]
+            if len(known) == 0:
                 continue
-            counts = torch.histogram(own.clamp(low, high), edges).hist
+            counts = torch.histogram(known.clamp(low, high), edges).hist
             heights = level + sign * 0.42 * counts / counts.max()
-            steps = torch.cat([heights[:1], heights]).numpy()
-            axis.fill_between(edges.numpy(), level, steps, step="pre", color=colour, alpha=0.45, linewidth=0)
-            ends = own.quantile(torch.tensor([0.05, 0.95], dtype=own.dtype))
-            offset = level + sign * 0.06
-            axis.plot(ends.clamp(low, high).numpy(), [offset, offset], color=colour, linewidth=2)
-            axis.plot([float(own.mean().clamp(low, high))], [offset], marker="o", markersize=5, color=colour)
+            axis.stairs(heights, edges, baseline=level, fill=True, color=colour, alpha=0.45, linewidth=0)
+            bar = known.quantile(known.new_tensor([0.05, 0.95])).clamp(low, high)
+            axis.plot(bar, [level + sign * 0.06] * 2, color=colour, linewidth=2)
+            axis.plot(known.mean().clamp(low, high), level + sign * 0.06, marker="o", markersize=5, color=colour)
     axis.axvline(0, color=INK, linewidth=1, linestyle="--")
-    labels = [f"{name}\nmse {value.square().mean():.3g}" for name, value in zip(names, values, strict=True)]
-    axis.set_yticks(range(len(names))[::-1], labels)
-    axis.set(xlim=(low, high), ylim=(-0.6, len(names) - 0.4), xlabel="estimate - true log-normalizer")
-    axis.grid(axis="x", color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
+    axis.set(xlim=(low, high), ylim=(-0.6, len(labels) - 0.4), xlabel="estimate - true log-normalizer")
     for colour, label in ((IMAGE, "images as anchors (above)"), (TEXT, "texts as anchors (below)")):
         axis.fill_between([], [], color=colour, alpha=0.45, label=label)
     axis.plot([], [], color=INK, linewidth=2, marker="o", markersize=5, label="5 % to 95 %, mean")
-    axis.legend(frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    finish(axis, "x", columns=3)
 
 
-def shared_range(values: list[Tensor]) -> tuple[float, float]:
-    """Limits of the axis: the lowest 0.5 % and the highest 99.5 % quantile of all estimators, and 0.
-
-    Values beyond them are counted in the outermost bins.
-    """
-    ends = [value.quantile(torch.tensor([0.005, 0.995], dtype=value.dtype)).tolist() for value in values]
-    low, high = min(0.0, *(end[0] for end in ends)), max(0.0, *(end[1] for end in ends))
-    margin = 0.04 * (high - low) or 0.5
-    return low - margin, high + margin
+def finish(axis: "Axes", lines: Literal["both", "x"], columns: int) -> None:
+    """Draw a grid below the data, and the legend above the panel."""
+    axis.grid(axis=lines, color=GRID, linewidth=0.6)
+    axis.set_axisbelow(True)
+    if columns:
+        axis.legend(frameon=False, ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
 
 
 def draw_gradients(axis: "Axes", gradients: dict[str, Any]) -> None:
     """Bias by batch size with its standard error, a line per estimator; dashed: what noise alone would show."""
     known = [row for row in gradients["estimators"] if row["bias"] is not None]
-    names = list(dict.fromkeys(row["name"] for row in known))
-    colours = {"minibatch": TEXT, "exact": INK}
-    for name in names:
-        rows = [row for row in known if row["name"] == name]
+    for name in dict.fromkeys(row["name"] for row in known):
         sizes, bias, error, noise = (
-            [row[key] for row in rows] for key in ("batch_size", "bias", "bias_error", "bias_noise")
+            [row[key] for row in known if row["name"] == name]
+            for key in ("batch_size", "bias", "bias_error", "bias_noise")
         )
-        colour = colours.get(name, IMAGE)
+        colour = {"minibatch": TEXT, "exact": INK}.get(name, IMAGE)
         label = f"{name} normalizers" if name == "exact" else name
         axis.errorbar(sizes, bias, error, color=colour, marker="o", markersize=5, linewidth=1.5, label=label)
         axis.plot(sizes, noise, color=colour, linestyle="--", linewidth=1, alpha=0.7)
@@ -143,6 +133,4 @@ def draw_gradients(axis: "Axes", gradients: dict[str, Any]) -> None:
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
     axis.set(ylim=(0, None), xlabel="batch size", ylabel="bias of the gradient, of the exact one's norm")
-    axis.grid(color=GRID, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8)
+    finish(axis, "both", columns=2)

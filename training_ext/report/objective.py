@@ -51,8 +51,8 @@ class Objective:
         if loss is None:
             return cls(image, text, index, tau, tau, Identity())
         parts: list[Tensor] = []
-        for first, columns in Pairs(image, text, tau.device).chunks(AT_ONCE):
-            batch = Batch.of_process(*columns, tau, index[first : first + len(columns[0])].to(tau.device))
+        for first, (images, texts) in Pairs(image, text, tau.device).chunks(AT_ONCE):
+            batch = Batch.of_process(images, texts, tau, index[first : first + len(images)].to(tau.device))
             parts.append(loss.temperature.taus(tau, loss.temperature.lookup(batch)))
             if parts[0].dim() == 0:
                 break
