@@ -11,9 +11,9 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.core.metrics import is_better, known_metrics, num_items
+from training_ext.core.metrics import SCENES, is_better, known_metrics, num_items
 from training_ext.features.keep_best import BEST, START
-from training_ext.features.scenes import CAPTIONS, KINDS, METRIC, classify_scenes, example, kind_of
+from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 
@@ -52,7 +52,7 @@ def test_the_starting_point_is_evaluated_and_unchanged_by_a_recovery(run, pretra
     experiment = run("x", f"{FLAGS} {TUNE} --lr 1e-2 --pretrained {pretrained} --epochs 2")
     results = [json.loads(line) for line in (experiment.path / "checkpoints/results.jsonl").read_text().splitlines()]
     assert [result["epoch"] for result in results] == [0, 1, 2]
-    assert {RECALL, METRIC} <= results[0].keys()
+    assert {RECALL, SCENES} <= results[0].keys()
     start = json.loads((experiment.path / START).read_text())
     assert start == {name: value for name, value in results[0].items() if name not in ("epoch", "num_samples")}
     log = experiment.log
@@ -224,7 +224,7 @@ def test_metrics_known_and_their_directions():
     args.val_data = "shapes"
     assert known_metrics(parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())) == []
     names = known_metrics(args)
-    assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", METRIC, "imagenet-zeroshot-val-top1"} <= set(names)
+    assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", SCENES, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
     assert is_better(RECALL, 0.6, 0.5) and not is_better(RECALL, 0.5, 0.5)
     assert is_better("clip_val_loss", 0.4, 0.5) and is_better("text_to_image_mean_rank", 1.0, 2.0)
@@ -268,7 +268,7 @@ def test_zero_shot_classification_counts():
 
     args = parse_args("--device cpu --precision fp32".split())
     metrics = classify_scenes(Knowing(scenes), torch.utils.data.DataLoader(scenes, batch_size=7), args, tokenizer)
-    assert metrics == {METRIC: 24 / 30}
+    assert metrics == {SCENES: 24 / 30}
 
 
 def test_examples_of_a_kind_differ_in_all_else():

@@ -6,8 +6,10 @@ from typing import Any
 
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, VALIDATION
 from training_ext.core.rows import kind_of
-from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES
 
+# Of the user's own classes, with DataComp's names for them; and the number of images.
+OWN_CLASSES = {"zeroshot-data-top1": "acc1", "zeroshot-data-balanced": "mean_per_class_recall"}
+OWN_IMAGES = "zeroshot-data-images"
 SCENES = "shapes-zeroshot-top1"
 COUNTS = ("epoch", "num_samples", OWN_IMAGES, NUM_IMAGES)
 IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")

@@ -18,9 +18,6 @@ from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.tasks import OWN, Task
 
 RANKED = 5  # top classes kept for each sample, or more if a task asks for them
-# Names of the metrics of the user's own classes in the training's log, and of the number of images.
-OWN_CLASSES = {"zeroshot-data-top1": "acc1", "zeroshot-data-balanced": "mean_per_class_recall"}
-OWN_IMAGES = "zeroshot-data-images"
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from open_clip_ext.errors import InputError, last_line
+from training_ext.core.metrics import OWN_CLASSES, OWN_IMAGES
 from training_ext.evaluation.class_folders import ClassFolders, open_own_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.pictures import write_confusion
-from training_ext.evaluation.scores import OWN_CLASSES, OWN_IMAGES, open_task, score
+from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import own_task
 
 FLAG = "--zeroshot-data"

@@ -10,7 +10,7 @@ from open_clip import build_zero_shot_classifier, get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
-from training_ext.core.metrics import SCENES as METRIC
+from training_ext.core.metrics import SCENES
 from training_ext.openclip.hosts import host, taken
 
 # The 180 classes: the colours of the two objects, in any order, and the background.
@@ -57,4 +57,4 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
             for kind in (model(image=images)["image_features"] @ classifier).argmax(dim=1).tolist():
                 right += KINDS[kind] == kind_of(scenes.scene(seen))
                 seen += 1
-    return {METRIC: right / seen}
+    return {SCENES: right / seen}
