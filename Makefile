@@ -11,7 +11,7 @@ PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --d
 
 API = $(shell find open_clip_ext -name '*.py' ! -name __main__.py | sort | sed 's|/__init__.py||; s|\.py$$||; s|/|.|g')
 
-.PHONY: demo finetune docs test test-slow test-flags test-all lint clean
+.PHONY: demo finetune docs test test-slow test-all lint clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -25,11 +25,8 @@ test: $(READY)
 test-slow: $(READY)
 	$(PYTEST) -m slow
 
-test-flags: $(READY)
-	$(PYTEST) -m campaign
-
 test-all: $(READY)
-	$(PYTEST) -m "not campaign"
+	$(PYTEST) -m ""
 
 lint: $(READY)
 	$(BIN)/ruff check .

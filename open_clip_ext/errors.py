@@ -55,7 +55,8 @@ class Stopped(Exception):
 
 
 def fault_of_machine(error: BaseException, folder: str | None = None) -> str | None:
-    """What the machine did and what helps, one line: a full disk, a worker that was killed. None for other errors.
+    """What the machine or its launcher did and what helps, one line: a full disk, a worker that was killed, processes
+    that cannot find one another. None for other errors.
 
     Args:
         folder: any error in using a file in it counts, too.
@@ -65,6 +66,12 @@ def fault_of_machine(error: BaseException, folder: str | None = None) -> str | N
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
+    if isinstance(error, ValueError) and "environment variable MASTER_" in str(error):
+        given = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
+        return (
+            f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another; set "
+            f"them, use torchrun, or unset {given}"
+        )
     if not isinstance(error, OSError):
         return None
     name = error.filename
@@ -73,6 +80,15 @@ def fault_of_machine(error: BaseException, folder: str | None = None) -> str | N
         return f"{given}{error.strerror if FULL in str(error.strerror) else FULL}; make room"
     below = folder is not None and given and os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep)
     return f"{given}{error.strerror}" if below else None
+
+
+def lost_another_process(error: RuntimeError) -> bool:
+    """Whether a collective failed because another process has ended."""
+    import torch.distributed as dist
+
+    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
+    text = str(error).lower()
+    return dist.is_available() and dist.is_initialized() and any(sign in text for sign in signs)
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:

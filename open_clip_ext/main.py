@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from PIL import EpsImagePlugin
 
-from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line
+from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line, lost_another_process
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -65,9 +65,9 @@ def train(flags: Iterable[object]) -> Trained:
         flags: the command line, such as `["--loss", "neuclip", "--epochs", 4, "--train-data", Path("pairs.csv"), ...]`.
 
     Raises:
-        InputError: bad input; the message is one line that says what to change. No file has been written, except
-            where only the run itself shows it: data that turn out to be unusable, recovered statistics of other weights
-            (all cases are in docs/wrong-flags.md).
+        InputError: bad input, or whatever OpenCLIP raised before the first step; the message is one line, and no file
+            is left of a run that had none before. Later, where only the run itself shows it: data that turn out to be
+            unusable.
         NonFiniteError: the training met a NaN or an infinity.
         Stopped: SIGTERM or Ctrl-C stopped it, and its state is saved.
     """
@@ -83,7 +83,7 @@ def _run(argv: list[str]) -> Trained:
         from training_ext.core import checkpoint
         from training_ext.flags import params, preflight, recipes
         from training_ext.flags.recipes import plan
-        from training_ext.openclip import loading
+        from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
         hosts.choose(args.legacy_loop)
@@ -94,10 +94,11 @@ def _run(argv: list[str]) -> Trained:
         print(seams.listing())
         return Trained([], None, [])
     if args.dry_run:
-        plan.show(args)
+        with failures.in_one_line(args):
+            plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
-    with ExitStack() as alone, _each_warning_once():
+    with ExitStack() as alone, _each_warning_once(), failures.in_one_line(args):
         preflight.keep_others_out(args, alone)
         with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
             rows = preflight.check(args)
@@ -163,13 +164,6 @@ def exit_code(command: Callable[[], object]) -> int:
             error = InputError(error.text, flag_of(error.argument))
         print(f"open_clip_ext: error: {last_line(error)}", file=sys.stderr, flush=True)
         return 2
-    except ValueError as error:
-        if "environment variable MASTER_" not in str(error):
-            raise
-        given = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
-        line = f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another"
-        print(f"open_clip_ext: error: {line}; set them, use torchrun, or unset {given}", file=sys.stderr, flush=True)
-        return 2
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("open_clip_ext: interrupted; what was not yet saved is lost", file=sys.stderr, flush=True)
@@ -180,7 +174,7 @@ def exit_code(command: Callable[[], object]) -> int:
     except BrokenPipeError:  # of a reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         if (fault := fault_of_machine(error)) is not None:
             print(f"open_clip_ext: error: {fault}", file=sys.stderr, flush=True)
             return 2
@@ -205,15 +199,6 @@ def run_module(name: str, argv: list[str] | None) -> int:
         module.run(sys.argv[1:] if argv is None else argv)
 
     return exit_code(run)
-
-
-def lost_another_process(error: RuntimeError) -> bool:
-    """Whether a collective failed because another process has ended."""
-    import torch.distributed as dist
-
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
-    text = str(error).lower()
-    return dist.is_available() and dist.is_initialized() and any(sign in text for sign in signs)
 
 
 def leave(code: int) -> NoReturn:

@@ -15,7 +15,7 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
-from training_ext.flags.ranges import likely_cause
+from training_ext.flags.usual import likely_cause
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.openclip.patching import look_up, replaced

@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,7 @@ from training_ext.core.loss import TrainingLoss, build_loss
 from training_ext.core.metrics import known_metrics
 from training_ext.core.rows import DataRows, trains
 from training_ext.core.shards import shard_urls
-from training_ext.core.temperature import TemperatureGroup, trains_logit_scale, whole
+from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale, whole
 from training_ext.core.usable import SampleWatch
 from training_ext.feature import Epoch, Feature
 from training_ext.features import own_classes as during_training
@@ -44,11 +43,10 @@ from training_ext.features.scenes import classify_scenes
 from training_ext.features.summary import summary
 from training_ext.features.temperature_sheet import write_sheet
 from training_ext.flags import recipes
+from training_ext.flags.alike import check_alike
 from training_ext.flags.data_checks import samples_per_epoch
-from training_ext.flags.preflight import check_alike, keep_others_out
-from training_ext.flags.rehearsal import train_temperature
-from training_ext.flags.task_flags import divides_model
-from training_ext.openclip.hugging_face import built
+from training_ext.flags.preflight import keep_others_out
+from training_ext.flags.resumed import divides_model
 from training_ext.openclip.loading import load_resumed
 from training_ext.run import Features
 
@@ -114,7 +112,7 @@ class Session:
         return DistributedDataParallel
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        model, *transforms = built(self.args, partial(original, *args, **kwargs), frozen=self._has_model)
+        model, *transforms = original(*args, **kwargs)
         if self._has_model:  # this one is frozen, to learn from
             if self.args.uses_ext_loss:
                 self.reference = digest_of(model.state_dict())

@@ -99,12 +99,12 @@ class IndividualTemperature(RowState, Temperature):
             settings["tau_lr_epochs"] = None
         if settings["tau_optimizer"] == "adam":
             refuse_unused(given, ["tau_beta"], "with tau_optimizer 'adam'")
-        low, high = settings["tau_min"], settings["tau_max"]
-        if high < low:
-            raise InputError(f"{high:g} is below tau_min, {low:g}", "tau_max")
-        if not low <= settings["tau_start"] <= high:
-            start = settings["tau_start"]
-            raise InputError(f"{start:g} is not in [tau_min, tau_max], [{low:g}, {high:g}]", "tau_start")
+        for low, high in (("tau_min", "tau_max"), ("tau_min", "tau_start"), ("tau_start", "tau_max")):
+            least, most = settings[low], settings[high]
+            if most < least and low in given and high not in given:
+                raise InputError(f"{least:g} is above {high}, {most:g}", low)
+            if most < least:
+                raise InputError(f"{most:g} is below {low}, {least:g}", high)
 
     @property
     def current_lr(self) -> float:

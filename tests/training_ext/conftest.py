@@ -175,6 +175,22 @@ def refused(tmp_path, capsys):
     return refused
 
 
+@pytest.fixture
+def fails(tmp_path, capsys):
+    """fails(arguments) -> the one line after which a run ends that OpenCLIP has begun; no file may be left."""
+
+    def fails(arguments: str) -> str:
+        before = set(tmp_path.rglob("*"))
+        capsys.readouterr()
+        assert run_main(ext_main, f"{arguments} --name fails", tmp_path / "logs") == 2
+        error = capsys.readouterr().err.strip()
+        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
+        assert set(tmp_path.rglob("*")) == before
+        return error.splitlines()[-1].removeprefix("open_clip_ext: error: ")
+
+    return fails
+
+
 @pytest.fixture(scope="session")
 def datasets(tmp_path_factory) -> dict[str, str]:
     """Command lines of 48 training pairs, by kind of data set."""

@@ -21,9 +21,9 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
+from training_ext.flags.data_checks import check_imagenet
 from training_ext.flags.params import parse_args
-from training_ext.flags.ranges import likely_cause
-from training_ext.openclip.machine import check_imagenet
+from training_ext.flags.usual import likely_cause
 from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
@@ -69,15 +69,15 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
             ["--distill-model", "'RN50'", "--loss clip", "drrho-clip"],
         ),
         (f"{SHAPES} --loss drrho-clip", ["--distill-model", "--loss drrho-clip needs", "--distill-pretrained"]),
-        (f"{REFERENCE} ViT-L-14-336 --distill-pretrained openai", ["'ViT-L-14-336'", "(336, 336)", "(224, 224)"]),
-        (f"{REFERENCE} ViT-B-16-SigLIP --distill-pretrained webli", ["'ViT-B-16-SigLIP'", "context_length 64", "77"]),
+        (f"{REFERENCE} ViT-L-14-336 --distill-pretrained openai", ["'ViT-L-14-336' reads", "image size"]),
+        (f"{REFERENCE} ViT-B-16-SigLIP --distill-pretrained webli", ["'ViT-B-16-SigLIP' reads", "tokenizer"]),
         (
             f"{REFERENCE} ViT-B-16-SigLIP2 --distill-pretrained webli --model ViT-B-16-SigLIP",
-            ["'ViT-B-16-SigLIP2'", "vocab_size 256000", "32000"],
+            ["--distill-model: 'ViT-B-16-SigLIP2' reads", "tokenizer"],
         ),
         (
             f"{REFERENCE} ViT-B-16-SigLIP --distill-pretrained webli --model ViT-B-16-SigLIP",
-            ["'ViT-B-16-SigLIP'", "the mean (0.5, 0.5, 0.5)", "add --image-mean 0.5 0.5 0.5"],
+            ["--distill-model: 'ViT-B-16-SigLIP' reads", "--image-mean"],
         ),
         (
             f"{SHAPES} --loss siglip --distill-model RN50 --distill-pretrained openai",
@@ -86,22 +86,19 @@ HUGE = "--dataset-type synthetic --train-num-samples 9000000000"
         (f"{NEUCLIP} --reference-gap", ["--reference-gap", "'prototypes'"]),
         (f"{NEUCLIP} --horovod", ["--horovod", "torchrun"]),
         (f"{NEUCLIP} --batch-size 1", ["--batch-size", "1", "at least 2 pairs"]),
-        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0", "from 1"]),
+        (f"{NEUCLIP} --batch-size 0", ["--batch-size", "0 in 1 process"]),
         (f"{NEUCLIP} --batch-size 32", ["--batch-size", "32", "16 samples"]),
         (f"{NEUCLIP} --accum-freq 3", ["--batch-size", "8", "--accum-freq 3", "16 samples"]),
-        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "from 1"]),
-        (f"{NEUCLIP} --workers -1", ["--workers", "-1", "from 0"]),
+        (f"{NEUCLIP} --accum-freq 0", ["--accum-freq", "0", "at least 1"]),
         (f"{NEUCLIP} --epochs -1", ["--epochs", "-1", "from 0"]),
-        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "from 1"]),
-        (f"{NEUCLIP} --lr -1", ["--lr", "-1.0", "number >= 0"]),
+        (f"{NEUCLIP} --log-every-n-steps 0", ["--log-every-n-steps", "0", "at least 1"]),
+        (f"{NEUCLIP} --lr -1", ["--lr", "-1.0", "at least 0"]),
         (f"{NEUCLIP} --grad-clip-norm 0", ["--grad-clip-norm", "0.0", "every gradient is 0; leave it out not to clip"]),
         (f"{NEUCLIP} --lr-tau 0", ["--lr-tau", "0.0", "number > 0"]),
         (f"{NEUCLIP} --tau-init 0.02 --tau-min 0.03", ["--tau-init", "0.02", "--tau-min 0.03"]),
         (f"{NEUCLIP} --tau-min 0", ["--tau-min", "0.0", "(0, 1]"]),
         (f"{SHAPES} --loss sogclr --tau-min 0.03", ["--tau-min", "sogclr"]),
         (f"{NEUCLIP} --opt timm/adamw", ["--lr", "timm/adamw"]),
-        (f"{NEUCLIP} --seed -1", ["--seed", "-1", "from 0"]),
-        (f"{NEUCLIP} --seed 4294967296", ["--seed", "4294967296", "to 4294967295"]),
         ("--loss neuclip", ["--train-data", "--val-data"]),
         (f"{NEUCLIP} --train-data x.csv", ["--train-data", "'x.csv'", "--train-num-samples"]),
         (f"{NEUCLIP} --val-data x.csv", ["--val-data", "'x.csv'", "--val-num-samples"]),
@@ -155,11 +152,11 @@ def test_class_folders_of_imagenet(refused, tmp_path):
     check_imagenet(Namespace(imagenet_val=str(folder)))
     (folder / "n00000007/deeper/x.JPEG").rename(folder / "n00000007/deeper/x.txt")
     arguments = f"{NEUCLIP} --imagenet-val {folder}"
-    assert f"--imagenet-val: '{folder}' has no image in the class folder 'n00000007'; " in refused(arguments)
+    assert f"--imagenet-val: '{folder}' has no image in the class folder 'n00000007'" in refused(arguments)
     shutil.rmtree(folder / "n00000007")
     assert f"--imagenet-val: '{folder}' has 999 class folders; " in refused(arguments)
     (folder / ".cache").mkdir()  # ImageFolder takes it for a class
-    assert "has no image in the class folder '.cache'; " in refused(arguments)
+    assert "has no image in the class folder '.cache'" in refused(arguments)
 
 
 # Data
@@ -216,7 +213,6 @@ def test_upsampling_factors_and_a_variable_in_the_path(refused, datasets, monkey
 
 def test_upsampling_factors(refused, datasets):
     common = f"{datasets['shards']} --loss neuclip --workers 1 --train-data-upsampling-factors"
-    assert "'2' without --dataset-resampled" in refused(f"{common} 2")
     line = refused(f"{common} 1::2 --dataset-resampled")
     assert "--train-data-upsampling-factors" in line and "'1::2'" in line
     line = refused(f"{common} lots --dataset-resampled")
@@ -235,7 +231,7 @@ def test_csv(refused, datasets, tmp_path):
     common = "--loss neuclip --workers 0"
     for flag, before in (("--train-data", common), ("--val-data", f"{common} {datasets['csv']}")):
         line = refused(f"{before} {flag} {tmp_path}/comma.csv")
-        parts = ["--csv-img-key", f"{tmp_path}/comma.csv", "'filepath'", "'filepath,title'", "--csv-separator '\\t'"]
+        parts = [r"--csv-separator: '\t' does not separate 'filepath,title'", f"{tmp_path}/comma.csv", "give ','"]
         assert all(part in line for part in parts), line
         for name in ("none.csv", "nothing.csv"):
             line = refused(f"{before} {flag} {tmp_path}/{name}")
@@ -259,16 +255,6 @@ def test_validation_shards_without_a_pair(refused, datasets, tmp_path):
             tar.add(tmp_path / name, name)
     line = refused(f"{datasets['shards']} --loss neuclip --workers 1 --val-data {tmp_path}/val.tar --val-num-samples 2")
     assert "--val-data: none of the first 2 samples can be used" in line and "no caption .txt but .json" in line
-
-
-def test_what_leaves_nothing_to_train(refused):
-    line = refused(f"{SHAPES} --loss sogclr --lock-image --lock-text --lock-text-freeze-layer-norm")
-    assert "--lock-image: does not go with" in line and "no parameter is left to train" in line
-
-
-def test_an_optimizer_that_saves_no_state_of_ours(refused):
-    line = refused(f"{NEUCLIP} --opt timm/lookahead_sgd --lr 0.1 --momentum 0.9")
-    assert "--opt: 'timm/lookahead_sgd' cannot save the state of --loss neuclip" in line
 
 
 # Experiments and checkpoints
@@ -330,14 +316,13 @@ def test_a_table_of_other_gaps(refused, datasets, checkpoints, tmp_path, loss, f
         assert part in refused(arguments)
 
 
-def test_the_bias_that_siglip_adds(refused, datasets, checkpoints):
-    common = f"{datasets['csv']} --workers 0"
-    line = refused(f"{common} --loss clip --resume {checkpoints['siglip']}")
-    assert "was trained with SigLIP's loss, which adds a logit_bias to a model; give --loss siglip" in line
-    line = refused(f"{common} --loss siglip --resume {checkpoints['clip']}")
-    assert "was not trained with SigLIP's loss" in line and line.endswith("leave --loss siglip out")
-    line = refused(f"{common} {LOSSES['neuclip']} --pretrained {checkpoints['siglip']}")
-    assert f"--pretrained: '{checkpoints['siglip']}' has a logit_bias, which --model ViT-test has with SigLIP's" in line
+def test_the_bias_that_siglip_adds(fails, datasets, checkpoints):
+    common = f"{datasets['csv']} --workers 0 --epochs 2"
+    for loss, path in (("clip", checkpoints["siglip"]), ("siglip", checkpoints["clip"])):
+        line = fails(f"{common} --loss {loss} --resume {path}")
+        assert f"--resume: {path}: OpenCLIP could not load the checkpoint" in line and "logit_bias" in line
+    line = fails(f"{common} {LOSSES['neuclip']} --pretrained {checkpoints['siglip']}")
+    assert f"--pretrained: {checkpoints['siglip']}: OpenCLIP could not load weights" in line
 
 
 def test_a_checkpoint_of_other_settings(refused, datasets, checkpoints):
@@ -476,7 +461,7 @@ def test_a_sample_beyond_the_recorded_size(
     )
     parts = ["--train-data", f"{shard_folder}/train-000003.tar", "recorded size of 7", "--shard-sizes"]
     assert all(part in line for part in parts), line
-    assert not list(folder.iterdir())
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("log_every, accumulated", [(1, 1), (100, 1), (100, 2)])
@@ -488,7 +473,7 @@ def test_a_batch_that_is_not_finite(stopped, datasets, monkeypatch, log_every, a
 
     def broken(self, *args, **kwargs):
         features = encode(self, *args, **kwargs)
-        calls.extend([None] * (not features.is_meta))  # the rehearsal's
+        calls.append(None)
         return features * (float("nan") if len(calls) == bad else 1)
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
@@ -566,7 +551,7 @@ def test_an_interrupted_run(tmp_path, capsys, monkeypatch):
 
     def interrupted(self, *args, **kwargs):
         features = encode(self, *args, **kwargs)
-        calls.extend([None] * (not features.is_meta))
+        calls.append(None)
         if len(calls) == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return features

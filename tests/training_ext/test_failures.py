@@ -14,7 +14,7 @@ from open_clip_train.main import get_latest_checkpoint
 from ports import free_ports
 
 from open_clip_ext.errors import InputError
-from training_ext.flags import params, preflight
+from training_ext.flags import alike, params
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"
@@ -60,6 +60,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
 @pytest.mark.parametrize(
     "one, other, message, local_rank",
     [
+        ("--loss queue", "--loss fastclip-v3", "--loss: process 1 has 'fastclip-v3' and process 0 'queue'", 0),
         ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6", 0),
         ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8", 0),
         ("--loss queue --wd 0.1", "--loss queue --wd 5", "--wd: process 1 has 5.0 and process 0 0.1", 0),
@@ -105,15 +106,15 @@ def test_a_flag_is_equal_on_all_processes_or_of_one_machine(monkeypatch, theirs,
         for flags in ("--report-to wandb", theirs)
     )
     told = []
-    monkeypatch.setattr(preflight, "_of_all", lambda args, own: told.append(own) or told)
-    preflight.check_alike(first, None)
+    monkeypatch.setattr(alike, "_of_all", lambda args, own: told.append(own) or told)
+    alike.check_alike(first, None)
     if message is not None:
         with pytest.raises(InputError, match=message):
-            preflight.check_alike(second, None)
+            alike.check_alike(second, None)
         return
-    preflight.check_alike(second, None)
+    alike.check_alike(second, None)
     different = {name for name, value in vars(first).items() if vars(second)[name] != value}
-    assert different <= preflight.OWN | preflight.PATHS and second.report_to == "wandb"
+    assert different <= alike.OWN | alike.PATHS and second.report_to == "wandb"
 
 
 STRETCHED = """

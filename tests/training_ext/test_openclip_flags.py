@@ -8,10 +8,9 @@ import torch
 from conftest import ext_main
 from open_clip_train import params as open_clip_params
 from open_clip_train.main import main as open_clip_main
-from wrong_cases import parser
 
 from open_clip_ext.errors import InputError
-from training_ext.flags.params import parse_args
+from training_ext.flags.params import Parser, parse_args
 
 DATA = "--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --lr 1e-3"
 LOSSES = {"neuclip": "--loss neuclip --npn-prototypes 20 --rho 5", "fastclip-v3": "--loss fastclip-v3 --rho 5"}
@@ -97,9 +96,12 @@ def test_a_scripted_model_resumes(run):
     assert resumed.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["steps"] == 8
 
 
-def test_an_abbreviation_means_what_it_means_to_open_clip():
+def test_an_abbreviation_means_what_it_means_to_open_clip(monkeypatch):
     """Each beginning of each flag that tells it from OpenCLIP's others; flags of ours have no abbreviation."""
-    made = parser()
+    parsers, parse = [], Parser.parse_args
+    monkeypatch.setattr(Parser, "parse_args", lambda self, *rest: parsers.append(self) or parse(self, *rest))
+    parse_args([])
+    (made,) = parsers
     ours = {flag for action in made._ours for flag in action.option_strings}
     theirs = {flag for action in made._actions for flag in action.option_strings} - ours
     for flag in theirs | ours:

@@ -17,7 +17,6 @@ from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, re
 from training_ext.core.row_folders import MARK, remove_unnamed
 from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_mapped
-from training_ext.openclip.machine import check_remote_file
 
 # In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
@@ -204,11 +203,8 @@ def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | No
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
-    """The local checkpoint with a training state at `path`, and our entry in it; None if it is not such a one."""
-    if path is None:
-        return None
-    if "://" in path:
-        check_remote_file("--resume", path)
+    """The local checkpoint with a training state at `path`, and our entry in it; None if remote or weights only."""
+    if path is None or "://" in path:
         return None
     has_training_state, entry = read_entry(path)
     return (path, entry) if has_training_state else None

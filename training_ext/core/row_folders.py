@@ -23,7 +23,6 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.checkpoint import KEY
-from training_ext.core.rows import needs_index
 from training_ext.openclip.loading import load_mapped, one_line
 
 MIB = 2**20
@@ -31,17 +30,6 @@ MIB = 2**20
 SPLIT_ABOVE = 1024.0
 MARK = ".rows-"
 FOLDER = re.compile(rf"[^/\\]+{re.escape(MARK)}[0-9a-f]{{8}}")
-
-
-def check_flag(args: Namespace) -> None:
-    """Raise InputError for a --split-rows-above that has no effect."""
-    if args.split_rows_above is None:
-        return
-    given = f"--split-rows-above: {args.split_rows_above:g}"
-    if not args.uses_ext_loss or not needs_index(args):
-        raise InputError(f"{given} with --loss {args.loss}, which keeps nothing per sample; leave it out")
-    if args.remote_sync is not None:
-        raise InputError(f"{given} with --remote-sync, which resumes from a single file; leave out one of the two")
 
 
 def splits(args: Namespace, num_bytes: int) -> bool:

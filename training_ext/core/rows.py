@@ -193,6 +193,8 @@ def read_csv(
         table = table.reset_index(drop=True)
     # Several characters are a pattern to pandas; a path may be a URL, and a file compressed.
     except (OSError, ValueError, re.error, ImportError, EOFError, *_DAMAGED_ARCHIVE) as error:
+        if isinstance(error, FileNotFoundError):
+            raise InputError(f"{path!r} does not exist", flag) from None
         reason = " ".join(str(error).split())
         raise InputError(
             f"{path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}", flag
@@ -200,9 +202,14 @@ def read_csv(
     for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
         if column not in table.columns:
             columns = ", ".join(repr(name) for name in table.columns)
+            other = next((other for other in ",\t;|" if len(table.columns) == 1 and other in table.columns[0]), None)
+            if other is not None:
+                text = f"{args.csv_separator!r} does not separate {columns}, the first line of {path!r}; give {other!r}"
+                raise InputError(text, "--csv-separator")
             raise InputError(
-                f"{key}: {path!r} has no column {column!r}; its columns with --csv-separator "
-                f"{args.csv_separator!r} are {columns}"
+                f"{path!r} has no column {column!r}; its columns with --csv-separator {args.csv_separator!r} are "
+                f"{columns}",
+                key,
             )
     cells = table[[args.csv_img_key, args.csv_caption_key]].apply(lambda column: column.map(is_empty))
     empty = cells.any(axis=1).to_numpy().nonzero()[0]

@@ -6,6 +6,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from training_ext.core.tars import one_line
+from training_ext.openclip.loading import suffixes_of
 
 _NAMED = 10  # fields in a message
 
@@ -17,8 +18,7 @@ def fields_of(sample: dict) -> dict[str, Any]:
         ValueError: there are none; the message says what there is instead.
     """
     if "json" not in sample:
-        suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
-        raise ValueError(f"no .json but {suffixes}")
+        raise ValueError(f"no .json but {suffixes_of(sample)}")
     try:
         fields = json.loads(sample["json"])
     except (ValueError, RecursionError) as error:

@@ -149,7 +149,7 @@ def find_shards(
         {url: contents.keys for url, contents in found.items() if contents.damage is None},
     )
     if shards.num_rows == 0:
-        raise InputError(f"--train-data {train_data!r}: no samples in its {len(urls)} shard(s)")
+        raise InputError(f"{train_data!r} has no samples in its {len(urls)} shard(s)", "--train-data")
     return shards
 
 
@@ -247,9 +247,9 @@ def _expand(data: str, flag: str = "--train-data") -> list[str]:
     try:
         urls = expand_urls(data or "")[0]
     except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME
-        raise InputError(f"{flag} {data!r}: cannot be expanded: {one_line(err)}") from err
+        raise InputError(f"{data!r} cannot be expanded: {one_line(err)}", flag) from err
     if not urls or "" in urls:
-        raise InputError(f"{flag} {data!r}: names no shard or an empty one; give tar files")
+        raise InputError(f"{data!r} names no shard or an empty one; give tar files", flag)
     return list(dict.fromkeys(urls))
 
 

@@ -26,6 +26,14 @@ def trains_logit_scale(args: Namespace) -> bool:
     )
 
 
+def train_temperature(model: torch.nn.Module, trained: bool) -> None:
+    """Freeze the model's temperature unless it is trained, and its bias, which this package's losses do not use."""
+    if not trained:
+        model.logit_scale.requires_grad_(False)
+    if getattr(model, "logit_bias", None) is not None:
+        model.logit_bias.requires_grad_(False)
+
+
 class TemperatureGroup:
     """Moves `logit_scale` from OpenCLIP's groups to a last one of its own, without weight decay.
 

@@ -5,16 +5,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import exp, log
 
-import open_clip
-
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
 from training_ext.core.captions import SeenCaptions
 from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.openclip.configs import load_tokenizer
 from training_ext.openclip.hosts import starts_from_weights
-from training_ext.openclip.hugging_face import load_tokenizer
 from training_ext.openclip.launch import world_info
 from training_ext.openclip.loading import without_warnings
 
@@ -59,10 +57,7 @@ def advise_on_captions(args: Namespace, seen: SeenCaptions | None) -> list[str]:
 
 def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
     with suppress(Exception), without_warnings():  # what is wrong with the tokenizer others tell
-        if args.model.startswith("hf-hub:"):
-            return
-        name = args.model if ":" in args.model else args.model.replace("/", "-")
-        tokenizer = load_tokenizer(args, open_clip.get_model_config(name)["text_cfg"])
+        tokenizer = load_tokenizer(args)
         length = tokenizer.context_length
         longer = tokenizer(seen.first, context_length=2 * length)
         padding = tokenizer([""], context_length=2 * length)[0, -1]

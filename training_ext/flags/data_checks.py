@@ -1,9 +1,12 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
+import os
 from argparse import Namespace
 from math import ceil, isfinite
 
+from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from open_clip_ext.errors import InputError
 from training_ext.core.first_look import look_at_shards
@@ -17,14 +20,11 @@ def check_upsampling(args: Namespace) -> None:
     factors = args.train_data_upsampling_factors
     if factors is None:
         return
-    given = f"--train-data-upsampling-factors: {factors!r}"
-    if not args.dataset_resampled:
-        raise InputError(f"{given} without --dataset-resampled, which it needs")
-    instead = "give one number per source of --train-data, such as 1::2"
+    flag, instead = "--train-data-upsampling-factors", "give one number per source of --train-data, such as 1::2"
     try:
         urls, weights = expand_urls(args.train_data, factors)
     except (AssertionError, ValueError) as error:
-        raise InputError(f"{given}: {error}; {instead}") from None
+        raise InputError(f"{factors!r}: {error}; {instead}", flag) from None
     if urls != expand_urls(args.train_data)[0]:
         raise InputError(
             f"{args.train_data!r} has a variable, which OpenCLIP does not fill in with "
@@ -33,7 +33,7 @@ def check_upsampling(args: Namespace) -> None:
         )
     weights = weights or []
     if not all(isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) == 0:
-        raise InputError(f"{given} are weights to draw by, which must be at least 0 and not all 0; {instead}")
+        raise InputError(f"{factors!r} are weights to draw by, which must be at least 0 and not all 0; {instead}", flag)
 
 
 def check_size_known(args: Namespace) -> None:
@@ -49,23 +49,20 @@ def check_size_known(args: Namespace) -> None:
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Every loader worker needs a shard and a full batch in its shards, or OpenCLIP fails or waits forever."""
+    """Every loader worker needs a full batch in its shards, or OpenCLIP waits forever."""
     if rows.kind != "webdataset" or args.dataset_resampled:
         return
     urls = expand_urls(args.train_data)[0]
     loaders = max(1, args.workers)
-    instead = "lower --workers, write smaller shards or use --dataset-resampled"
-    given = f"--workers: {args.workers} in each of {world_size} process(es)"
-    if len(urls) < loaders * world_size:
-        raise InputError(f"{given} need {loaders * world_size} shards and there are {len(urls)}; {instead}")
-    if rows.shards is None:
-        return
-    sizes = sorted(rows.shards.size_of(url) for url in urls)
+    # Without a count, as if every shard were large.
+    sizes = sorted(args.batch_size if rows.shards is None else rows.shards.size_of(url) for url in urls)
     fewest = len(sizes) // world_size // loaders
     if sum(sizes[:fewest]) < args.batch_size:
         raise InputError(
-            f"{given} get {fewest} of the {len(sizes)} shards each, which may hold only {sum(sizes[:fewest])} samples "
-            f"but --batch-size is {args.batch_size}; lower one of the two or use --dataset-resampled"
+            f"{args.workers} in each of {world_size} process(es) get {fewest} of the {len(sizes)} shards each, which "
+            f"may hold only {sum(sizes[:fewest])} samples but --batch-size is {args.batch_size}; lower one of the two, "
+            "write smaller shards or use --dataset-resampled",
+            "--workers",
         )
 
 
@@ -117,3 +114,23 @@ def check_val_data(args: Namespace) -> None:
                 raise InputError(f"shard {url!r} is damaged: {contents.damage}; repair or remove it", "--val-data")
 
 
+def check_imagenet(args: Namespace) -> None:
+    """Raise InputError unless --imagenet-val has a folder with an image for each of ImageNet's 1000 classes.
+
+    torchvision's ImageFolder numbers the folders in alphabetical order, and OpenCLIP compares these numbers with those
+    of its class names.
+    """
+    if args.imagenet_val is None:
+        return
+    classes = len(IMAGENET_CLASSNAMES)
+    _, names, _ = next(os.walk(args.imagenet_val), ("", [], []))
+    if len(names) != classes:
+        raise InputError(
+            f"{args.imagenet_val!r} has {len(names)} class folders; give a folder with ImageNet's {classes}, n01440764 "
+            "to n15075141",
+            "--imagenet-val",
+        )
+    for name in sorted(names):
+        below = os.walk(os.path.join(args.imagenet_val, name), followlinks=True)
+        if not any(file.lower().endswith(IMG_EXTENSIONS) for _, _, files in below for file in files):
+            raise InputError(f"{args.imagenet_val!r} has no image in the class folder {name!r}", "--imagenet-val")

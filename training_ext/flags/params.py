@@ -1,6 +1,7 @@
 """The command line: OpenCLIP's flags and, in a group of their own, this package's, from one parser."""
 
 import argparse
+import re
 from collections.abc import Sequence
 from math import ceil
 from typing import Any, NoReturn
@@ -57,7 +58,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = did_you_mean(unknown[0].partition("=")[0], flags, "see --help")
+            name = unknown[0].partition("=")[0]
+            near = f"; {FASTCLIP[name]}" if name in FASTCLIP else did_you_mean(name, flags, "see --help")
             self.error(f"unknown: {' '.join(unknown)}{near}")
         on_command_line = frozenset(self._given(args))
         parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
@@ -125,6 +127,11 @@ class Parser(argparse.ArgumentParser):
         )
         group.add_argument(
             "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"
+        )
+        group.add_argument(
+            "--traceback",
+            action="store_true",
+            help="show Python's traceback besides the line that an error before the first step ends with",
         )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
         group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
@@ -233,6 +240,16 @@ def add_option(group: argparse._ArgumentGroup, option: Option, note: str = "") -
         raise InputError("another package's option has the name of OpenCLIP's flag", option.flag) from None
 
 
+# Flags of FastCLIP's code, by what to give instead; for others the closest name is.
+FASTCLIP = {
+    "--data_size": "leave it out, since the samples are counted; for remote shards give --train-num-samples",
+    "--fastclip_eps": "give --loss-eps",
+    "--multiply_tau": "leave it out; it makes the difference between --loss fastclip-v3 and fastclip-v0",
+    "--temperature_scheme": "give --loss: global_constant is fastclip-v1, individual_learnable fastclip-v2, "
+    "global_learnable fastclip-v3",
+}
+
+
 class Print(argparse.Action):
     """A flag that prints and exits."""
 
@@ -296,6 +313,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
     given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
+    if re.fullmatch(r"[\d.e-]+", given.get("temperature", "")):
+        text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
+        raise InputError(text, "--temperature")
     if args.loss is None:
         needing_loss = [option.name for feature in run.FEATURES if feature.needs_loss for option in feature.options]
         for name in [*given, *(name for name in (*OF_TRAINING, *needing_loss) if getattr(args, name) is not None)]:
@@ -330,7 +350,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         if args.lr_tau is None and args.lr is not None:
             args.lr_tau = args.lr * preset.lr_tau_ratio
         args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
-    check_taus(args)
+        if args.tau_init is not None and args.tau_init < args.tau_min:
+            raise InputError(f"{args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that", "--tau-init")
     return args
 
 
@@ -340,15 +361,6 @@ def check_lengths(epochs: int, osr_epochs: float) -> None:
         raise InputError(f"{epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}", "--epochs")
     if not 0 <= osr_epochs <= MOST_EPOCHS:
         raise InputError(f"{osr_epochs} is out of range; it must be a number >= 0, at most 1e6", "--osr-epochs")
-
-
-def check_taus(args: argparse.Namespace) -> None:
-    """Raise InputError unless tau_min <= tau_init, tau_start <= tau_max; those that the loss does not use are None."""
-    order = ("tau_min", "tau_init"), ("tau_min", "tau_start"), ("tau_start", "tau_max"), ("tau_min", "tau_max")
-    for low, high in order:
-        least, most = getattr(args, low), getattr(args, high)
-        if least is not None and most is not None and most < least:
-            raise InputError(f"{most:g} is below {flag_of(low)} {least:g}; give at least that", flag_of(high))
 
 
 def recovers(args: argparse.Namespace) -> bool:

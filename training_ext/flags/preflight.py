@@ -2,20 +2,16 @@
 
 import logging
 import os
-import socket
 from argparse import Namespace
 from contextlib import ExitStack
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import torch
-import torch.distributed as dist
-from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
 
-from open_clip_ext import MODEL_CONFIGS, factory
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user
 from open_clip_ext.losses import Loss
@@ -36,6 +32,7 @@ from training_ext.features.own_classes import check_own_classes
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import find_unfinished, read_unfinished
 from training_ext.flags.data_checks import (
+    check_imagenet,
     check_shards,
     check_size_known,
     check_steps,
@@ -44,32 +41,13 @@ from training_ext.flags.data_checks import (
     samples_per_epoch,
 )
 from training_ext.flags.params import recovers
-from training_ext.flags.ranges import check_ranges
-from training_ext.flags.recipes.resolved import NOT_FLAGS
-from training_ext.flags.reference_inputs import check_reference_inputs
-from training_ext.flags.rehearsal import check_model, check_optimizer, check_resumed, known_config
-from training_ext.flags.task_flags import check_loop
-from training_ext.openclip.hosts import SCHEMAS, host
+from training_ext.flags.resumed import check_folder, check_resumed
+from training_ext.flags.rules import check_rules
+from training_ext.openclip.configs import known_config
+from training_ext.openclip.hosts import host
 from training_ext.openclip.launch import processes_here, world_info
-from training_ext.openclip.loading import load_verified, one_line
-from training_ext.openclip.machine import check_logs, check_machine, check_writable
+from training_ext.openclip.machine import check_device, check_writable
 from training_ext.run import Features
-
-# `check_alike` lets no other flag differ, so nothing that the processes do together may depend on these.
-OWN = frozenset(  # of a process or machine
-    {"cache_dir", "debug", "device", "dist_backend", "dist_url", "distributed", "local_rank", "log_local",
-     "no_set_device_rank", "rank", "world_size"}
-)  # fmt: skip
-# A machine may have its own paths, as long as all processes have one or none.
-PATHS = frozenset(
-    {"train_data", "val_data", "imagenet_val", "imagenet_v2", "zeroshot_data", "pretrained", "distill_pretrained",
-     "pretrained_image_path", "pretrained_text_path", "shard_sizes", "logs", "remote_sync"}
-)  # fmt: skip
-# Only process 0 uses them; the others get its values.
-OF_FIRST = frozenset(
-    {"copy_codebase", "recipe", "remote_sync_frequency", "remote_sync_protocol", "report_to", "trackio_project_name",
-     "wandb_notes", "wandb_project_name", *NOT_FLAGS}
-)  # fmt: skip
 
 
 def keep_others_out(args: Namespace, until: ExitStack) -> None:
@@ -85,7 +63,6 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
         return
     if args.loss is not None:
         check_name(args)
-        check_logs(args)
     folder = os.path.join(args.logs, args.name)
     try:
         until.enter_context(only_user(folder))
@@ -122,11 +99,12 @@ def check(args: Namespace) -> DataRows | None:
         return find_rows(args) if local_rank == 0 and needs_rows else None
     check_own_classes(args)
     # Quick checks come before the scan of shards.
-    path, resumed = check_flags(args, world_size)
-    check_machine(args)
+    resumed = check_flags(args, world_size)
+    check_device(args)
+    check_imagenet(args)
     if resumed is not None and trains(args):
         checkpoint.check_entry(resumed[1], resumed[0], args, None)
-    check_what_is_made(args, path)
+        check_resumed(resumed[0], args)
     rows = None
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
@@ -175,93 +153,26 @@ def check_open_clips_own(args: Namespace) -> None:
     bring_up_to_date(args)
 
 
-def check_flags(args: Namespace, world_size: int) -> tuple[str | None, tuple[str, dict | None] | None]:
-    """Check the flags, without reading the data or the machine.
-
-    Returns:
-        The results of `resumed_path` and `find_resumed`.
-    """
+def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | None:
+    """Check the flags, without reading the data; returns the result of `find_resumed`."""
     host().check_flags(args, open_clip_params.parse_args([]))
-    check_ranges(args)
     if args.name is not None:
         check_name(args)
     check_experiment(args)
-    check_numbers(args, world_size)
-    check_schedule(args)
+    # Raises InputError if the parts cannot be combined.
+    loss = build_loss(args, num_rows=1, device="cpu") if args.uses_ext_loss else None
+    check_rules(args, world_size)
     if trains(args):
-        check_captions(args, kind_of(args, args.train_data))
-    if args.uses_ext_loss:
-        check_pairs(args)
-        check_combination(args)
+        kind = kind_of(args, args.train_data)
+        check_captions(args, kind)
+        if loss is not None:
+            check_keys(args, kind, loss.takes_keys)
     path = resumed_path(args)
-    check_loop(args, path, world_size)
+    check_folder(path, world_size, args)
     resumed = find_resumed(path)
     Features(Run(args)).tell(Feature.check)
-    row_folders.check_flag(args)
-    check_distillation(args)
-    check_pretrained("--pretrained", args.model, args.pretrained)
     check_recovery(args, resumes_training=resumed is not None)
-    return path, resumed
-
-
-def check_alike(args: Namespace, rows: DataRows | None) -> None:
-    """Check that all processes were started alike; every process calls it once the process group exists.
-
-    Raises:
-        InputError: a process has another loss, another setting that must be the same, or other data.
-    """
-    own = {name: value for name, value in sorted(vars(args).items()) if name not in OWN}
-    own["logs"] = args.logs if checkpoint.keeps_files(args) else None
-    own["files"], own["has_rows"] = _files_of(args), rows is not None
-    every = _of_all(args, own)
-    first = every[0]
-    for other, theirs in enumerate(every):
-        for name, value in first.items():
-            if name in OF_FIRST or name in ("files", "has_rows") or theirs.get(name) == value:
-                continue
-            if name in PATHS and None not in (theirs.get(name), value):
-                continue
-            raise InputError(
-                f"process {other} has {theirs.get(name)!r} and process 0 {value!r}; start every "
-                "process alike",
-                flag_of(name),
-            )
-    vars(args).update({name: first[name] for name in OF_FIRST & first.keys()})
-    if first["has_rows"]:
-        _check_same_data(args, rows, own["files"] in [theirs["files"] for theirs in every if theirs["has_rows"]])
-
-
-def _check_same_data(args: Namespace, rows: DataRows | None, known: bool) -> None:
-    """Compare the data of all processes; `known`: whether the first process of a machine has this one's."""
-    found: Any = None
-    try:
-        rows = find_rows(args) if rows is None and not known else rows
-        found = None if rows is None else (rows.num_rows, rows.digest)
-    except InputError as error:
-        found = f"{error} (process {args.rank})"
-    every = _of_all(args, found)
-    for other, theirs in enumerate(every):
-        if isinstance(theirs, str):
-            raise InputError(theirs)
-        if theirs not in (None, every[0]):
-            raise InputError(
-                f"process {other} has {theirs[0]} rows and process 0 {every[0][0]}, or the same number "
-                "of other samples; give every process the same data",
-                "--train-data",
-            )
-
-
-def _files_of(args: Namespace) -> tuple:
-    """Equal for two processes if they read the same train data on the same machine."""
-    path = os.path.abspath(args.train_data or "")
-    found = os.stat(path) if os.path.exists(path) else None
-    return socket.gethostname(), path if found is None else (found.st_dev, found.st_ino)
-
-
-def _of_all(args: Namespace, own: Any) -> list[Any]:
-    every: list[Any] = [None] * args.world_size
-    dist.all_gather_object(every, own)
-    return every
+    return resumed
 
 
 def evaluate_once(args: Namespace) -> None:
@@ -292,11 +203,12 @@ def prepare_shapes(args: Namespace) -> None:
         path, scenes = getattr(args, f"{split}_data"), getattr(args, f"{split}_num_samples")
         if path is not None:
             raise InputError(
-                f"--{split}-data: {path!r} with --dataset-type shapes, which draws its scenes; "
-                f"leave it out and give --{split}-num-samples"
+                f"{path!r} with --dataset-type shapes, which draws its scenes; leave it out and give "
+                f"--{split}-num-samples",
+                f"--{split}-data",
             )
         if scenes is not None and not 1 <= scenes <= HELD_OUT_SCENES:
-            raise InputError(f"--{split}-num-samples: {scenes} scenes; give from 1 to {HELD_OUT_SCENES}")
+            raise InputError(f"{scenes} scenes; give from 1 to {HELD_OUT_SCENES}", f"--{split}-num-samples")
         setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
@@ -316,69 +228,6 @@ def check_experiment(args: Namespace) -> None:
         raise InputError(
             f"the experiment {args.name!r} exists in {args.logs!r}; choose another, or --resume latest", "--name"
         )
-
-
-def check_pretrained(flag: str, model: str, given: str | None) -> None:
-    """Check that the weights exist, which OpenCLIP does only after its first files are written."""
-    if not given or model.startswith(SCHEMAS) or is_pretrained_cfg(model.replace("/", "-"), given):
-        return
-    if os.path.isfile(given):
-        if not given.endswith((".safetensors", ".npz", ".npy")):
-            try:
-                load_verified(given)
-            except Exception as error:
-                raise InputError(f"{given!r} cannot be loaded: {one_line(error)}", flag) from None
-        return
-    if os.path.isdir(given):
-        raise InputError(f"{given!r} is a folder; give --model local-dir:{given} if it is of a hub model", flag)
-    tags = ", ".join(open_clip.list_pretrained_tags_by_model(model.replace("/", "-")))
-    known = f"the tags {tags}" if tags else "no tags"
-    raise InputError(f"there is no file {given!r}, and the model {model} has {known}", flag)
-
-
-def check_distillation(args: Namespace) -> None:
-    if (args.distill_model is None) != (args.distill_pretrained is None):
-        one, other = "distill_model", "distill_pretrained"
-        if args.distill_model is None:
-            one, other = other, one
-        raise InputError(f"{flag_of(one)}: {getattr(args, one)!r} needs {flag_of(other)}; give both or none")
-    if args.uses_ext_loss and bool(args.reference_gap) != (args.distill_model is not None):
-        given = f"--loss {args.loss}{' --reference-gap' if 'reference_gap' in args.given_flags else ''}"
-        if args.reference_gap:
-            raise InputError(f"{given} needs a reference model; give it and --distill-pretrained", "--distill-model")
-        raise InputError(
-            f"{args.distill_model!r} with {given}, which does not distill; use --loss clip for that, "
-            "or as a reference --loss drrho-clip",
-            "--distill-model",
-        )
-    if args.distill_model is None:
-        return
-    if args.siglip:
-        raise InputError(
-            f"{args.distill_model!r} with SigLIP's loss (--siglip), which does not distill; "
-            "leave one out",
-            "--distill-model",
-        )
-    if args.accum_freq > 1:
-        raise InputError(
-            f"{args.accum_freq} with --distill-model, which OpenCLIP refuses; leave it at 1", "--accum-freq"
-        )
-    check_pretrained("--distill-pretrained", args.distill_model, args.distill_pretrained)
-    if args.uses_ext_loss:
-        check_reference_inputs(args)
-
-
-def check_what_is_made(args: Namespace, resumed: str | None) -> None:
-    """Try to build model and optimizer, and check that the checkpoint fits them."""
-    model = check_model(args)
-    size = getattr(getattr(model, "visual", None), "image_size", None)
-    if args.trace and not isinstance(size, int | None):
-        raise InputError(
-            f"OpenCLIP cannot trace {args.model!r}, whose image size is a pair of numbers; leave it out", "--trace"
-        )
-    optimizer = check_optimizer(args, model) if trains(args) else None
-    if resumed is not None and "://" not in resumed and not os.path.isdir(resumed):
-        check_resumed(resumed, model, optimizer, args)
 
 
 def check_recovery(args: Namespace, resumes_training: bool) -> None:
@@ -411,61 +260,6 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
     most = os.pathconf(folder or ".", "PC_NAME_MAX") - recovered.LONGEST_END
     if len(os.fsencode(name)) > most:
         raise InputError(f"the name {name!r} is too long; give one of at most {most} bytes", "--osr-save")
-
-
-def check_numbers(args: Namespace, world_size: int) -> None:
-    if not 0 <= args.seed <= 2**32 - world_size:
-        raise InputError(f"{args.seed} is out of range; it must be from 0 to {2**32 - world_size}", "--seed")
-    if args.lr is None and trains(args):
-        raise InputError(f"--opt {args.opt} needs a learning rate", "--lr")
-    has_negatives = not args.siglip and "coca" not in args.model.lower()
-    if trains(args) and has_negatives and args.batch_size * world_size * args.accum_freq < 2:
-        raise InputError(
-            f"{args.batch_size} in {world_size} process; a contrastive loss needs at least 2 pairs per "
-            "step, since the other pairs are the negatives",
-            "--batch-size",
-        )
-
-
-def check_schedule(args: Namespace) -> None:
-    if args.lr_scheduler == "const-cooldown":
-        if args.epochs_cooldown is None:
-            raise InputError("'const-cooldown' needs --epochs-cooldown; give its number of epochs", "--lr-scheduler")
-        if args.epochs_cooldown > args.epochs:
-            raise InputError(
-                f"{args.epochs_cooldown} is more than --epochs {args.epochs}; lower it", "--epochs-cooldown"
-            )
-    if args.delete_previous_checkpoint and not args.save_most_recent:
-        # OpenCLIP removes the checkpoint of the epoch before also after an epoch that saves none.
-        if 1 < args.save_frequency < args.epochs - 1:
-            raise InputError(
-                f"with --save-frequency {args.save_frequency} it removes the only "
-                "checkpoint; give --save-frequency 1 or --save-most-recent",
-                "--delete-previous-checkpoint",
-            )
-
-
-def check_pairs(args: Namespace) -> None:
-    loss = factory.find_preset(args.loss).loss
-    least = 1 if loss is None else loss.least_pairs
-    if args.batch_size * args.accum_freq < least:
-        raise InputError(
-            f"{args.batch_size}; --loss {args.loss} needs at least {least} pairs per step in each process",
-            "--batch-size",
-        )
-
-
-def check_combination(args: Namespace) -> None:
-    given = f"--loss {args.loss}"
-    if args.horovod:
-        raise InputError(f"{given} runs under torch.distributed only; use torchrun", "--horovod")
-    if "coca" in args.model.lower():
-        raise InputError(f"{given} has no captioning part for {args.model!r}; use --loss clip with CoCa", "--model")
-    if not (trains(args) or args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data):
-        raise InputError(f"{given} needs data to train on, or --val-data to evaluate on", "--train-data")
-    loss = build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
-    if trains(args):
-        check_keys(args, kind_of(args, args.train_data), loss.takes_keys)
 
 
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:

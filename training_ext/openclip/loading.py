@@ -21,6 +21,15 @@ PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
 
 
+def suffixes_of(sample: dict) -> str:
+    """The suffixes of a sample, a dict by suffix, for messages."""
+    names = [f".{name}" for name in sample if not name.startswith("__")]
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    others = len(names) - MOST_NAMED
+    return f"{', '.join(names[:MOST_NAMED])} and {others} others, as a sample's key ends at its first dot"
+
+
 def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     """What a sample, a dict by suffix, lacks to be a pair, and what it has instead, for messages; None if it is one.
 
@@ -32,15 +41,17 @@ def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     if text in sample and has_image:
         return None
     lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
-    suffixes = ", ".join(f".{name}" for name in sample if not name.startswith("__"))
-    if has_image and "json" in sample:  # the captions may be there
-        return f"{lacks} but {suffixes}"
+    suffixes = suffixes_of(sample)
+    if has_image and "json" in sample:
+        asked = "" if "--captions-field" in lacks else "; name the field of captions in it by --captions-field"
+        return f"{lacks} but {suffixes}{asked}"
     return (
         f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "
         "(tar --sort=name --hard-dereference)"
     )
 
 
+MOST_NAMED = 10  # suffixes in a message
 CHUNK = 2**20  # bytes
 TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 UNPICKLER, UNKNOWN = "WeightsUnpickler error: ", re.compile(r"Unsupported global: GLOBAL (\S+)")  # in torch's messages

@@ -20,7 +20,6 @@ from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.core.shards import Shards, find_shards, is_local, local_path, shard_urls
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
-from training_ext.flags.ranges import check_ranges
 from training_ext.flags.recipes.resolved import RECIPE
 from training_ext.openclip.launch import world_info
 from training_ext.openclip.machine import check_device
@@ -139,7 +138,8 @@ def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
                 "give a checkpoint of a training without it",
                 flag_of(name),
             )
-    check_ranges(args)
+    if args.batch_size < 1:
+        raise InputError(f"{args.batch_size} is out of range; it must be at least 1", "--batch-size")
     rows, shards = find_all_rows(options, args)
     if saved.entry is None and saved.epoch is None and args.uses_ext_loss:  # as the best.pt of --keep-best
         raise InputError(

@@ -30,7 +30,7 @@ from training_ext.features.advice import advise, advise_any, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes.recipe import Recipe, find
 from training_ext.flags.recipes.resolved import resolved_flags
-from training_ext.flags.rehearsal import known_config
+from training_ext.openclip.configs import known_config
 from training_ext.openclip.launch import world_info
 
 MIB = 2**20

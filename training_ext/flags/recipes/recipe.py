@@ -107,18 +107,18 @@ def read(path: Path, name: str) -> Recipe:
     Raises:
         InputError: the file cannot be read or is not a recipe.
     """
-    given = f"--recipe: {name!r}"
     try:
         declared: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{given} cannot be read: {error.strerror}") from None
+        raise InputError(f"{name!r} cannot be read: {error.strerror}", "--recipe") from None
     except (yaml.YAMLError, UnicodeError, ValueError, RecursionError) as error:
-        raise InputError(f"{given} is not YAML: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(f"{name!r} is not YAML: {' '.join(str(error).split())[:200]}", "--recipe") from None
     if not isinstance(declared, dict) or "flags" not in declared:
-        raise InputError(f"{given} is not a mapping with the key 'flags'; see docs/recipes.md")
+        raise InputError(f"{name!r} is not a mapping with the key 'flags'; see docs/recipes.md", "--recipe")
     for key, value in declared.items():
         if key not in TYPES:
-            raise InputError(f"{given}: {key!r} is not one of {', '.join(TYPES)}; flags belong under 'flags'")
+            known = ", ".join(TYPES)
+            raise InputError(f"{name!r}: {key!r} is not one of {known}; flags belong under 'flags'", "--recipe")
         kind, expected = TYPES[key]
         fits = type(value) is kind
         if key == "notes":
@@ -126,9 +126,10 @@ def read(path: Path, name: str) -> Recipe:
         elif kind is int:
             fits = fits and value >= 1
         if not fits:
-            raise InputError(f"{given}: {key} is {value!r}; it must be {expected}"[:300])
+            raise InputError(f"{name!r}: {key} is {value!r}; it must be {expected}"[:290], "--recipe")
     if "global_batch_size" in declared and declared["flags"].get("batch_size") is not None:
-        raise InputError(f"{given} has both global_batch_size and the flag batch_size; keep one of the two")
+        text = f"{name!r} has both global_batch_size and the flag batch_size; keep one of the two"
+        raise InputError(text, "--recipe")
     return Recipe(name, **{**declared, "notes": tuple(declared.get("notes", ()))})
 
 

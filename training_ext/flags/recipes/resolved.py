@@ -20,7 +20,8 @@ NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ex
 NOT_PINNED = frozenset({"device"})
 # These belong to one run or machine.
 OF_ONE_RUN = frozenset(
-    {"recipe", "dry_run", "seams", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend", "batch_size"}
+    {"recipe", "dry_run", "seams", "traceback", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend",
+     "batch_size"}
 )
 
 

@@ -1,0 +1,80 @@
+"""What OpenCLIP raises before the first step ends in one line on all processes, and leaves no file."""
+
+import open_clip
+import pytest
+import torch
+from conftest import ext_main, run_main
+
+SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
+OURS = f"{SHAPES} --loss fastclip-v3"
+
+
+@pytest.mark.parametrize(
+    "flags, parts",
+    [
+        ("--model ViT-B-23", ["OpenCLIP could not build the model (--model ViT-B-23 ", "RuntimeError"]),
+        ("--lock-text", ["--lock-text: OpenCLIP could not lock", "; add --lock-text-freeze-layer-norm"]),
+        ("--aug-cfg nonsense=1", ["--aug-cfg: nonsense=1: ", "'nonsense'; --traceback shows where"]),
+        ("--force-patch-dropout 1.0", ["build the model (--model ", "--force-patch-dropout 1.0", "Assertion"]),
+        ("--pretrained none.pt", ["could not build the model", "--pretrained none.pt", "'none.pt' is not"]),
+        ("--opt lion", ["AssertionError: Unknown optimizer lion"]),
+        ("--beta1 1.0", ["could not build the optimizer", "beta"]),
+        ("--opt timm/lookahead_sgd --lr 0.1", ["could not build the optimizer (--opt timm/lookahead_sgd --lr 0.1)"]),
+        ("--lr-scheduler linear", ["the reason is in its own output above"]),
+        ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["make a step", "--lock-image"]),
+        ("--loss clip --accum-freq 2 --distill-model ViT-test --distill-pretrained x", ["assert args.accum_freq == 1"]),
+    ],
+)
+def test_what_open_clip_raises(fails, flags, parts):
+    line = fails(f"{OURS} {flags}")
+    assert all(part in line for part in parts), line
+
+
+def test_python_s_traceback(capsys, tmp_path):
+    assert run_main(ext_main, f"{OURS} --opt lion --traceback --name x", tmp_path) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.splitlines()[-1].endswith("AssertionError: Unknown optimizer lion")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_run_without_a_name(tmp_path):
+    assert run_main(ext_main, f"{OURS} --opt lion", tmp_path / "logs") == 2
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_folder_with_files_stays(run, tmp_path, capsys):
+    whole = run("x", OURS)
+    before = {path: path.stat().st_size for path in whole.path.glob("checkpoints/*")}
+    assert run_main(ext_main, f"{OURS} --epochs 2 --name x --resume latest --opt lion", tmp_path / "logs") == 2
+    assert {path: path.stat().st_size for path in whole.path.glob("checkpoints/*")} == before
+    assert "Unknown optimizer lion" in capsys.readouterr().err and (whole.path / "out.log").exists()
+
+
+def test_without_loss_and_after_a_step_it_is_an_exception(tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match="Unknown optimizer"):
+        run_main(ext_main, f"{SHAPES} --opt lion --name x", tmp_path)
+    encode, calls = open_clip.CLIP.encode_text, []
+
+    def broken(self, *args, **kwargs):
+        calls.append(None)
+        if len(calls) == 2:
+            raise ZeroDivisionError("of the second step")
+        return encode(self, *args, **kwargs)
+
+    monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
+    with pytest.raises(ZeroDivisionError):
+        run_main(ext_main, f"{OURS} --name y", tmp_path)
+    assert (tmp_path / "x/out.log").exists() and (tmp_path / "y/out.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [0, 1])
+def test_processes_agree(pair, tmp_path, which):
+    """A path may differ between machines, so that only one of the two cannot load its file."""
+    torch.save(open_clip.create_model("ViT-test").state_dict(), tmp_path / "good.pt")
+    common = f"{OURS} --dist-backend gloo --name x --pretrained {tmp_path}/"
+    arguments = [f"{common}{'none' if rank == which else 'good'}.pt" for rank in range(2)]
+    ended = pair(arguments, tmp_path / "logs")
+    assert ended[which].code == 2 and "none.pt" in ended[which].stderr.splitlines()[-1], ended
+    assert ended[0].code == 2 and "none.pt" in ended[0].stderr.splitlines()[-1], ended
+    assert not (tmp_path / "logs/x").exists()

@@ -1,0 +1,298 @@
+"""THE table of rules: what flags and combinations of flags are refused before anything is written, and why.
+
+Parts of a loss check their own options (`open_clip_ext.options`). OpenCLIP's flags are OpenCLIP's: what it refuses
+itself ends in one line by `openclip.failures`, so they stand here only where it is silent and a training is lost.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import open_clip
+from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from training_ext.core.rows import needs_index, trains
+from training_ext.core.temperature import trains_logit_scale
+from training_ext.openclip.configs import known_config
+from training_ext.openclip.hosts import TASKS, host
+
+OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",)}  # of names, by --dataset-type
+LOGGERS = ("none", "wandb", "tensorboard", "all")
+
+
+class Given(Namespace):
+    """The flags of a run, and what the rules ask of it besides; a flag that this OpenCLIP lacks is None."""
+
+    def __init__(self, args: Namespace, processes: int):
+        super().__init__(**vars(args))
+        self.processes = processes
+        self.trains = trains(args)
+        self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
+        self.shards_model = host().loop == TASKS and self.fsdp and processes > 1
+        self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is wrong with a flag.
+
+    Args:
+        flag: its name; the message starts with it.
+        wrong: whether the rule is broken.
+        text: the value and what would be right, with {names} of attributes of `Given`.
+    """
+
+    flag: str
+    wrong: Callable[[Given], Any]
+    text: str
+
+
+def within(name: str, low: float, high: float = inf, expected: str = "") -> Rule:
+    """A rule on the range of a number, which a list has for each; None means that the flag is not given."""
+
+    def wrong(run: Given) -> bool:
+        value = getattr(run, name)
+        numbers = value if isinstance(value, list) else [] if value is None else [value]
+        return not all(low <= number <= high for number in numbers)
+
+    return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'at least {low:g}'}")
+
+
+POSITIVE = sys.float_info.min
+RULES = (
+    # Ranges
+    Rule("osr_save", lambda run: run.osr_save == "", "is empty; give a path"),
+    within("split_rows_above", 0),
+    within("train_num_samples", 1),
+    within("accum_freq", 1),
+    within("log_every_n_steps", 1),
+    within("lr", 0),
+    within("wd", 0, expected="at least 0, since a negative one makes the weights grow"),
+    within("grad_clip_norm", POSITIVE, expected="above 0: at 0 every gradient is 0; leave it out not to clip"),
+    within("force_context_length", 2, expected="at least 2, room for the tokens of a caption's start and end"),
+    within("image_std", POSITIVE, expected="above 0"),
+    within("lock_image_unlocked_groups", 0),
+    within("lock_text_unlocked_layers", 0),
+    within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
+    within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
+    *(
+        Rule(
+            name,
+            lambda run, name=name: getattr(run, name) and len(getattr(run, name)) not in (1, 3),
+            f"{{{name}}}; give 1 or 3 numbers",
+        )
+        for name in ("image_mean", "image_std")
+    ),
+    # Data
+    Rule(
+        "train_data",
+        lambda run: run.uses_ext_loss and not (
+            run.trains or run.val_data or run.imagenet_val or run.imagenet_v2 or run.zeroshot_data
+        ),
+        "--loss {loss} needs data to train on, or --val-data to evaluate on",
+    ),
+    *(
+        Rule(
+            "dataset_type",
+            lambda run, name=name: (getattr(run, name) or "").endswith(OTHER_ENDS.get(run.dataset_type, ())),
+            f"{{dataset_type!r}} holds for --train-data and --val-data, and {flag_of(name)} is {{{name}!r}}; leave it "
+            "out, since auto tells by the ends of their names",
+        )
+        for name in ("train_data", "val_data")
+    ),
+    Rule(
+        "model",
+        lambda run: run.uses_ext_loss and (known_config(run.model) or {}).get("text_cfg", {}).get("variable_text"),
+        "{model!r} takes captions of variable length; --loss {loss} does not",
+    ),
+    # The loss
+    Rule(
+        "batch_size",
+        lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
+        and run.batch_size * run.processes * run.accum_freq < 2,
+        "{batch_size} in {processes} process; a contrastive loss needs at least 2 pairs per step, since the other "
+        "pairs are the negatives",
+    ),
+    Rule(
+        "batch_size",
+        lambda run: run.uses_ext_loss and run.batch_size * run.accum_freq < least_pairs(run.loss),
+        "{batch_size}; --loss {loss} needs more pairs per step in each process",
+    ),
+    Rule(
+        "horovod",
+        lambda run: run.uses_ext_loss and run.horovod,
+        "--loss {loss} runs under torch.distributed only; use torchrun",
+    ),
+    Rule(
+        "model",
+        lambda run: run.uses_ext_loss and "coca" in run.model.lower(),
+        "--loss {loss} has no captioning part for {model!r}; use --loss clip with CoCa",
+    ),
+    Rule(
+        "lr",
+        lambda run: run.trains and run.lr is None,
+        "--opt {opt} needs a learning rate",
+    ),
+    # Distillation
+    Rule(
+        "distill_model",
+        lambda run: run.distill_model is not None and run.distill_pretrained is None,
+        "{distill_model!r} needs --distill-pretrained; give both or none",
+    ),
+    Rule(
+        "distill_pretrained",
+        lambda run: run.distill_model is None and run.distill_pretrained is not None,
+        "{distill_pretrained!r} needs --distill-model; give both or none",
+    ),
+    Rule(
+        "distill_model",
+        lambda run: run.reference_gap and run.distill_model is None,
+        "--loss {loss} needs a reference model; give it and --distill-pretrained",
+    ),
+    Rule(
+        "distill_model",
+        lambda run: run.uses_ext_loss and not run.reference_gap and run.distill_model is not None,
+        "{distill_model!r} with --loss {loss}, which does not distill; use --loss clip for that, or as a reference "
+        "--loss drrho-clip",
+    ),
+    Rule(
+        "distill_model",
+        lambda run: run.siglip and run.distill_model is not None,
+        "{distill_model!r} with SigLIP's loss (--siglip), which does not distill; leave one out",
+    ),
+    Rule(
+        "distill_model",
+        lambda run: run.uses_ext_loss and run.distill_model is not None and is_unlike_reference(run),
+        "{distill_model!r} reads images or captions otherwise than --model {model}, whose tensors it gets: another "
+        "image size, normalization (see --image-mean, --image-std) or tokenizer",
+    ),
+    # Schedule and checkpoints
+    Rule(
+        "epochs_cooldown",
+        lambda run: run.lr_scheduler == "const-cooldown" and (run.epochs_cooldown or 0) > run.epochs,
+        "{epochs_cooldown} is more than --epochs {epochs}; lower it",
+    ),
+    Rule(
+        "delete_previous_checkpoint",  # also after an epoch that saves none
+        lambda run: run.delete_previous_checkpoint and not run.save_most_recent
+        and 1 < run.save_frequency < run.epochs - 1,
+        "with --save-frequency {save_frequency} it removes the only checkpoint; give --save-frequency 1 or "
+        "--save-most-recent",
+    ),
+    Rule(
+        "copy_codebase",  # three folders above OpenCLIP's code, which is the repository in a checkout only
+        lambda run: run.copy_codebase
+        and (Path(host().main_module.__file__).resolve().parents[2] / "site-packages").is_dir(),
+        "OpenCLIP is installed as a package, and everything that is installed beside it would be copied; leave it out",
+    ),
+    Rule(
+        "split_rows_above",
+        lambda run: run.split_rows_above is not None and not needs_index(run),
+        "{split_rows_above:g} with --loss {loss}, which keeps nothing per sample; leave it out",
+    ),
+    Rule(
+        "split_rows_above",
+        lambda run: run.split_rows_above is not None and run.remote_sync is not None,
+        "{split_rows_above:g} with --remote-sync, which resumes from a single file; leave out one of the two",
+    ),
+    # Logs
+    Rule(
+        "report_to",
+        lambda run: not set(run.loggers) <= set(LOGGERS),
+        "{report_to!r} is not wandb, tensorboard, wandb,tensorboard or all, so nothing would be reported",
+    ),
+    *(
+        Rule(
+            "report_to",
+            lambda run, name=name: {name, "all"} & set(run.loggers) and not is_installed(name),
+            f"{{report_to!r}} needs {name}; pip install {name}, or leave it out",
+        )
+        for name in ("wandb", "tensorboard")
+    ),
+    # The task loop
+    Rule(
+        "torchcompile_strategy",
+        lambda run: run.uses_ext_loss and run.compiles_step,
+        "'step' with --loss {loss}, which has state; give 'model'",
+    ),
+    Rule(
+        "torchcompile_strategy",
+        lambda run: run.compiles_step and run.accum_freq > 1,
+        "'step' with --accum-freq {accum_freq}; leave one out, or give 'model'",
+    ),
+    Rule(
+        "torchcompile_strategy",
+        lambda run: run.compiles_step and run.precision == "amp",
+        "'step' with --precision amp; leave one out, or give 'model'",
+    ),
+    Rule(
+        "precision",
+        lambda run: run.shards_model and run.precision == "pure_bf16" and trains_logit_scale(run),
+        "'pure_bf16' with --fsdp and a learned temperature, whose steps are below the spacing of 16-bit numbers; give "
+        "amp_bf16, or --temperature fixed",
+    ),
+    *(
+        Rule(
+            name,
+            lambda run, name=name: run.shards_model and getattr(run, name),
+            f"{{{name}{form}}} with --fsdp, which shards the weights; leave one out",
+        )
+        for name, form in (("osr_epochs", ":g"), ("keep_best", "!r"), ("zeroshot_data", "!r"))
+    ),
+)
+
+
+def check_rules(args: Namespace, processes: int) -> None:
+    """Raise InputError for the first rule that a run of `processes` processes breaks."""
+    run = Given(args, processes)
+    for rule in RULES:
+        if rule.wrong(run):
+            raise InputError(rule.text.format_map(vars(run)), flag_of(rule.flag))
+
+
+def least_pairs(name: str) -> int:
+    loss = factory.find_preset(name).loss
+    return 1 if loss is None else loss.least_pairs
+
+
+def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
+    """What a model of OpenCLIP's list reads: image size, normalization, tokens; None for another model."""
+    config = known_config(model)
+    if config is None:
+        return None
+    size, text = config["vision_cfg"].get("image_size", 224), config["text_cfg"]
+    weights = open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}  # {} for a file
+    return {
+        "force_image_size": [size] * 2 if isinstance(size, int) else [*size],
+        "image_mean": [*weights.get("mean", OPENAI_DATASET_MEAN)],
+        "image_std": [*weights.get("std", OPENAI_DATASET_STD)],
+        "force_context_length": text.get("context_length", 77),
+        # Not the tokenizer's name: several names are the same one.
+        "tokens": (text.get("vocab_size", 49408), text.get("hf_tokenizer_name") is None),
+    }
+
+
+def is_unlike_reference(run: Given) -> bool:
+    own, its = inputs_of(run.model, run.pretrained), inputs_of(run.distill_model, run.distill_pretrained)
+    if own is None or its is None:
+        return False
+    given = {name: getattr(run, name) for name in own if getattr(run, name) is not None}
+    if "force_image_size" in given:
+        given["force_image_size"] = (2 * given["force_image_size"])[:2]
+    return {**own, **given} != its
+
+
+def is_installed(logger: str) -> bool:
+    """Whether OpenCLIP has imported it; a folder wandb/ can be imported, too."""
+    module = getattr(host().main_module, logger, None)
+    return module is not None and (logger != "wandb" or hasattr(module, "init"))
