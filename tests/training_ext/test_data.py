@@ -21,8 +21,10 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.core.checkpoint import KEY
 from training_ext.core.keys import find_keys
-from training_ext.core.rows import RowLoader, append_row, find_rows
+from training_ext.core.loader import RowLoader
+from training_ext.core.rows import find_rows
 from training_ext.core.seeding import AT_BATCH, AT_EPOCH, Start
+from training_ext.core.tags import NUMBER, ROW, Tags
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import ShortLoader
 from training_ext.flags.params import parse_args
@@ -265,29 +267,30 @@ def test_images_whose_names_differ_by_a_zero_have_keys_of_their_own(tmp_path):
     (tmp_path / "pairs.csv").write_text("filepath\ttitle\n1\ta\n01\tb\n")
     flags = f"--loss neuclip --train-data {tmp_path}/pairs.csv --same-key title --several-captions"
     keys = find_keys(parse_args(flags.split()), "csv")
-    assert keys(torch.zeros(2, 3), torch.tensor([0, 1]))[1].unique().numel() == 2
+    assert keys(torch.zeros(2, 3), torch.tensor([0, 1])).unique().numel() == 2
 
 
 def test_loaders_can_be_copied():
     loader = SimpleNamespace(num_samples=2, num_batches=2)
-    for wrapped in (RowLoader(loader, 1, True, 0, seed=print), ShortLoader(loader, 1, 1, print)):
+    for wrapped in (RowLoader(loader, 1, Tags((ROW,)), 0, seed=print), ShortLoader(loader, 1, 1, print)):
         assert copy.copy(wrapped).num_batches == copy.deepcopy(wrapped).num_batches == wrapped.num_batches
 
 
 def batch(*rows):
-    return torch.zeros(len(rows), 3), torch.stack([append_row(torch.arange(4, dtype=torch.int32), r) for r in rows])
+    tokens = torch.arange(4, dtype=torch.int32)
+    return torch.zeros(len(rows), 3), torch.stack([Tags((ROW,)).append(tokens, row) for row in rows])
 
 
 def test_row_loader_keeps_the_rows_of_the_latest_batches():
     batches = [batch(5, 1), batch(2**40, 0), batch(7, 7)]
-    loader = RowLoader(batches, keep=2, has_rows=True, streams=0, seed=lambda *place: None)
+    loader = RowLoader(batches, keep=2, tags=Tags((ROW,)), streams=0, seed=lambda *place: None)
     latest = []
     for images, tokens in loader:
         assert images.shape == (2, 3) and tokens.tolist() == [[0, 1, 2, 3]] * 2
-        latest.append(loader.latest_rows().tolist())
+        latest.append(loader.latest(ROW).tolist())
     assert latest == [[5, 1], [5, 1, 2**40, 0], [2**40, 0, 7, 7]]
     next(iter(loader))
-    assert loader.latest_rows().tolist() == [5, 1]  # none of the epoch before
+    assert loader.latest(ROW).tolist() == [5, 1]  # none of the epoch before
     assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's
 
 
@@ -295,7 +298,8 @@ def test_row_loader_tells_where_every_stream_is():
     """Five batches of two workers, of which an earlier run had three: worker 1 comes next, and 0 gives an empty one."""
     seeds, steps = [], []
     order = SimpleNamespace(start_at=lambda start: None)
-    loader = RowLoader([(), batch(4, 5), batch(9, 12)], 1, False, 2, lambda *place: seeds.append(place), order)
+    batches = [(), batch(4, 5), batch(9, 12)]
+    loader = RowLoader(batches, 1, Tags((NUMBER,)), 2, lambda *place: seeds.append(place), order)
     loader.start_at(Start(epoch=0, batches=3, of=5, samples=[8, 3]))
     loader.after_step = lambda done: steps.append((done, list(loader.numbers)))
     assert [tokens.tolist() for _, tokens in loader] == [[[0, 1, 2, 3]] * 2] * 2

@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext import InputError, create_loss, recover_statistics
-from training_ext.core.rows import RowLoader
+from training_ext.core.loader import RowLoader
+from training_ext.core.tags import ROW
 
 EPOCHS = 1.5  # of 6 steps
 FLAGS = f"--lr 1e-3 --osr-epochs {EPOCHS} --epochs 1 --workers 0"
@@ -31,7 +32,7 @@ def test_moments_and_table_are_the_commands(run, datasets, weights, monkeypatch,
     def recorded(self):
         epochs.append([])
         for images, tokens in original(self):
-            epochs[-1].append((images.clone(), tokens.clone(), self.latest_rows().clone()))
+            epochs[-1].append((images.clone(), tokens.clone(), self.latest(ROW).clone()))
             yield images, tokens
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)

@@ -12,7 +12,7 @@ from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
 from training_ext.core import checkpoint_files, row_folders
-from training_ext.core.rows import RowLoader
+from training_ext.core.loader import RowLoader
 from training_ext.features.recovery.recovery import UNFINISHED
 
 SPLIT = "--split-rows-above 0"

@@ -17,7 +17,7 @@ from conftest import LOSSES, ext_main, run_main
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.surrogates import PowerHinge
 from training_ext import session
-from training_ext.core.rows import RowLoader
+from training_ext.core.loader import RowLoader
 from training_ext.features import bad_samples as skips
 from training_ext.features import log as run_log
 from training_ext.features.log import Epoch, RunLog, duration

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from open_clip_ext.errors import InputError
 from training_ext.core import shard_scan, tars
-from training_ext.core.shards import ROW_SEPARATOR, ShardRows, Shards, check_missing, find_shards, split_row
+from training_ext.core.shards import ShardRows, Shards, check_missing, find_shards
+from training_ext.core.tags import KEY, NUMBER, ROW, SEPARATOR, Tags
 from training_ext.core.tars import read_samples, scan
 
 
@@ -457,6 +458,11 @@ def test_digest():
     assert digest(("/data/a/0.tar", 3)) == digest(("/other/0.tar", 3)) != digest(("/other/1.tar", 3))
 
 
+def split_row(text):
+    (row,), caption = Tags((ROW,)).split(text)
+    return row, caption
+
+
 def reraise(url, error, position, size):
     raise error
 
@@ -629,12 +635,26 @@ def test_unknown_shard(tmp_path):
     one_line_error(lambda: read(stage, other), other, "--train-data")
 
 
-def test_split_row():
-    assert split_row(f"12{ROW_SEPARATOR}a{ROW_SEPARATOR}b") == (12, f"a{ROW_SEPARATOR}b")
-    assert split_row(f"0{ROW_SEPARATOR}") == (0, "")
-    for text in ("a caption", "12", f"x{ROW_SEPARATOR}a"):
+def test_numbers_come_back():
+    assert split_row(f"12{SEPARATOR}a{SEPARATOR}b") == (12, f"a{SEPARATOR}b")
+    assert split_row(f"0{SEPARATOR}") == (0, "")
+    for text in ("a caption", "12", f"x{SEPARATOR}a"):
         with pytest.raises(ValueError):
             split_row(text)
+    tags = Tags((KEY, ROW, NUMBER))
+    text = Tags.write(Tags.write(Tags.write(b"a", -(2**63)), 2**40), 7).decode()
+    assert tags.split(text) == ([-(2**63), 2**40, 7], "a")
+    batch = pickle.loads(pickle.dumps(tags.tokenizer(letters)))(text)
+    tokens, numbers = tags.take(torch.cat([batch, batch]))
+    assert tokens.tolist() == [[97], [97]] and tokens.is_contiguous()
+    assert {name: column.tolist() for name, column in numbers.items()} == {
+        KEY: 2 * [-(2**63)], ROW: 2 * [2**40], NUMBER: [7, 7]
+    }
+
+
+def letters(text):
+    """A tokenizer that can be pickled."""
+    return torch.tensor([[ord(letter) for letter in text]], dtype=torch.int32)
 
 
 def test_pickling(tmp_path):

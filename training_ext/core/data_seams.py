@@ -21,9 +21,11 @@ from training_ext.core.captions import (
     index_by_position,
 )
 from training_ext.core.keys import columns_of_text, find_keys, key_of_samples
-from training_ext.core.rows import DataRows, LateSampler, RowLoader, RowTokenizer, WithRow, kind_of, shapes_dataset
-from training_ext.core.seeding import SampleStream, SeededEpochs, WorkerSeed, seed_all
+from training_ext.core.loader import RowLoader, WithRow
+from training_ext.core.rows import DataRows, kind_of, shapes_dataset
+from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, WorkerSeed, seed_all
 from training_ext.core.shards import ShardRows, shard_urls
+from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
 from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.openclip.hosts import host
@@ -94,10 +96,12 @@ class DataSeams:
     ) -> Any:
         """Build OpenCLIP's data set with the names of its scope replaced."""
         self._building = TRAIN_DATA if is_train else VAL_DATA
-        streams, has_rows = 0, True
+        streams, tags = 0, Tags((ROW,))
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
-            streams, has_rows = max(1, args.workers), self.known_rows.shards is not None
-            tokenizer = RowTokenizer(tokenizer, numbers=1 + has_rows + (args.same_key is not None))
+            streams = max(1, args.workers)
+            carried = {KEY: args.same_key is not None, ROW: self.known_rows.shards is not None, NUMBER: True}
+            tags = Tags(tuple(name for name, is_carried in carried.items() if is_carried))
+            tokenizer = tags.tokenizer(tokenizer)
         with scoped(self._building):
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
@@ -118,7 +122,7 @@ class DataSeams:
         else:
             loader.batch_sampler.sampler = order
         keys = find_keys(args, self.known_rows.kind)
-        self.loader = RowLoader(loader, args.accum_freq, has_rows, streams, self._seed, order, keys)
+        self.loader = RowLoader(loader, args.accum_freq, tags, streams, self._seed, order, keys)
         return replace(info, dataloader=self.loader)
 
     def synthetic(self, original: Callable) -> Callable:

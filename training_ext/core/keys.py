@@ -16,8 +16,8 @@ from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures
 from training_ext.core.sample_json import JsonKey
 
-Keys = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""Maps tokens (b, L) and rows (b,) of a batch to the captions' tokens and the keys, (b,) int64."""
+Keys = Callable[[Tensor, Tensor | None], Tensor]
+"""Maps tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64."""
 
 
 def has_keys(args: Namespace) -> bool:
@@ -64,25 +64,20 @@ def columns_of_text(args: Namespace) -> dict[str, type]:
 
 
 def find_keys(args: Namespace, kind: str) -> Keys | None:
-    """The function that finds the keys of a batch; None if no keys were requested."""
-    if args.same_key is not None and kind == "webdataset":
-        return last_column
-    if args.same_key is not None:
-        columns = [args.same_key, args.csv_img_key]
-        table = pd.read_csv(
-            args.train_data, sep=args.csv_separator, usecols=columns, dtype=columns_of_text(args)
-        ).reset_index(drop=True)
-        cells = table[args.same_key]
-        if args.several_captions:
-            cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
-        of_rows = keys_of_cells(cells)
-        return lambda tokens, rows: (tokens, of_rows[rows])
-    return (lambda tokens, rows: (tokens, keys_of_captions(tokens))) if args.same_caption else None
-
-
-def last_column(tokens: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Split off the keys that `JsonKey` found when the shards were read; they follow the captions' tokens (b, L)."""
-    return tokens[:, :-1], tokens[:, -1].contiguous()
+    """The function that finds the keys of a batch; None without keys, or if `JsonKey` finds them as shards are read."""
+    if args.same_caption:
+        return lambda tokens, rows: keys_of_captions(tokens)
+    if args.same_key is None or kind == "webdataset":
+        return None
+    columns = [args.same_key, args.csv_img_key]
+    table = pd.read_csv(
+        args.train_data, sep=args.csv_separator, usecols=columns, dtype=columns_of_text(args)
+    ).reset_index(drop=True)
+    cells = table[args.same_key]
+    if args.several_captions:
+        cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
+    of_rows = keys_of_cells(cells)
+    return lambda tokens, rows: of_rows[rows]
 
 
 def key_of_samples(args: Namespace) -> JsonKey | None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from open_clip_ext import create_loss, factory
 from open_clip_ext.distributed import world_size
 from open_clip_ext.losses import Loss
-from training_ext.core.rows import RowLoader
+from training_ext.core.loader import RowLoader
+from training_ext.core.tags import KEY, ROW
 
 
 def build_loss(
@@ -83,14 +84,13 @@ class TrainingLoss:
         return self.loss.value_name
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
-        index = self.loader.latest_rows() if self.loss.needs_index else None
-        value = self.value(**model_out, index=index, key=self.loader.latest_keys())
+        value = self.value(**model_out)
         return LogItems({self.name: value}, self.diagnostics) if output_dict else value
 
-    def value(self, index: Tensor | None = None, key: Tensor | None = None, **model_out: Any) -> Tensor:
-        """The loss, 0-d, of a model's output and the rows and keys of its samples, (b,) each or None."""
-        if not self.loss.needs_index:
-            index = None
+    def value(self, **model_out: Any) -> Tensor:
+        """The loss, 0-d, of a model's output for the batches since the last step."""
+        index = self.loader.latest(ROW) if self.loss.needs_index else None
+        key = self.loader.latest(KEY)
         return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
 
     def watched(self, numbered: Iterable[tuple[int, Any]], log_every: int) -> Iterator[tuple[int, Any]]:

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 from training_ext.core.captions import captions_of_samples, draw_from_lines, index_by_position, is_empty
 from training_ext.core.keys import columns_of_text
 from training_ext.core.rows import shapes_dataset
-from training_ext.core.shards import ROW_SEPARATOR, ShardRows, Shards, split_row
+from training_ext.core.shards import ShardRows, Shards
+from training_ext.core.tags import ROW, Tags
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import decode_pairs
 from training_ext.openclip.patching import replaced
@@ -89,13 +90,11 @@ def _read_shards(
         return True
 
     def wanted(samples: Iterator[dict]) -> Iterator[dict]:
-        for sample in samples:
-            if sample.get("txt"):
-                row = int(sample["txt"].partition(ROW_SEPARATOR.encode())[0])
-                if row >= stop:
-                    return
-                if row >= start and open_clip_data.filter_no_caption_or_no_image(sample):
-                    yield sample
+        for row, sample in enumerate(samples, first):
+            if row >= stop:
+                return
+            if row >= start and sample.get("txt") and open_clip_data.filter_no_caption_or_no_image(sample):
+                yield sample
 
     wds = open_clip_data.wds
     stage = ShardRows(shards, lambda url, error, *place: tell(error), recaption=recaption)
@@ -105,7 +104,7 @@ def _read_shards(
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(stage([{"url": url}])))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):
             try:
-                row, caption = split_row(sample["text"])
+                (row,), caption = Tags((ROW,)).split(sample["text"])
                 yield row, transform(sample["image"]), tokenizer(caption)[0]
             except Exception as error:
                 tell(error)

@@ -1,10 +1,4 @@
-"""Train data whose samples have their row number, and whose epochs can start at any batch.
-
-The row is one extra column at the end of each sample's tokens, so that OpenCLIP's loaders, samplers and
-collation need no change; `RowLoader` removes it before OpenCLIP's loop sees the batch. A sample's number in the
-stream of a loader worker is another such column. In OpenCLIP 4's task loop the row is the batch's `index`;
-samples of data without shards are dicts there and have `index` from the start.
-"""
+"""The rows of the train data: what a sample is, how many there are, and whether they are the same as in another run."""
 
 import hashlib
 import lzma
@@ -14,27 +8,22 @@ import tarfile
 import zipfile
 import zlib
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import pandas as pd
-import torch
 from open_clip_train import data as open_clip_data
-from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from open_clip_ext import factory
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import Keys, check_column, columns_of_text, key_of_samples
-from training_ext.core.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, SeededEpochs, Start, seed_host
-from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls, split_row
-from training_ext.openclip.hosts import TASKS, host
+from training_ext.core.keys import check_column, columns_of_text, key_of_samples
+from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
+from training_ext.openclip.hosts import host
 
 _DAMAGED_ARCHIVE = (zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile)
 HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
@@ -223,178 +212,6 @@ def read_csv(
         )
     look_at_lines(table, args.csv_img_key, path, flag)
     return table
-
-
-class WithRow(Dataset):
-    """A map-style data set of the host's images and tokens, with the row added to each sample.
-
-    Args:
-        dataset: OpenCLIP's, whose augmentations draw from the global generators.
-        seed: the run's seed.
-        epoch: OpenCLIP's SharedEpoch; the augmentation is seeded by epoch and row.
-    """
-
-    def __init__(self, dataset: Dataset, seed: int, epoch: Any):
-        self.dataset = dataset
-        self.seed = seed
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
-
-    def __getitem__(self, row: int) -> Any:
-        seed_host(self.seed, IN_SAMPLE, self.epoch.get_value(), row)
-        sample = self.dataset[row]
-        if host().loop == TASKS:
-            return {**sample, "index": row}
-        image, tokens = host().pair(sample)
-        return host().batch(image, append_row(tokens, row))
-
-
-class RowTokenizer:
-    """Tokenizer for captions with numbers in front, which it appends to the tokens in reverse order.
-
-    Args:
-        tokenizer: OpenCLIP's.
-        numbers: how many numbers there are: that of `SampleStream`, then those of `ShardRows`.
-    """
-
-    def __init__(self, tokenizer: Callable, numbers: int):
-        self.tokenizer = tokenizer
-        self.numbers = numbers
-
-    def __call__(self, text: str) -> Tensor:
-        numbers = []
-        for _ in range(self.numbers):
-            number, text = split_row(text)
-            numbers.append(number)
-        tokens = self.tokenizer(text)[0]
-        for number in reversed(numbers):
-            tokens = append_row(tokens, number)
-        return tokens[None]
-
-
-def append_row(tokens: Tensor, row: int) -> Tensor:
-    """Append the row to the tokens (L,); (L + 1,) int64."""
-    return torch.cat([tokens.long(), torch.tensor([row])])
-
-
-class LateSampler(Sampler[int]):
-    """A sampler whose next epoch can start at a later batch.
-
-    Args:
-        sampler: OpenCLIP's.
-        batch_size: batch size of this process.
-    """
-
-    def __init__(self, sampler: Sampler[int], batch_size: int):
-        self.sampler = sampler
-        self.batch_size = batch_size
-        self._skipped = 0
-
-    def start_at(self, start: Start) -> None:
-        self._skipped = start.batches * self.batch_size
-
-    def __iter__(self) -> Iterator[int]:
-        skipped, self._skipped = self._skipped, 0
-        return islice(iter(self.sampler), skipped, None)
-
-    def __len__(self) -> int:
-        return len(self.sampler)  # type: ignore[arg-type]  # torch's class does not declare the length
-
-
-class RowLoader:
-    """A train loader that removes the columns of numbers, and keeps rows and keys of the last `keep` batches.
-
-    Args:
-        loader: OpenCLIP's, with its `num_batches` and `num_samples`.
-        keep: batches per optimiser step.
-        has_rows: whether the tokens include a row.
-        streams: loader workers that number their samples, as the last token; 0 for map-style data.
-        seed: seeds this process's generators for a use (of `seeding`) and a place in this epoch.
-        order: a LateSampler or SeededEpochs, which determines the loader's order.
-        keys: finds the keys of a batch and removes them from the tokens; None without keys.
-
-    Attributes:
-        first: number of batches of the epoch that an earlier run completed.
-        numbers: number of the latest sample of each stream.
-        after_step: called between two optimizer steps with the number of completed batches of the epoch.
-    """
-
-    def __init__(
-        self, loader: Any, keep: int, has_rows: bool, streams: int, seed: Callable[..., None],
-        order: LateSampler | SeededEpochs | None = None, keys: Keys | None = None,
-    ):
-        self.loader = loader
-        self.keep = keep
-        self.has_rows = has_rows
-        self.streams = streams
-        self.seed = seed
-        self.order = order
-        self.keys = keys
-        self.first = 0
-        self.numbers = [0] * streams
-        self.after_step: Callable[[int], None] = lambda batches: None
-        self._latest: deque[Tensor] = deque(maxlen=keep)
-        self._latest_keys: deque[Tensor] = deque(maxlen=keep)
-
-    def start_at(self, start: Start | None) -> None:
-        """Start the next epoch at `start`; None: at its first batch."""
-        self.first = 0 if start is None else start.batches
-        self.numbers = [0] * self.streams if start is None else list(start.samples)
-        if start is not None:
-            assert self.order is not None
-            self.order.start_at(start)
-
-    def __iter__(self) -> Iterator[Any]:
-        self._latest.clear()
-        self._latest_keys.clear()
-        self.seed(AT_EPOCH)
-        empty = self.first % self.streams if self.streams else 0  # see `SeededEpochs`
-        for done, batch in enumerate(islice(self.loader, empty, None), self.first + 1):
-            images, tokens = host().pair(batch)
-            # So that the model's random numbers do not depend on what the loader draws in this process.
-            self.seed(AT_BATCH, done)
-            if self.streams:
-                self.numbers[(done - 1) % self.streams] = int(tokens[-1, -1])
-                tokens = tokens[:, :-1]
-            rows = None
-            if isinstance(batch, dict) and "index" in batch:
-                rows = batch["index"]
-            elif self.has_rows:
-                rows, tokens = tokens[:, -1].contiguous(), tokens[:, :-1]
-            if rows is not None:
-                self._latest.append(rows)
-            if self.keys is not None:
-                tokens, keys = self.keys(tokens, rows)
-                self._latest_keys.append(keys)
-            yield self._given(batch, images, tokens.contiguous())
-            if done % self.keep == 0:
-                self.after_step(done)
-
-    def _given(self, batch: Any, images: Tensor, tokens: Tensor) -> Any:
-        """The batch that OpenCLIP's loop gets."""
-        if host().loop != TASKS:
-            return host().batch(images, tokens)
-        own = {"index": self._latest[-1]} if self.has_rows else {}
-        if self.keys is not None:
-            own["key"] = self._latest_keys[-1]
-        return {**batch, "text": tokens, **own}
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        # Not `self.loader`, which would come here again: it is absent while a copy or a pickle is being made.
-        return getattr(object.__getattribute__(self, "loader"), name)
-
-    def latest_rows(self) -> Tensor:
-        """Rows of the last `keep` batches, one after the other, int64 on the CPU."""
-        return torch.cat(list(self._latest))
-
-    def latest_keys(self) -> Tensor | None:
-        """Keys of the last `keep` batches, one after the other, int64 on the CPU; None without keys."""
-        return torch.cat(list(self._latest_keys)) if self.keys is not None else None
 
 
 class HostScenes(Scenes):

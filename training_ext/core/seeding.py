@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from training_ext.core.shards import ROW_SEPARATOR
+from training_ext.core.tags import Tags
 
 # The first number after the seed tells the uses apart, so that no two draw the same numbers.
 AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE, CAPTION = 1, 2, 3, 4, 5, 6, 7
@@ -110,7 +110,7 @@ class SampleStream:
             # Enough, since the following stages handle one sample at a time.
             seed_host(self.seed, IN_SAMPLE, self._epoch, self.rank, worker_id(), self._number)
             if sample.get("txt"):  # an empty caption stays empty, so that it can be counted
-                sample["txt"] = f"{self._number}{ROW_SEPARATOR}".encode() + sample["txt"]
+                sample["txt"] = Tags.write(sample["txt"], self._number)
             yield sample
 
 
@@ -153,6 +153,30 @@ class SeededEpochs(IterableDataset):
         # drops.
         ahead = [()] if worker < start.batches % workers else []
         return chain(ahead, islice(iter(self.dataset), left))
+
+
+class LateSampler(Sampler[int]):
+    """A sampler whose next epoch can start at a later batch.
+
+    Args:
+        sampler: OpenCLIP's.
+        batch_size: batch size of this process.
+    """
+
+    def __init__(self, sampler: Sampler[int], batch_size: int):
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self._skipped = 0
+
+    def start_at(self, start: Start) -> None:
+        self._skipped = start.batches * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self._skipped = self._skipped, 0
+        return islice(iter(self.sampler), skipped, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]  # torch's class does not declare the length
 
 
 @contextmanager

@@ -22,11 +22,9 @@ from webdataset.gopen import rewrite_url
 
 from open_clip_ext.errors import InputError
 from training_ext.core.shard_scan import scan_all, scanned_before
+from training_ext.core.tags import Tags
 from training_ext.core.tars import KeyDigest, one_line, samples_before
 from training_ext.openclip.loading import missing_of
-
-ROW_SEPARATOR = "\x1f"
-"""The separator between row and caption in the text that `ShardRows` writes."""
 
 _CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
 _NAMED = 3  # shards in a message
@@ -298,7 +296,7 @@ class ShardRows:
 
     It replaces OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
     are counted but not changed; an empty caption gets no row, and white space becomes one. The sample in which a shard
-    breaks off is left out if it is no pair. `split_row` reads a row back.
+    breaks off is left out if it is no pair. `Tags` reads it back.
 
     Args:
         shards: the shards that have rows; None: read without rows.
@@ -355,8 +353,8 @@ class ShardRows:
         if not caption.decode(errors="replace").strip():
             return b""
         if self.key is not None:
-            caption = _numbered(caption, self.key(sample))
-        return caption if self.shards is None else _numbered(caption, row)
+            caption = Tags.write(caption, self.key(sample))
+        return caption if self.shards is None else Tags.write(caption, row)
 
     def _place(self, url: str) -> tuple[int, int | None]:
         if self.shards is None:
@@ -382,15 +380,3 @@ class ShardRows:
 
 
 _RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
-
-
-def _numbered(caption: bytes, number: int) -> bytes:
-    return f"{number}{ROW_SEPARATOR}".encode() + caption
-
-
-def split_row(text: str) -> tuple[int, str]:
-    """Row and caption from the text that `ShardRows` wrote; ValueError if there is no row in it."""
-    row, separator, caption = text.partition(ROW_SEPARATOR)
-    if not separator:
-        raise ValueError(f"no row before the caption {text!r}")
-    return int(row), caption

@@ -9,15 +9,6 @@ from torch import Tensor, nn
 
 from training_ext.core.loss import LogItems, TrainingLoss
 
-BESIDE = ("index", "key")
-"""Entries of a batch that are for the loss, not for the model."""
-
-
-class Batch(dict):
-    """Images and tokens, which the loop passes to the model; `beside` has the entries for the loss, on the CPU."""
-
-    beside: dict[str, Tensor]
-
 
 class TaskLosses(LogItems):
     """The losses of a step as the task loop takes them.
@@ -63,32 +54,23 @@ class LossTask(CLIPTask):
             self.reference.eval()
         return self
 
-    def prepare_batch(
-        self, batch: dict[str, Any], device: torch.device, input_dtype: torch.dtype | None = None
-    ) -> dict[str, Any]:
-        for_model = {name: value for name, value in batch.items() if name not in BESIDE}
-        prepared = Batch(super().prepare_batch(for_model, device, input_dtype))
-        prepared.beside = {name: batch[name] for name in BESIDE if name in batch}
-        return prepared
-
-    def training_forward(self, batch: Batch) -> tuple[dict, dict]:
+    def training_forward(self, batch: dict[str, Tensor]) -> tuple[dict, dict]:
         output = self.trainable_module(**batch)
         report = self._report(output)
         if self.reference is not None:
             with torch.no_grad():
                 output |= {f"dist_{name}": value for name, value in self.reference(**batch).items()}
-        losses = self._losses(output, [batch])
+        losses = self._losses(output)
         losses["loss"] = losses["contrastive_loss"]
         return losses, report
 
     def compute_accum_loss(
-        self, inputs: dict[str, Tensor], inputs_no_accum: dict[str, Tensor], accum_batches: list[Batch]
+        self, inputs: dict[str, Tensor], inputs_no_accum: dict[str, Tensor], accum_batches: list
     ) -> tuple[dict, dict]:
-        return self._losses(inputs | inputs_no_accum, accum_batches), self._report(inputs_no_accum)
+        return self._losses(inputs | inputs_no_accum), self._report(inputs_no_accum)
 
-    def _losses(self, output: dict[str, Tensor], batches: list[Batch]) -> TaskLosses:
-        beside = {name: torch.cat([batch.beside[name] for batch in batches]) for name in batches[0].beside}
-        return TaskLosses(self.loss.value(**output, **beside), self.loss.name, self.loss.diagnostics)
+    def _losses(self, output: dict[str, Tensor]) -> TaskLosses:
+        return TaskLosses(self.loss.value(**output), self.loss.name, self.loss.diagnostics)
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
         """Compile the model only, since the loss updates state of its own."""
