@@ -1,6 +1,6 @@
 """`Feature`: one capability of a training with its options, its rules, and the events that it answers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -59,6 +59,26 @@ class Epoch:
         return f"Epoch {self.number}" if self.is_training else f"Recovery {self.number + 1}/{self.of}"
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation of OpenCLIP's, to which features add metrics; on process 0.
+
+    Args:
+        epoch: number of completed epochs.
+        model: without wrappers, in evaluation mode.
+        data: OpenCLIP's, by name.
+        transform, tokenizer: of the evaluated model.
+        worker_init_fn: of loaders.
+    """
+
+    epoch: int
+    model: torch.nn.Module
+    data: dict[str, Any]
+    transform: Any
+    tokenizer: Any
+    worker_init_fn: Callable[[int], None]
+
+
 class Feature(Part):
     """One capability of a training, in a file of its own.
 
@@ -84,8 +104,16 @@ class Feature(Part):
 
     # The events, in the order in which they occur
 
-    def check(self) -> None:
-        """Process 0, before anything is written: raise InputError for flags that cannot work."""
+    def metrics(self) -> Sequence[str]:
+        """Names of the metrics that it adds to an evaluation."""
+        return ()
+
+    def check(self, metrics: list[str]) -> None:
+        """Process 0, before anything is written: raise InputError for flags that cannot work.
+
+        Args:
+            metrics: names of all that the run evaluates.
+        """
 
     def loss_built(self, loss: TrainingLoss) -> None:
         """Every process has its loss and its train loader; only of this package's losses."""
@@ -96,6 +124,10 @@ class Feature(Part):
     def epoch(self, epoch: Epoch) -> AbstractContextManager[None]:
         """A context around each epoch's steps."""
         return nullcontext()
+
+    def scores(self, evaluation: Evaluation) -> dict[str, float]:
+        """Process 0, within an evaluation: values of `metrics`."""
+        return {}
 
     def evaluated(
         self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]

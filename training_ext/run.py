@@ -6,12 +6,15 @@ from typing import Any
 
 from open_clip_ext.options import Option
 from training_ext.context import Run
+from training_ext.core.metrics import is_due, open_clip_metrics
 from training_ext.feature import Epoch, Feature
 from training_ext.features.bad_samples import BadSamples
 from training_ext.features.keep_best import KeepBest
+from training_ext.features.own_classes import OwnClasses
 from training_ext.features.resume import Resume
+from training_ext.features.scenes import SceneClasses
 
-FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, KeepBest)
+FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, SceneClasses, OwnClasses, KeepBest)
 """An event reaches them in this order."""
 
 
@@ -41,6 +44,11 @@ class Features(list[Feature]):
         """Pass an event, a method of `Feature`, to each feature."""
         for feature in self:
             getattr(feature, event.__name__)(*args)
+
+    def metrics(self, epoch: int | None = None) -> list[str]:
+        """Names of the metrics that the run evaluates; after `epoch` epochs, if given."""
+        added = [name for feature in self for name in feature.metrics()]
+        return open_clip_metrics(self.run.args, epoch) + (added if is_due(self.run.args, epoch) else [])
 
     @contextmanager
     def epoch(self, epoch: Epoch) -> Iterator[None]:

@@ -28,18 +28,16 @@ from training_ext.core import checkpoint, checkpoint_files, row_folders
 from training_ext.core.checkpoint_files import most_trained
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss, build_loss
-from training_ext.core.metrics import known_metrics
+from training_ext.core.metrics import is_due
 from training_ext.core.rows import DataRows, trains
 from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale, whole
 from training_ext.core.usable import SampleWatch
-from training_ext.feature import Epoch, Feature
-from training_ext.features import own_classes as during_training
+from training_ext.feature import Epoch, Evaluation, Feature
 from training_ext.features.advice import advise, advise_any
 from training_ext.features.log import RunLog
 from training_ext.features.recovery.before_training import BeforeTraining
 from training_ext.features.recovery.recovery import remove_unfinished
-from training_ext.features.scenes import classify_scenes
 from training_ext.features.summary import summary
 from training_ext.features.temperature_sheet import write_sheet
 from training_ext.flags import recipes
@@ -51,6 +49,7 @@ from training_ext.openclip.loading import load_resumed
 from training_ext.run import Features
 
 RUN = "run"
+IMAGENET_V2 = "imagenet-v2"
 
 
 class Session:
@@ -262,7 +261,10 @@ class Session:
         if "train" in data and is_master(args):
             for sentence in advise_any(args, self.run.steps(data["train"].dataloader.num_batches)):
                 logging.warning(sentence)
-        return during_training.marked(data, args)
+        # OpenCLIP evaluates only validation data and ImageNet.
+        if any(feature.metrics() for feature in self.features) and not set(data) & {"val", "imagenet-val", IMAGENET_V2}:
+            data[IMAGENET_V2] = None
+        return data
 
     # Training
 
@@ -327,7 +329,7 @@ class Session:
         loader = data["train"].dataloader
         steps = self.run.steps(loader.num_batches)
         saves = args.loss is not None and self.run.saves_after(epoch + 1)
-        saves_first = saves and bool(known_metrics(args, epoch + 1))  # OpenCLIP saves after the evaluation
+        saves_first = saves and bool(self.features.metrics(epoch + 1))  # OpenCLIP saves after the evaluation
         started = Epoch(
             TRAIN, epoch, args.epochs, epoch, loader, steps, first=epoch * steps, before=epoch * steps,
             ahead=(args.epochs - epoch - 1) * steps, tensorboard=tb_writer, saved=saved, save=save,
@@ -467,16 +469,14 @@ class Session:
     def zero_shot_eval(
         self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
     ) -> dict[str, float]:
-        metrics = original(model, during_training.unmarked(data), epoch, args, tokenizer=tokenizer)
-        if self.divides_model or not args.val_frequency or (epoch % args.val_frequency and epoch != args.epochs):
-            return metrics
-        model = self.unwrapped(model)
-        if args.dataset_type == "shapes" and "val" in data:
-            metrics = metrics | classify_scenes(model, data["val"].dataloader, args, tokenizer)
-        if args.zeroshot_data is not None:
-            metrics = metrics | during_training.score_epoch(
-                model, self._transforms[1], tokenizer, epoch, args, self.data.workers
+        data = {name: info for name, info in data.items() if info is not None}
+        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
+        if not self.divides_model and is_due(args, epoch):
+            found = Evaluation(
+                epoch, self.unwrapped(model), data, self._transforms[1], tokenizer, self.data.workers
             )
+            for feature in self.features:
+                metrics = metrics | feature.scores(found)
         return metrics
 
     def clip_metrics(self, image_features: Any, text_features: Any, **unused: Any) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.core.metrics import SCENES, is_better, known_metrics, num_items
+from training_ext.context import Run
+from training_ext.core.metrics import SCENES, is_better, num_items
 from training_ext.features.keep_best import BEST, START
 from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
+from training_ext.run import Features
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"
@@ -222,8 +224,9 @@ def test_training_from_scratch_has_no_start(run):
 def test_metrics_known_and_their_directions():
     args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
     args.val_data = "shapes"
-    assert known_metrics(parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())) == []
-    names = known_metrics(args)
+    never = parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())
+    assert Features(Run(never)).metrics() == []
+    names = Features(Run(args)).metrics()
     assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", SCENES, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
     assert is_better(RECALL, 0.6, 0.5) and not is_better(RECALL, 0.5, 0.5)

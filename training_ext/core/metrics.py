@@ -16,19 +16,19 @@ IMAGENET = ("imagenet-zeroshot-val-top1", "imagenet-zeroshot-val-top5")
 IMAGENET_V2 = ("imagenetv2-zeroshot-val-top1", "imagenetv2-zeroshot-val-top5")
 
 
-def known_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
-    """Names of the metrics that this command line evaluates; after `epoch` epochs, if given."""
+def is_due(args: Namespace, epoch: int | None = None, flag: str = "val_frequency") -> bool:
+    """Whether the run evaluates, by the frequency in `flag`; after `epoch` epochs, if given."""
+    frequency = getattr(args, flag)
+    return frequency > 0 and (epoch is None or epoch % frequency == 0 or epoch == args.epochs)
 
-    def due(frequency: int) -> bool:
-        return frequency > 0 and (epoch is None or epoch % frequency == 0 or epoch == args.epochs)
 
+def open_clip_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
+    """Names of the metrics of OpenCLIP's evaluation; after `epoch` epochs, if given."""
     names = []
-    if args.val_data and due(args.val_frequency):
-        names += [*VALIDATION, "clip_val_loss", *([SCENES] if args.dataset_type == "shapes" else [])]
+    if args.val_data and is_due(args, epoch):
+        names += [*VALIDATION, "clip_val_loss"]
         names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") in ("csv", "webdataset") else ()
-    if args.zeroshot_data and due(args.val_frequency):
-        names += OWN_CLASSES
-    if due(args.zeroshot_frequency):
+    if is_due(args, epoch, "zeroshot_frequency"):
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
     return names
 

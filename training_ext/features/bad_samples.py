@@ -60,7 +60,7 @@ class BadSamples(Feature, SampleWatch):
         self.of_shards({})
         self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._passed_over = 0
 
-    def check(self) -> None:
+    def check(self, metrics: list[str]) -> None:
         if self.max_bad_samples is not None and self.run.args.dataset_type in ("synthetic", "shapes"):
             raise InputError(
                 f"--dataset-type {self.run.args.dataset_type} is made as it is read; leave it out", "--max-bad-samples"

@@ -15,7 +15,7 @@ from open_clip_ext.files import whole_file
 from open_clip_ext.options import option
 from training_ext.context import Run
 from training_ext.core.checkpoint import atomic_save
-from training_ext.core.metrics import COUNTS, is_better, known_metrics, num_items, smaller_is_better, standard_error
+from training_ext.core.metrics import COUNTS, is_better, num_items, smaller_is_better, standard_error
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_mapped, one_line
@@ -36,19 +36,20 @@ class KeepBest(Feature):
         super().__init__(run)
         self._start: dict[str, float] = {}
         self._best: float | None = None
+        self._misses_start = False
 
-    def check(self) -> None:
+    def check(self, metrics: list[str]) -> None:
         if self.keep_best is None:
             return
-        given, names = repr(self.keep_best), known_metrics(self.run.args)
+        given = repr(self.keep_best)
         if not self.run.trains:
             wrong = f"{given} without training; give --train-data"
         elif not self.run.keeps_files:
             wrong = f"{given} with --logs {self.run.args.logs}, which writes no files; give a folder"
-        elif not names:
+        elif not metrics:
             wrong = f"{given} needs an evaluation; give --val-data or --imagenet-val, with a frequency above 0"
-        elif self.keep_best not in names:
-            wrong = not_one_of(self.keep_best, names)
+        elif self.keep_best not in metrics:
+            wrong = not_one_of(self.keep_best, metrics)
         else:
             return
         raise InputError(wrong, "--keep-best")
@@ -66,13 +67,15 @@ class KeepBest(Feature):
                 if self._best is not None and place != folder:
                     with open(os.path.join(place, BEST), "rb") as source, whole_file(self.run.file(BEST)) as target:
                         shutil.copyfileobj(source, target)
-        if starts_from_weights(args) and known_metrics(args) and not self._start:
-            logging.warning("The metrics before training were not found, so later ones are not compared with them")
+        self._misses_start = starts_from_weights(args) and not self._start
 
     def evaluated(
         self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]
     ) -> None:
         values = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
+        if self._misses_start:
+            self._misses_start = False
+            logging.warning("The metrics before training were not found, so later ones are not compared with them")
         if epoch > 0:
             self._compare(epoch, values, metrics, data)
         elif self._start:  # once more, after the recovery of statistics

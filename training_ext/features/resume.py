@@ -45,7 +45,7 @@ class Resume(Feature):
         self._loss: TrainingLoss | None = None
         self._epoch: Epoch
 
-    def check(self) -> None:
+    def check(self, metrics: list[str]) -> None:
         if self.save_every_steps is None:
             return
         args = self.run.args

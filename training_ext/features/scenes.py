@@ -1,6 +1,7 @@
 """Zero-shot classification of generated scenes during training, as OpenCLIP has it for ImageNet."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
@@ -11,6 +12,7 @@ from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
 from training_ext.core.metrics import SCENES
+from training_ext.feature import Evaluation, Feature
 from training_ext.openclip.hosts import host, taken
 
 # The 180 classes: the colours of the two objects, in any order, and the background.
@@ -58,3 +60,18 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
                 right += KINDS[kind] == kind_of(scenes.scene(seen))
                 seen += 1
     return {SCENES: right / seen}
+    return {SCENES: right / seen}
+
+
+class SceneClasses(Feature):
+    """Zero-shot classification of the validation scenes of `--dataset-type shapes`."""
+
+    needs_loss = False
+
+    def metrics(self) -> Sequence[str]:
+        return (SCENES,) if self.run.args.dataset_type == "shapes" and self.run.args.val_data else ()
+
+    def scores(self, evaluation: Evaluation) -> dict[str, float]:
+        if self.run.args.dataset_type != "shapes" or "val" not in evaluation.data:
+            return {}
+        return classify_scenes(evaluation.model, evaluation.data["val"].dataloader, self.run.args, evaluation.tokenizer)

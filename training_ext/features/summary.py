@@ -18,8 +18,7 @@ from training_ext.run import features_files
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 WHAT = {
     "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
-    "temperatures.html": "samples by temperature", "confusion": "confusion matrices",
-    "tensorboard": "tensorboard --logdir {}",
+    "temperatures.html": "samples by temperature",    "tensorboard": "tensorboard --logdir {}",
 }
 
 
@@ -41,10 +40,10 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
             yield f"  {name}: {what.format(shlex.quote(path))}"
     yield "Next:"
     module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
-    if args.zeroshot_data is None:
+    if not (zeroshot_data := getattr(args, "zeroshot_data", None)):
         data = "--data FOLDER"
     else:
-        data = f"--zeroshot-data {shlex.quote(args.zeroshot_data)}"
+        data = f"--zeroshot-data {shlex.quote(zeroshot_data)}"
     yield f"{module}.evaluate --checkpoint {given} {data} --out scores.jsonl"
     if has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"

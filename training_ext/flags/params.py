@@ -161,12 +161,6 @@ class Parser(argparse.ArgumentParser):
             help="train on scenes in other colours and with noisy captions; the validation scenes are the same",
         )
         group.add_argument(
-            "--zeroshot-data",
-            metavar="DIR",
-            help="classify your own images zero-shot after each epoch, with any loss: class folders of images, or "
-            "shards as for open_clip_ext.evaluate",
-        )
-        group.add_argument(
             "--osr-epochs",
             type=float,
             metavar="EPOCHS",

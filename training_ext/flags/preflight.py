@@ -28,7 +28,6 @@ from training_ext.core.loss import build_loss
 from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
 from training_ext.feature import Feature
 from training_ext.features.advice import advise_on_captions
-from training_ext.features.own_classes import check_own_classes
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import find_unfinished, read_unfinished
 from training_ext.flags.data_checks import (
@@ -97,7 +96,6 @@ def check(args: Namespace) -> DataRows | None:
         if local_rank == 0 and trains(args) and not needs_rows:
             check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
-    check_own_classes(args)
     # Quick checks come before the scan of shards.
     resumed = check_flags(args, world_size)
     check_device(args)
@@ -143,8 +141,8 @@ def check_open_clips_own(args: Namespace) -> None:
     Raises:
         InputError: as `check`.
     """
-    Features(Run(args)).tell(Feature.check)
-    check_own_classes(args)
+    features = Features(Run(args))
+    features.tell(Feature.check, features.metrics())
     check_experiment(args)
     if args.resume is not None and args.resume != "latest":
         resumed = find_resumed(args.resume)
@@ -170,7 +168,8 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | N
     path = resumed_path(args)
     check_folder(path, world_size, args)
     resumed = find_resumed(path)
-    Features(Run(args)).tell(Feature.check)
+    features = Features(Run(args))
+    features.tell(Feature.check, features.metrics())
     check_recovery(args, resumes_training=resumed is not None)
     return resumed
 
@@ -262,6 +261,8 @@ def check_recovery(args: Namespace, resumes_training: bool) -> None:
         raise InputError(f"the name {name!r} is too long; give one of at most {most} bytes", "--osr-save")
 
 
+    features = Features(Run(args))
+    features.tell(Feature.check, features.metrics())
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """Check that the loss's state fits in memory.
 

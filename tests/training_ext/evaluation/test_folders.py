@@ -14,10 +14,11 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
+from training_ext.context import Run
 from training_ext.evaluation.class_folders import open_own_classes
 from training_ext.evaluation.folders import Candidates, Images, Shards
 from training_ext.evaluation.scores import prompt_of
-from training_ext.features.own_classes import check_own_classes
+from training_ext.features.own_classes import OwnClasses
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -256,7 +257,7 @@ def test_numbers_in_the_order_of_text(tmp_path, caplog):
         if named:
             (folder / "classnames.txt").write_text("\n".join(map(str, range(11))))
         caplog.clear()
-        check_own_classes(Namespace(zeroshot_data=str(folder), val_frequency=1))
+        OwnClasses(Run(Namespace(zeroshot_data=str(folder), val_frequency=1))).check([])
         assert [record.message.count("line 3 of classnames.txt") for record in caplog.records] == [1] * told
         assert all("'10', not '2'" in record.message for record in caplog.records)
 
@@ -267,6 +268,6 @@ def test_images_of_a_class_that_the_model_sees_otherwise(tmp_path, caplog):
         for number in range(30):
             (tmp_path / name / f"{number}.png").write_bytes(png())
     Image.fromarray(np.linspace(1000, 60000, 64).astype("u2").reshape(8, 8)).save(tmp_path / "scan/0.png")
-    check_own_classes(Namespace(zeroshot_data=str(tmp_path), val_frequency=1))
+    OwnClasses(Run(Namespace(zeroshot_data=str(tmp_path), val_frequency=1))).check([])
     (record,) = caplog.records
     assert "lose values in RGB" in record.message and record.message.endswith(f"'{tmp_path}/scan/0.png'")

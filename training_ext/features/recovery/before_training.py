@@ -12,7 +12,6 @@ import torch.distributed as dist
 from open_clip_train.distributed import is_master
 
 from open_clip_ext.metrics_file import RECOVERY
-from training_ext.core.metrics import known_metrics
 from training_ext.core.seeding import AT_EPOCH, kept_random_state, seed_all
 from training_ext.feature import Epoch, Feature
 from training_ext.features.recovery.recovery import FIRST_EPOCH, StatisticsRecovery
@@ -49,7 +48,7 @@ class BeforeTraining:
     def run(self) -> None:
         args, session = self.args, self.session
         from_weights = starts_from_weights(args) or bool(args.resume)
-        evaluates = bool(known_metrics(args))
+        evaluates = bool(session.features.metrics())
         if from_weights and evaluates:
             with kept_random_state(args.device):
                 evaluate = host().main_module.evaluate

@@ -60,7 +60,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     args = copy.copy(args)
     preflight.prepare_shapes(args)
     has_data = trains(args)
-    evaluates = bool(args.val_data or args.imagenet_val or args.imagenet_v2 or args.zeroshot_data)
+    evaluates = bool(args.val_data or args.imagenet_val or args.imagenet_v2 or getattr(args, "zeroshot_data", None))
     declared = args.train_num_samples or (None if recipe is None else recipe.samples)
     only_evaluates = not has_data and evaluates and declared is None
     if not has_data and not only_evaluates:
