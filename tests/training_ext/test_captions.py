@@ -12,8 +12,8 @@ from open_clip import get_tokenizer
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
-from training_ext.core.captions import Pictures, draw_from_lines, drawn, index_by_position
-from training_ext.core.keys import keys_of_captions
+from training_ext.core.captions import Pictures, draw_from_lines, drawn
+from training_ext.core.keys import keys_of_captions, read_table
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"
@@ -143,13 +143,12 @@ def test_pictures():
     assert len({tuple(drawn(range(4), 0, epoch, picture) for epoch in range(20)) for picture in range(50)}) == 50
 
 
-def test_columns_that_are_series():
-    """As in OpenCLIP 4.2, whose data set reads a Series by position."""
-    labels = [2, 0, 7, 1]  # as of a csv whose header lacks the name of the first column
-    csv = SimpleNamespace(
-        images=pd.Series(["b", "a", "b", "c"], labels), captions=pd.Series([None, "of a", "of b", None], labels)
-    )
-    index_by_position(csv)
+def test_columns_that_are_series(tmp_path):
+    """As in OpenCLIP 4.2, whose data set reads a Series by position; the header lacks the name of the first column."""
+    (tmp_path / "x.csv").write_text("image,text\n2,b,\n0,a,of a\n7,b,of b\n1,c,\n")
+    args = SimpleNamespace(loss="neuclip", csv_img_key="image", csv_caption_key="text", same_key=None)
+    table = read_table(args, tmp_path / "x.csv", sep=",")
+    csv = SimpleNamespace(images=table["image"], captions=table["text"])
     assert list(csv.images) == ["b", "a", "b", "c"] and csv.images[0] == csv.images.iloc[2] == "b"
     pictures = draw_from_lines(csv, 0, SharedEpoch())
     assert pictures.first.tolist() == [0, 1, 3] and len(csv.images) == len(csv.captions) == 3

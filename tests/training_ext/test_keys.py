@@ -10,8 +10,7 @@ from conftest import LOSSES, run_main
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.main import main as ext_main
-from training_ext.core.keys import keys_of_captions, keys_of_cells
-from training_ext.core.sample_json import JsonKey
+from training_ext.core.keys import JsonKey, keys_of_captions, keys_of_cells
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 1 --workers 0"
 

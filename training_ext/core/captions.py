@@ -18,8 +18,8 @@ from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.core.sample_json import fields_of
 from training_ext.core.seeding import CAPTION, seed_of
+from training_ext.core.tars import fields_of
 from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
@@ -127,36 +127,6 @@ class DigestLoader:
             yield batch
 
 
-class Cells:
-    """A column of a csv as a sequence by position, also where OpenCLIP's data set has or expects a pandas Series.
-
-    Args:
-        values: the column's cells; of a Series the labels are dropped.
-    """
-
-    def __init__(self, values: Any):
-        # The array, not a list: its buffers stay shared with the loader's forked workers.
-        self.values = values.array if isinstance(values, pd.Series) else values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, position: int) -> Any:
-        return self.values[position]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.values)
-
-    @property
-    def iloc(self) -> "Cells":
-        return self
-
-
-def index_by_position(csv: Any) -> None:
-    """Change the columns of OpenCLIP's data set of lines, which are lists or pandas Series, into `Cells`."""
-    csv.images, csv.captions = Cells(csv.images), Cells(csv.captions)
-
-
 class DrawnCaptions:
     """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other.
 
@@ -176,6 +146,11 @@ class DrawnCaptions:
     def __len__(self) -> int:
         return len(self.pictures)
 
+    @property
+    def iloc(self) -> "DrawnCaptions":
+        """Some versions of OpenCLIP read a column of pandas'."""
+        return self
+
     def __getitem__(self, picture: int) -> Any:
         captions = [self.captions[line] for line in self.pictures.lines(picture)]
         usable = [caption for caption in captions if not is_empty(caption)]
@@ -183,10 +158,10 @@ class DrawnCaptions:
 
 
 def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
-    """Change OpenCLIP's data set of lines, with `Cells`, into one of images; returns the grouping."""
+    """Change OpenCLIP's data set of lines, by position, into one of images; returns the grouping."""
     pictures = Pictures(list(csv.images))
-    csv.captions = Cells(DrawnCaptions(csv.captions, pictures, seed, epoch))
-    csv.images = Cells([csv.images[line] for line in pictures.first])
+    csv.captions = DrawnCaptions(csv.captions, pictures, seed, epoch)
+    csv.images = pd.Series([csv.images[line] for line in pictures.first], dtype=object)
     return pictures
 
 

@@ -13,17 +13,15 @@ from torch.utils.data import IterableDataset
 
 from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.core.captions import (
-    Cells,
     DigestLoader,
     Pictures,
     captions_of_samples,
     draw_from_lines,
-    index_by_position,
 )
-from training_ext.core.keys import columns_of_text, find_keys, key_of_samples
+from training_ext.core.keys import find_keys, key_of_samples, read_table
 from training_ext.core.loader import RowLoader, WithRow
 from training_ext.core.rows import DataRows, kind_of, shapes_dataset
-from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, WorkerSeed, seed_all
+from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
 from training_ext.core.shards import ShardRows, shard_urls
 from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
@@ -139,7 +137,6 @@ class DataSeams:
 
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
-            index_by_position(lines)
             self._warn_of_joined(lines.captions, path)
             first_lines = None
             if is_train and self.args.several_captions:
@@ -154,11 +151,10 @@ class DataSeams:
 
         return build
 
-    def read_csv(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        as_text = {} if self.args.loss is None else {"dtype": columns_of_text(self.args)}
-        return original(*args, **kwargs, **as_text)
+    def read_csv(self, original: Callable, path: str, **kwargs: Any) -> Any:
+        return read_table(self.args, path, original, **kwargs)
 
-    def _warn_of_joined(self, captions: Cells, path: str) -> None:
+    def _warn_of_joined(self, captions: Sequence[Any], path: str) -> None:
         """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
         found = [number for number, caption in enumerate(captions) if isinstance(caption, str) and "\n" in caption]
         if found and is_master(self.args):
@@ -212,7 +208,7 @@ class DataSeams:
         return build
 
     def seeded_shards(self, original: Callable) -> Callable:
-        return partial(original, worker_seed=WorkerSeed(self.args.seed, self.args.rank))
+        return partial(original, worker_seed=partial(seed_of_shards, self.args.seed, self.args.rank))
 
     def _seed(self, use: int, *place: int) -> None:
         seed_all(self.args.seed, use, self.epoch, self.args.rank, *place)

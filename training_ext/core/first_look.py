@@ -40,10 +40,8 @@ def look_at_shards(
     reasons: Counter[str] = Counter()
     for url in urls[:LOOKED_AT]:
         try:
-            samples = islice(read_samples(url), LOOKED_AT)
+            samples = _first_samples(url, recaption)
             for sample in samples:
-                if recaption is not None:
-                    recaption(sample)
                 reason = _reason(sample, "no caption .txt" if recaption is None else recaption.missing)
                 if reason is None:
                     if key is not None:
@@ -61,13 +59,18 @@ def look_at_shards(
     return None
 
 
+def _first_samples(url: str, recaption: JsonCaptions | None) -> Iterator[dict]:
+    for sample in islice(read_samples(url), LOOKED_AT):
+        if recaption is not None:
+            recaption(sample)
+        yield sample
+
+
 def _captions_of(url: str, recaption: JsonCaptions | None) -> SeenCaptions:
     """The captions of a shard's first samples."""
     captions = []
     with suppress(Exception):  # it may be damaged further down
-        for sample in islice(read_samples(url), LOOKED_AT):
-            if recaption is not None:
-                recaption(sample)
+        for sample in _first_samples(url, recaption):
             captions.append(sample.get("txt", b"").decode(errors="replace"))
     return see(pd.Series(captions, dtype=object), None, f"the first {{}} captions of {url!r}")
 

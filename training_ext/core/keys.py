@@ -1,12 +1,15 @@
 """Keys of samples: samples with the same key are not used as each other's negatives.
 
-`--same-key` takes them from a column of a csv or a field of the .json in shards (`sample_json.JsonKey`),
+`--same-key` takes them from a column of a csv or a field of the .json in shards,
 `--same-caption` from the captions. A caption's key is a hash of its tokens, so texts that differ only
 beyond the context length have the same key.
 """
 
+import hashlib
+import json
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 import torch
@@ -14,8 +17,9 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures
-from training_ext.core.sample_json import JsonKey
+from training_ext.core.tars import fields_of
 
+_NAMED = 10  # fields in a message
 Keys = Callable[[Tensor, Tensor | None], Tensor]
 """Maps tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64."""
 
@@ -57,10 +61,16 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
         )
 
 
-def columns_of_text(args: Namespace) -> dict[str, type]:
-    """pandas' `dtype` for the columns of a csv that are not numbers: as such they lose leading zeros, and with an empty
-    cell among them the last digits."""
-    return dict.fromkeys(filter(None, (args.csv_img_key, args.csv_caption_key, args.same_key)), str)
+def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_csv, **more: Any) -> pd.DataFrame:
+    """A csv by pandas' `read_csv`, indexed by position.
+
+    The columns that flags name are text: as numbers they lose leading zeros, and with an empty cell among them the last
+    digits. Without --loss they are what OpenCLIP makes of them.
+    """
+    columns = filter(None, (args.csv_img_key, args.csv_caption_key, args.same_key))
+    as_text = {} if args.loss is None else {"dtype": dict.fromkeys(columns, str)}
+    # A header with one name fewer than the lines makes labels of the first column.
+    return read(path, **as_text, **more).reset_index(drop=True)
 
 
 def find_keys(args: Namespace, kind: str) -> Keys | None:
@@ -70,14 +80,48 @@ def find_keys(args: Namespace, kind: str) -> Keys | None:
     if args.same_key is None or kind == "webdataset":
         return None
     columns = [args.same_key, args.csv_img_key]
-    table = pd.read_csv(
-        args.train_data, sep=args.csv_separator, usecols=columns, dtype=columns_of_text(args)
-    ).reset_index(drop=True)
+    table = read_table(args, args.train_data, sep=args.csv_separator, usecols=columns)
     cells = table[args.same_key]
     if args.several_captions:
         cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
     of_rows = keys_of_cells(cells)
     return lambda tokens, rows: of_rows[rows]
+
+
+class JsonKey:
+    """The key of a sample: a 64-bit hash of the value of a field in its .json.
+
+    Different values have equal hashes with a probability of 2^-64. An empty value, null or "", equals no other
+    sample's: its hash is that of the shard's and the sample's name.
+
+    Args:
+        field: name of the field.
+    """
+
+    def __init__(self, field: str):
+        self.field = field
+
+    def __call__(self, sample: dict) -> int:
+        """The key, a signed integer, of a sample: a dict of bytes by suffix, with its "__key__" and "__url__".
+
+        Raises:
+            InputError: it has no such field; the message names the shard and the sample.
+        """
+        try:
+            fields = fields_of(sample)
+        except ValueError as error:
+            raise self._error(sample, f"{error}, where the field {self.field!r} is wanted") from None
+        if self.field not in fields:
+            names = ", ".join(repr(name) for name in list(fields)[:_NAMED]) or "none"
+            raise self._error(sample, f"no field {self.field!r} in its .json; its fields are {names}")
+        value = fields[self.field]
+        if value is None or value == "" or value != value:  # NaN is some writers' missing value
+            value = [sample["__url__"], sample["__key__"], "empty"]
+        text = json.dumps(value, sort_keys=True)
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+    def _error(self, sample: dict, what: str) -> InputError:
+        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}", "--same-key")
 
 
 def key_of_samples(args: Namespace) -> JsonKey | None:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import pandas as pd
 from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
-from training_ext.core.captions import captions_of_samples, draw_from_lines, index_by_position, is_empty
-from training_ext.core.keys import columns_of_text
+from training_ext.core.captions import captions_of_samples, draw_from_lines, is_empty
+from training_ext.core.keys import read_table
 from training_ext.core.rows import shapes_dataset
 from training_ext.core.shards import ShardRows, Shards
 from training_ext.core.tags import ROW, Tags
@@ -41,10 +40,8 @@ def source_of(
         return partial(_read_shards, shards, transform, tokenizer, captions_of_samples(args))
     if kind == "csv":
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
-        as_text = partial(pd.read_csv, dtype=columns_of_text(args))  # as in the training, see `seams`
-        with replaced({("open_clip_train.data", "pd.read_csv"): as_text}):
+        with replaced({("open_clip_train.data", "pd.read_csv"): partial(read_table, args)}):  # as in the training
             csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
-        index_by_position(csv)
         if args.several_captions:
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
         return partial(_read, CsvLines(csv))

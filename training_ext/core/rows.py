@@ -21,7 +21,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import check_column, columns_of_text, key_of_samples
+from training_ext.core.keys import check_column, key_of_samples, read_table
 from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
 from training_ext.openclip.hosts import host
 
@@ -177,9 +177,7 @@ def read_csv(
             `max_bad` of its lines (none by default), or none of its first images can be read.
     """
     try:
-        table = pd.read_csv(path, sep=args.csv_separator, dtype=columns_of_text(args))
-        # A header with one name fewer than the lines makes labels of the first column.
-        table = table.reset_index(drop=True)
+        table = read_table(args, path, sep=args.csv_separator)
     # Several characters are a pattern to pandas; a path may be a URL, and a file compressed.
     except (OSError, ValueError, re.error, ImportError, EOFError, *_DAMAGED_ARCHIVE) as error:
         if isinstance(error, FileNotFoundError):

@@ -189,12 +189,6 @@ def kept_random_state(device: str) -> Iterator[None]:
     np.random.set_state(states[1])
 
 
-class WorkerSeed:
-    """A callable that gives the worker's seed to OpenCLIP's resampled shard list, which adds the epoch."""
-
-    def __init__(self, seed: int, rank: int):
-        self.seed = seed
-        self.rank = rank
-
-    def __call__(self) -> int:
-        return seed_of(self.seed, SHARDS, self.rank, worker_id())
+def seed_of_shards(seed: int, rank: int) -> int:
+    """The worker's seed for OpenCLIP's resampled shard list, which adds the epoch."""
+    return seed_of(seed, SHARDS, rank, worker_id())

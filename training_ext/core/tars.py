@@ -6,6 +6,7 @@ shard is lost silently.
 
 import hashlib
 import inspect
+import json
 import re
 import tarfile
 import zlib
@@ -16,6 +17,8 @@ from typing import IO, Any
 from open_clip_train.data import group_by_keys_nothrow
 from webdataset.gopen import gopen
 from webdataset.tariterators import tar_file_iterator
+
+from training_ext.openclip.loading import suffixes_of
 
 _SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
 _BLOCK = 1 << 16
@@ -156,6 +159,23 @@ def _open_tar(file: IO[bytes]) -> tarfile.TarFile:
         # Compressed. Read as a stream, like webdataset, since that mode stops after the first of several gzip members.
         file.seek(0)
         return tarfile.open(fileobj=file, mode="r|*", tarinfo=_StrictHeader)
+
+
+def fields_of(sample: dict) -> dict[str, Any]:
+    """The fields of the .json of a sample of bytes by suffix.
+
+    Raises:
+        ValueError: there are none; the message says what there is instead.
+    """
+    if "json" not in sample:
+        raise ValueError(f"no .json but {suffixes_of(sample)}")
+    try:
+        fields = json.loads(sample["json"])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a .json that cannot be read: {one_line(error)}") from None
+    if not isinstance(fields, dict):
+        raise ValueError("a .json that is no object with fields")
+    return fields
 
 
 def one_line(error: BaseException) -> str:
