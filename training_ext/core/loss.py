@@ -40,7 +40,7 @@ def build_loss(
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
-    batch = args.batch_size * world_size() * args.accum_freq
+    batch = max(1, args.batch_size * world_size() * args.accum_freq)  # rules on it come later
     steps_per_pass = max(1, num_rows // batch)
     steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
     loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
