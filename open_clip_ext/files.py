@@ -31,6 +31,15 @@ class InUseError(Exception):
     """Another process uses the folder; the message names it."""
 
 
+def is_only_user(folder: str | os.PathLike) -> bool:
+    """Whether this process is in its block of `only_user`."""
+    try:
+        own = os.stat(os.path.join(folder, LOCK))
+    except OSError:
+        return False
+    return any(os.path.samestat(os.fstat(file), own) for file in _held)
+
+
 def _close_held() -> None:
     """In a forked process, which would keep the lock of a run that was killed."""
     for file in _held:

@@ -98,14 +98,15 @@ def _run(argv: list[str]) -> Trained:
             plan.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
-    with ExitStack() as alone, _each_warning_once(), failures.in_one_line(args):
+    with ExitStack() as alone, _each_warning_once():
         preflight.keep_others_out(args, alone)
-        with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
-            rows = preflight.check(args)
-        session = seams.session_class()(args, rows, flags, alone)
-        session.told = told
-        with _logging_as_before():
-            seams.run(session)
+        with failures.in_one_line(args):
+            with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
+                rows = preflight.check(args)
+            session = seams.session_class()(args, rows, flags, alone)
+            session.told = told
+            with _logging_as_before():
+                seams.run(session)
     by_epoch = session.metrics
     del session
     gc.collect()  # frees loader workers and the model's memory

@@ -1,5 +1,8 @@
 """What OpenCLIP raises before the first step ends in one line on all processes, and leaves no file."""
 
+from datetime import datetime
+from types import SimpleNamespace
+
 import open_clip
 import pytest
 import torch
@@ -78,3 +81,13 @@ def test_processes_agree(pair, tmp_path, which):
     assert ended[which].code == 2 and "none.pt" in ended[which].stderr.splitlines()[-1], ended
     assert ended[0].code == 2 and "none.pt" in ended[0].stderr.splitlines()[-1], ended
     assert not (tmp_path / "logs/x").exists()
+
+
+def test_a_run_with_the_name_of_another_leaves_its_files(tmp_path, monkeypatch):
+    """Without --name, runs of the same second and flags have one name."""
+    now = SimpleNamespace(now=lambda: datetime(2026, 1, 1))
+    monkeypatch.setattr("open_clip_train.main.datetime", now)
+    assert run_main(ext_main, OURS, tmp_path) == 0
+    before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
+    assert run_main(ext_main, OURS, tmp_path) == 2
+    assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from open_clip_ext.errors import InputError, Stopped, fault_of_machine, lost_another_process
-from open_clip_ext.files import LOCK
+from open_clip_ext.files import LOCK, is_only_user
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 from training_ext.openclip.loading import one_line
@@ -197,7 +197,7 @@ def _acknowledge() -> None:
 
 
 class NewFiles:
-    """The files that a run makes in its folder, unless there were some before it."""
+    """The files that a run makes in its folder, unless there were some before it or the folder is another run's."""
 
     def __init__(self, args: Namespace):
         self._named = args.name is not None
@@ -207,10 +207,12 @@ class NewFiles:
         self._missing = [path for path in (folder, *folder.parents) if not path.exists()]
 
     def remove(self, args: Namespace) -> None:
-        """Remove them, and the folders above that were not there before."""
+        """Remove them, and the folders above that were not there; process 0 does, which has the folder's lock."""
         if self._was_used or args.name is None:
             return
         folder = Path(args.logs, args.name).absolute()
+        if not is_only_user(folder):  # two runs of one second have the same name
+            return
         for path in folder.iterdir() if folder.is_dir() else ():
             if self._named and path.name == LOCK:  # `only_user` removes it, and then the folders
                 continue
