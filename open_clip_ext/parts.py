@@ -12,35 +12,19 @@ from open_clip_ext.errors import did_you_mean
 from open_clip_ext.options import Option, default_value
 
 
-class Part:
-    """Base of losses, normalizers, temperatures and surrogates.
-
-        class Shifted(Normalizer):
-            name = "shifted"
-            shift: float = option(0.5, "what is added to every log-normalizer")
-
-    takes `Shifted(shift=0.3)`, or the flag `--shift 0.3`, and stores the value as `self.shift`. A subclass changes the
-    default with `shift = 0.1`.
+class WithOptions:
+    """Base of what declares options as class attributes, `lr: float = option(0.1, "learning rate")`, and takes them as
+    keyword arguments.
 
     Class attributes:
-        name: value of the flag that chooses the part.
         options: all options of the class and its bases, collected from their bodies.
-        optimizer_options: settings of `logit_scale`'s optimizer group; the training command uses them, not the part.
-        needs_index: whether the part keeps state per sample; its constructor then takes `num_samples` and `device`.
-        follows_epochs: whether training depends on the epoch and needs `set_epoch`; an instance may change it.
 
     Raises:
         InputError: an option has the wrong type or is out of range; the message names it.
         TypeError: there is no such option.
     """
 
-    name: ClassVar[str]
     options: ClassVar[tuple[Option, ...]] = ()
-    optimizer_options: ClassVar[tuple[Option, ...]] = ()
-    needs_index = False
-    follows_epochs = False
-    num_samples: int  # where `needs_index`
-    epoch: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -67,6 +51,30 @@ class Part:
             value = given.get(option.name)
             value = default_value(option.default) if value is None else option.check(value)
             setattr(self, option.name, value)
+
+class Part(WithOptions):
+    """Base of losses, normalizers, temperatures and surrogates.
+
+        class Shifted(Normalizer):
+            name = "shifted"
+            shift: float = option(0.5, "what is added to every log-normalizer")
+
+    takes `Shifted(shift=0.3)`, or the flag `--shift 0.3`, and stores the value as `self.shift`. A subclass changes the
+    default with `shift = 0.1`.
+
+    Class attributes:
+        name: value of the flag that chooses the part.
+        optimizer_options: settings of `logit_scale`'s optimizer group; the training command uses them, not the part.
+        needs_index: whether the part keeps state per sample; its constructor then takes `num_samples` and `device`.
+        follows_epochs: whether training depends on the epoch and needs `set_epoch`; an instance may change it.
+    """
+
+    name: ClassVar[str]
+    optimizer_options: ClassVar[tuple[Option, ...]] = ()
+    needs_index = False
+    follows_epochs = False
+    num_samples: int  # where `needs_index`
+    epoch: int = 0
 
     @classmethod
     def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from open_clip_ext.metrics_file import TRAIN
-from open_clip_ext.parts import Part
+from open_clip_ext.parts import WithOptions
 from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
 
@@ -79,7 +79,7 @@ class Evaluation:
     worker_init_fn: Callable[[int], None]
 
 
-class Feature(Part):
+class Feature(WithOptions):
     """One capability of a training, in a file of its own.
 
         class KeepBest(Feature):

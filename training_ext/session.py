@@ -70,8 +70,8 @@ class Session:
         self.run = Run(args)
         self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
-        watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
-        self.data = DataSeams(args, rows, watch)
+        watches: list[SampleWatch] = [feature for feature in self.features if isinstance(feature, SampleWatch)]
+        self.data = DataSeams(args, rows, watches[0] if watches else SampleWatch())
         self._flags = flags
         self.log = RunLog(args)
         self._began = time.monotonic()

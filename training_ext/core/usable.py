@@ -21,10 +21,10 @@ class SampleWatch:
     """Is told of the train samples in each loader worker; this one logs what is left out, as OpenCLIP does.
 
     Attributes:
-        complete: name of the latest sample with image and caption, for stages that do not know it.
+        latest: name of the latest sample with image and caption, for stages that do not know it.
     """
 
-    complete = ""
+    latest = ""
 
     def expect(self, of_epoch: int, of_data: int) -> None:
         """Samples that all processes use in an epoch; n, if an epoch goes over all samples, else 0."""
@@ -90,7 +90,7 @@ class CountIncomplete:
         if not sample["txt"]:
             self.watch.skip(NO_CAPTION, name, "its caption is empty")
             return False
-        self.watch.complete = name
+        self.watch.latest = name
         return True
 
 
@@ -126,7 +126,7 @@ class Decode:
                 yield sample
 
         def skip(error: Exception) -> bool:
-            name = name_of(current) if "__key__" in current else self.watch.complete
+            name = name_of(current) if "__key__" in current else self.watch.latest
             self.watch.skip(UNREADABLE, name, one_line(error))
             return True
 

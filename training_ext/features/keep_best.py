@@ -64,8 +64,8 @@ class KeepBest(Feature):
             self._start = self._start or _read_start(os.path.join(place, START))
             if self._best is None and self.keep_best is not None:
                 self._best = _read_best(os.path.join(place, BEST), self.keep_best)
-                if self._best is not None and place != folder:
-                    with open(os.path.join(place, BEST), "rb") as source, whole_file(self.run.file(BEST)) as target:
+                if self._best is not None and place != folder and (own := self.run.file(BEST)):
+                    with open(os.path.join(place, BEST), "rb") as source, whole_file(own) as target:
                         shutil.copyfileobj(source, target)
         self._misses_start = starts_from_weights(args) and not self._start
 

@@ -68,6 +68,39 @@ def within(name: str, low: float, high: float = inf, expected: str = "") -> Rule
     return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'at least {low:g}'}")
 
 
+def one_or_three(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) and len(getattr(run, name)) not in (1, 3),
+        f"{{{name}}}; give 1 or 3 numbers",
+    )
+
+
+def of_another_type(name: str) -> Rule:
+    return Rule(
+        "dataset_type",
+        lambda run: (getattr(run, name) or "").endswith(OTHER_ENDS.get(run.dataset_type, ())),
+        f"{{dataset_type!r}} holds for --train-data and --val-data, and {flag_of(name)} is {{{name}!r}}; leave it out, "
+        "since auto tells by the ends of their names",
+    )
+
+
+def needs_logger(name: str) -> Rule:
+    return Rule(
+        "report_to",
+        lambda run: {name, "all"} & set(run.loggers) and not is_installed(name),
+        f"{{report_to!r}} needs {name}; pip install {name}, or leave it out",
+    )
+
+
+def needs_whole_model(name: str, form: str = "!r") -> Rule:
+    return Rule(
+        name,
+        lambda run: run.shards_model and getattr(run, name),
+        f"{{{name}{form}}} with --fsdp, which shards the weights; leave one out",
+    )
+
+
 POSITIVE = sys.float_info.min
 RULES = (
     # Ranges
@@ -85,14 +118,8 @@ RULES = (
     within("lock_text_unlocked_layers", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
-    *(
-        Rule(
-            name,
-            lambda run, name=name: getattr(run, name) and len(getattr(run, name)) not in (1, 3),
-            f"{{{name}}}; give 1 or 3 numbers",
-        )
-        for name in ("image_mean", "image_std")
-    ),
+    one_or_three("image_mean"),
+    one_or_three("image_std"),
     # Data
     Rule(
         "train_data",
@@ -101,15 +128,8 @@ RULES = (
         ),
         "--loss {loss} needs data to train on, or --val-data to evaluate on",
     ),
-    *(
-        Rule(
-            "dataset_type",
-            lambda run, name=name: (getattr(run, name) or "").endswith(OTHER_ENDS.get(run.dataset_type, ())),
-            f"{{dataset_type!r}} holds for --train-data and --val-data, and {flag_of(name)} is {{{name}!r}}; leave it "
-            "out, since auto tells by the ends of their names",
-        )
-        for name in ("train_data", "val_data")
-    ),
+    of_another_type("train_data"),
+    of_another_type("val_data"),
     Rule(
         "model",
         lambda run: run.uses_ext_loss and (known_config(run.model) or {}).get("text_cfg", {}).get("variable_text"),
@@ -211,14 +231,8 @@ RULES = (
         lambda run: not set(run.loggers) <= set(LOGGERS),
         "{report_to!r} is not wandb, tensorboard, wandb,tensorboard or all, so nothing would be reported",
     ),
-    *(
-        Rule(
-            "report_to",
-            lambda run, name=name: {name, "all"} & set(run.loggers) and not is_installed(name),
-            f"{{report_to!r}} needs {name}; pip install {name}, or leave it out",
-        )
-        for name in ("wandb", "tensorboard")
-    ),
+    needs_logger("wandb"),
+    needs_logger("tensorboard"),
     # The task loop
     Rule(
         "torchcompile_strategy",
@@ -241,14 +255,9 @@ RULES = (
         "'pure_bf16' with --fsdp and a learned temperature, whose steps are below the spacing of 16-bit numbers; give "
         "amp_bf16, or --temperature fixed",
     ),
-    *(
-        Rule(
-            name,
-            lambda run, name=name: run.shards_model and getattr(run, name),
-            f"{{{name}{form}}} with --fsdp, which shards the weights; leave one out",
-        )
-        for name, form in (("osr_epochs", ":g"), ("keep_best", "!r"), ("zeroshot_data", "!r"))
-    ),
+    needs_whole_model("osr_epochs", ":g"),
+    needs_whole_model("keep_best"),
+    needs_whole_model("zeroshot_data"),
 )
 
 
