@@ -17,21 +17,11 @@ import pandas as pd
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import flag_of
 from training_ext.core.seeding import CAPTION, seed_of
 from training_ext.core.tars import fields_of
 from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
-FLAGS = {"several_captions": "csv", "captions_field": "webdataset"}  # with the kind of data that each needs
-
-
-def check_captions(args: Namespace, kind: str) -> None:
-    """Raise InputError if a flag of this module does not fit `kind`, the train data's as `data.kind_of` gives it."""
-    for name, of_kind in FLAGS.items():
-        if getattr(args, name) and kind != of_kind:
-            other = {"csv": "; give --several-captions", "webdataset": "; give --captions-field"}.get(kind, "")
-            raise InputError(f"is for {of_kind} data, but the train data are {kind}{other}", flag_of(name))
 
 
 def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:

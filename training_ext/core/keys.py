@@ -28,30 +28,6 @@ def has_keys(args: Namespace) -> bool:
     return args.same_key is not None or bool(args.same_caption)
 
 
-def check_keys(args: Namespace, kind: str, takes_keys: bool) -> None:
-    """Raise InputError unless the data have the requested keys and the loss can use them.
-
-    Args:
-        kind: kind of the train data, as `data.kind_of` gives it.
-        takes_keys: as `Loss.takes_keys`.
-    """
-    if not has_keys(args):
-        return
-    flag = "--same-caption" if args.same_key is None else "--same-key"
-    if args.same_key is not None and args.same_caption:
-        raise InputError(f"with --same-key {args.same_key!r}; give one of the two", "--same-caption")
-    if not takes_keys:
-        raise InputError(
-            f"--loss {args.loss} as given cannot leave out single negatives; use one with --normalizer table, "
-            "prototypes, queue or batch, and --negatives cross",
-            flag,
-        )
-    if args.same_key is not None and kind not in ("csv", "webdataset"):
-        raise InputError(
-            f"{args.same_key!r} is a column or a field, and {kind} has none; use --same-caption", "--same-key"
-        )
-
-
 def check_column(args: Namespace, table: pd.DataFrame) -> None:
     """Raise InputError unless the csv has the column of `--same-key`."""
     if args.same_key is not None and args.same_key not in table.columns:

@@ -21,11 +21,9 @@ from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
-from training_ext.core.captions import check_captions
 from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
-from training_ext.core.keys import check_keys
 from training_ext.core.loss import build_loss
-from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, kind_of, trains
+from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
 from training_ext.feature import Feature
 from training_ext.features.advice import advise_on_captions
 from training_ext.features.recovery import recovered
@@ -157,14 +155,9 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | N
     if args.name is not None:
         check_name(args)
     check_experiment(args)
-    # Raises InputError if the parts cannot be combined.
-    loss = build_loss(args, num_rows=1, device="cpu") if args.uses_ext_loss else None
+    if args.uses_ext_loss:
+        build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
     check_rules(args, world_size)
-    if trains(args):
-        kind = kind_of(args, args.train_data)
-        check_captions(args, kind)
-        if loss is not None:
-            check_keys(args, kind, loss.takes_keys)
     path = resumed_path(args)
     check_folder(path, world_size, args)
     resumed = find_resumed(path)

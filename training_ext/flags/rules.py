@@ -18,7 +18,8 @@ from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.core.rows import needs_index, trains
+from training_ext.core.loss import build_loss
+from training_ext.core.rows import kind_of, needs_index, trains
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.configs import known_config
 from training_ext.openclip.hosts import TASKS, host
@@ -37,6 +38,11 @@ class Given(Namespace):
         self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
         self.shards_model = host().loop == TASKS and self.fsdp and processes > 1
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
+
+    @property
+    def kind(self) -> str | None:
+        """The kind of the train data; None without."""
+        return kind_of(self, self.train_data) if self.trains else None
 
     def __getattr__(self, name: str) -> Any:
         return None
@@ -135,7 +141,36 @@ RULES = (
         lambda run: run.uses_ext_loss and (known_config(run.model) or {}).get("text_cfg", {}).get("variable_text"),
         "{model!r} takes captions of variable length; --loss {loss} does not",
     ),
+    Rule(
+        "several_captions",
+        lambda run: run.several_captions and run.kind not in (None, "csv"),
+        "is for a csv, not for {train_data!r}; for shards (webdataset) give --captions-field",
+    ),
+    Rule(
+        "captions_field",
+        lambda run: run.captions_field and run.kind not in (None, "webdataset"),
+        "{captions_field!r} is a field in shards, not in {train_data!r}; for a csv give --several-captions",
+    ),
+    Rule(
+        "same_caption",
+        lambda run: run.same_caption and run.same_key is not None,
+        "with --same-key {same_key!r}; give one of the two",
+    ),
+    Rule(
+        "same_key",
+        lambda run: run.same_key is not None and run.kind not in (None, "csv", "webdataset"),
+        "{same_key!r} is a column or a field, and {dataset_type} has none; use --same-caption",
+    ),
     # The loss
+    *(
+        Rule(
+            name,
+            lambda run, name=name: run.trains and getattr(run, name) and not build_loss(run, 1, "cpu").takes_keys,
+            "--loss {loss} as given cannot leave out single negatives; use one with --normalizer table, prototypes, "
+            "queue or batch, and --negatives cross",
+        )
+        for name in ("same_key", "same_caption")
+    ),
     Rule(
         "batch_size",
         lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
