@@ -31,7 +31,7 @@ from training_ext.core import usable
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.first_look import look_at_lines, look_at_shards
 from training_ext.core.rows import read_csv
-from training_ext.core.shards import ShardRows
+from training_ext.core.shard_rows import ShardRows
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
 from training_ext.features.bad_samples import BadSamples

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from open_clip_ext.errors import InputError
 from training_ext.core import shard_scan, tars
-from training_ext.core.shards import ShardRows, Shards, check_missing, find_shards
+from training_ext.core.shard_rows import ShardRows
+from training_ext.core.shards import Shards, check_missing, find_shards
 from training_ext.core.tags import KEY, NUMBER, ROW, SEPARATOR, Tags
 from training_ext.core.tars import read_samples, scan
 

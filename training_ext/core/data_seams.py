@@ -22,7 +22,8 @@ from training_ext.core.keys import find_keys, key_of_samples, read_table
 from training_ext.core.loader import RowLoader, WithRow
 from training_ext.core.rows import DataRows, kind_of, shapes_dataset
 from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
-from training_ext.core.shards import ShardRows, shard_urls
+from training_ext.core.shard_rows import ShardRows
+from training_ext.core.shards import shard_urls
 from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
 from training_ext.core.workers import WorkersIgnoreSigterm
