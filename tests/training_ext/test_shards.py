@@ -245,7 +245,7 @@ def test_missing_sizes_file(tmp_path):
 
 @pytest.mark.parametrize("train_data", ["", None, "a.tar::", "{0..1.tar::${NOT_SET}"])
 def test_no_shards(train_data):
-    one_line_error(lambda: find_shards(train_data), f"--train-data {train_data!r}")
+    one_line_error(lambda: find_shards(train_data), f"--train-data: {train_data!r}")
 
 
 def test_no_samples(tmp_path):
