@@ -1,5 +1,6 @@
 """`Feature`: one capability of a training with its options, its rules, and the events that it answers."""
 
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.parts import WithOptions
 from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
+from training_ext.core.rows import DataRows
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,33 @@ class Evaluation:
     worker_init_fn: Callable[[int], None]
 
 
+@dataclass(frozen=True)
+class NewTraining:
+    """A training before its first step.
+
+    Args:
+        model, optimizer, scaler: those that OpenCLIP trains with.
+        loss: of this package, or None.
+        loader: the train loader.
+        rows: of the train data, where a feature or the loss needs them.
+        reference: digest of the reference model of --distill-model, or None.
+        metrics: of the model as it is, {} on all processes but 0; None if it was not evaluated.
+        run_epoch: runs an epoch of OpenCLIP's loop without its schedule and clamp; it appears in the log only.
+        evaluate: evaluates the model once more, without a trace in the log; every process calls it.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: Any
+    loss: TrainingLoss | None
+    loader: Any
+    rows: DataRows | None
+    reference: str | None
+    metrics: dict[str, Any] | None
+    run_epoch: Callable[[Epoch], None]
+    evaluate: Callable[[], dict[str, Any]]
+
+
 class Feature(WithOptions):
     """One capability of a training, in a file of its own.
 
@@ -104,6 +133,13 @@ class Feature(WithOptions):
 
     # The events, in the order in which they occur
 
+    @classmethod
+    def resolve(cls, args: Namespace) -> None:
+        """Fill in settings in `args`, of a run with --loss; raise InputError for those that have no effect.
+
+        Settings of the loss are those given until then. `args.epochs_before` epochs, 0.0 here, count for its schedules.
+        """
+
     def metrics(self) -> Sequence[str]:
         """Names of the metrics that it adds to an evaluation."""
         return ()
@@ -115,11 +151,17 @@ class Feature(WithOptions):
             metrics: names of all that the run evaluates.
         """
 
+    def check_rows(self, rows: DataRows, resumes: bool) -> None:
+        """The same, when the train data were read; `resumes`: a training goes on."""
+
     def loss_built(self, loss: TrainingLoss) -> None:
         """Every process has its loss and its train loader; only of this package's losses."""
 
     def begin(self, resumed: bool) -> None:
         """A training begins, before any evaluation; `resumed`: an earlier run has begun it."""
+
+    def before_training(self, training: NewTraining) -> None:
+        """A new training is about to make its first step; pretrained weights were evaluated."""
 
     def epoch(self, epoch: Epoch) -> AbstractContextManager[None]:
         """A context around each epoch's steps."""

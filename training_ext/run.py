@@ -11,10 +11,11 @@ from training_ext.feature import Epoch, Feature
 from training_ext.features.bad_samples import BadSamples
 from training_ext.features.keep_best import KeepBest
 from training_ext.features.own_classes import OwnClasses
+from training_ext.features.recovery.feature import Recovery
 from training_ext.features.resume import Resume
 from training_ext.features.scenes import SceneClasses
 
-FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, SceneClasses, OwnClasses, KeepBest)
+FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, Recovery, SceneClasses, OwnClasses, KeepBest)
 """An event reaches them in this order."""
 
 

@@ -350,7 +350,7 @@ def listing() -> str:
         name: [feature.__name__ for feature in FEATURES if getattr(feature, name) is not getattr(Feature, name)]
         for name in events
     }
-    answered = [f"{name:12} {', '.join(found)}" for name, found in listeners.items()]
+    answered = [f"{name:16} {', '.join(found)}" for name, found in listeners.items()]
     return "\n".join([f"{len(rows)} names are replaced:", *rows, "", "Events, and who answers them:", *answered])
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.file_utils import remote_sync
 
@@ -27,24 +28,23 @@ from training_ext.context import Run
 from training_ext.core import checkpoint, checkpoint_files, row_folders
 from training_ext.core.checkpoint_files import most_trained
 from training_ext.core.data_seams import DataSeams
-from training_ext.core.loss import TrainingLoss, build_loss
+from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
 from training_ext.core.metrics import is_due
 from training_ext.core.rows import DataRows, trains
+from training_ext.core.seeding import AT_EPOCH, kept_random_state, seed_all
 from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale, whole
 from training_ext.core.usable import SampleWatch
-from training_ext.feature import Epoch, Evaluation, Feature
+from training_ext.feature import Epoch, Evaluation, Feature, NewTraining
 from training_ext.features.advice import advise, advise_any
 from training_ext.features.log import RunLog
-from training_ext.features.recovery.before_training import BeforeTraining
-from training_ext.features.recovery.recovery import remove_unfinished
 from training_ext.features.summary import summary
 from training_ext.features.temperature_sheet import write_sheet
 from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
-from training_ext.flags.data_checks import samples_per_epoch
 from training_ext.flags.preflight import keep_others_out
 from training_ext.flags.resumed import divides_model
+from training_ext.openclip.hosts import host, starts_from_weights
 from training_ext.openclip.loading import load_resumed
 from training_ext.run import Features
 
@@ -80,7 +80,7 @@ class Session:
         self._has_model = False
         self.reference: str | None = None  # digest of the frozen model of --distill-model
         self._logit_scale: torch.nn.Parameter
-        self.recovering = False
+        self.epoch: Epoch  # in progress
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
         self._has_begun = False  # the first epoch of this run
         self.tokenizer: Any = None
@@ -189,7 +189,7 @@ class Session:
 
         def unwrap(model: torch.nn.Module) -> Any:
             unwrapped = original(model)
-            if not self.recovering:
+            if self.epoch.is_training:
                 if not self.args.uses_ext_loss:
                     return unwrapped
                 if trains_logit_scale(self.args):
@@ -299,6 +299,19 @@ class Session:
         optimizer: torch.optim.Optimizer, scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace,
         tb_writer: Any = None,
     ) -> Any:
+        def run_epoch(epoch: Epoch, data: dict[str, Any], scheduler: Callable, args: Namespace) -> Any:
+            self.epoch, self.data.epoch = epoch, epoch.seed
+            with self.features.epoch(epoch), self.log.epoch(epoch) as writer:
+                return original(
+                    model, data, loss, epoch.seed, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
+                )
+
+        def run_frozen(epoch: Epoch) -> None:
+            if self.loss is None:
+                seed_all(args.seed, AT_EPOCH, epoch.seed, args.rank)
+            own = {**data, "train": replace(data["train"], dataloader=epoch.loader)}
+            run_epoch(epoch, own, lambda step: None, self._unlogged())
+
         self._entry_to_save = None
         saved, self._restored = self._restored, None
         if self.temperature is not None:
@@ -308,17 +321,19 @@ class Session:
             resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
             self.features.tell(Feature.begin, resumed)
             if not resumed:
-                BeforeTraining(self, original, model, data, loss, optimizer, scaler, dist_model, tb_writer).run()
-            elif args.osr_save and is_master(args) and not os.path.exists(args.osr_save):
-                logging.warning(f"--osr-save: {args.osr_save!r} is not written, since the recovery was before")
-        if args.osr_epochs > 0 and epoch > 0 and checkpoint.saves_after(args, epoch):
-            remove_unfinished(args)
+                metrics = self._evaluate_start(model, data, tb_writer)
+                self.features.tell(
+                    Feature.before_training,
+                    NewTraining(
+                        model, optimizer, scaler, self.loss, data["train"].dataloader, self.data.rows, self.reference,
+                        metrics, run_frozen, lambda: self._evaluate_again(model, data),
+                    ),
+                )
         if args.save_logs:  # only on the process that saves
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.log.release()
-        self.data.epoch = epoch
         if self.loss is not None:
-            self.loss.loss.set_epoch(math.ceil(args.osr_epochs) + epoch)
+            self.loss.loss.set_epoch(math.ceil(args.epochs_before) + epoch)
 
         def save(place: dict[str, Any]) -> None:
             self._raise_if_not_finite(model)
@@ -335,10 +350,7 @@ class Session:
             ahead=(args.epochs - epoch - 1) * steps, tensorboard=tb_writer, saved=saved, save=save,
             saves_last=saves_first,
         )
-        with self.features.epoch(started), self.log.epoch(started) as writer:
-            result = original(
-                model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
-            )
+        result = run_epoch(started, data, scheduler, args)
         if args.loss is not None:
             self._raise_if_not_finite(model)
         if saves and self.loss is not None:
@@ -431,8 +443,6 @@ class Session:
     def finish(self) -> None:
         """Remove temporary files and log the summary, after the last checkpoint."""
         args = self.args
-        if args.osr_epochs > 0 and trains(args):
-            remove_unfinished(args)
         if args.loss is not None and trains(args) and args.save_logs:
             checkpoint_files.remove_folders(args.checkpoint_path)
         if args.loss is not None and trains(args) and args.save_logs and args.epochs and not self._is_done:
@@ -456,6 +466,36 @@ class Session:
             if self._has_begun:
                 self.features.tell(Feature.evaluated, epoch, metrics, self.unwrapped(model), data)
         return metrics
+
+    def _evaluate_start(
+        self, model: torch.nn.Module, data: dict[str, Any], tb_writer: Any
+    ) -> dict[str, Any] | None:
+        """The metrics of the weights that the training starts from, None without such weights or an evaluation."""
+        if not starts_from_weights(self.args) and not self.args.resume:
+            return None
+        if self.features.metrics():
+            return self._evaluate_now(host().main_module.evaluate, model, data, self.args, tb_writer)
+        if is_master(self.args):
+            logging.warning("Nothing is evaluated, so you will not see whether the model gets worse; give --val-data")
+        return None
+
+    def _evaluate_again(self, model: torch.nn.Module, data: dict[str, Any]) -> dict[str, Any]:
+        with self.log.quiet():
+            return self._evaluate_now(host().train_module.evaluate, model, data, self._unlogged())
+
+    def _evaluate_now(
+        self, evaluate: Callable, model: torch.nn.Module, data: dict[str, Any], args: Namespace, tb_writer: Any = None
+    ) -> dict[str, Any]:
+        """Evaluate before the first epoch, with the random state as it is; every process waits for process 0."""
+        with kept_random_state(args.device):
+            metrics = evaluate(self.evaluated(model), data, 0, args, tb_writer=tb_writer, tokenizer=self.tokenizer)
+        if args.distributed and not args.horovod:
+            dist.barrier()
+        return metrics
+
+    def _unlogged(self) -> Namespace:
+        """The run's arguments, changed so that an epoch or evaluation appears in the log only."""
+        return Namespace(**{**vars(self.args), "save_logs": False, "wandb": False, "trackio": False})
 
     @staticmethod
     def unwrapped(model: Any) -> torch.nn.Module:

@@ -32,12 +32,12 @@ class TaskSession(Session):
         else:
             self._task = original(args, model=model, **kwargs)
             clamp = self._task.clamp_logit_scale
-            self._task.clamp_logit_scale = lambda *rest: self.recovering or clamp(*rest)
+            self._task.clamp_logit_scale = lambda *rest: clamp(*rest) if self.epoch.is_training else None
         return self._task
 
     def clamp(self, original: Callable) -> None:
         """Clamp a learned temperature at `--tau-min`, and leave any other alone."""
-        if trains_logit_scale(self.args) and not self.recovering:
+        if trains_logit_scale(self.args) and self.epoch.is_training:
             original(-math.log(self.args.tau_min))
 
     def create_task_optimizer(

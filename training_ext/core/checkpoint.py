@@ -109,7 +109,7 @@ def make_entry(
         "data_digest": rows.digest,
         "data_listing": rows.listing,
         "shard_keys": {} if rows.shards is None else rows.shards.counted,
-        "osr_epochs": args.osr_epochs,
+        "osr_epochs": args.epochs_before,
         "reference": reference,
         **{name: getattr(args, name) for name in (*STATE_PARTS, *state_settings(args))},
         "state": loss_state,
@@ -244,9 +244,9 @@ def check_entry(
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
             raise InputError(f"{value}, but {path!r} has {saved}; {right}", own)
     recovery = entry.get("osr_epochs", 0.0)  # absent in files from before the recovery existed
-    if args.osr_epochs != recovery:
+    if args.epochs_before != recovery:
         raise InputError(
-            f"{args.osr_epochs:g}, but {path!r} was trained after {recovery:g}, which its schedules "
+            f"{args.epochs_before:g}, but {path!r} was trained after {recovery:g}, which its schedules "
             f"count; give --osr-epochs {recovery:g}",
             "--osr-epochs",
         )

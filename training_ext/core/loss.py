@@ -11,6 +11,7 @@ from open_clip_ext import create_loss, factory
 from open_clip_ext.distributed import world_size
 from open_clip_ext.losses import Loss
 from training_ext.core.loader import RowLoader
+from training_ext.core.rows import DataRows
 from training_ext.core.tags import KEY, ROW
 
 
@@ -45,6 +46,15 @@ def build_loss(
     steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
     loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
     return loss
+
+
+def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
+    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
+    if rows.kind != "webdataset":
+        return rows.num_rows
+    if args.train_num_samples is not None:
+        return args.train_num_samples
+    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
 
 
 class LogItems(dict):

@@ -78,9 +78,6 @@ class KeepBest(Feature):
             logging.warning("The metrics before training were not found, so later ones are not compared with them")
         if epoch > 0:
             self._compare(epoch, values, metrics, data)
-        elif self._start:  # once more, after the recovery of statistics
-            self._check_unchanged(values)
-            return
         else:
             self._keep_start(values)
         value = values.get(str(self.keep_best), math.nan)
@@ -121,18 +118,6 @@ class KeepBest(Feature):
             )
         elif deviations:
             logging.info(f"After epoch {epoch} no metric is worse than before training by more than a standard error")
-
-    def _check_unchanged(self, values: dict[str, float]) -> None:
-        changes = [
-            f"{name} {value!r} (was {self._start[name]!r})"
-            for name, value in values.items() if name in self._start and value != self._start[name]
-        ]
-        if changes:
-            logging.warning(
-                f"The evaluation differs after the recovery, though the weights are the same: {', '.join(changes)}"
-            )
-        else:
-            logging.info("The evaluation after the recovery of statistics equals that before, to the last digit")
 
 
 def _read_start(path: str) -> dict[str, float]:

@@ -66,15 +66,6 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
         )
 
 
-def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
-    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
-    if rows.kind != "webdataset":
-        return rows.num_rows
-    if args.train_num_samples is not None:
-        return args.train_num_samples
-    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
-
-
 def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
     """Refuse epochs without a step, for which OpenCLIP would save the untrained model; return the number of steps."""
     steps = steps_per_epoch(args, kind, num_samples, world_size)

@@ -14,10 +14,9 @@ from open_clip_ext.options import Option, flag_of
 from training_ext import run
 from training_ext.core.row_folders import SPLIT_ABOVE
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.features.recovery import recovered
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
-from training_ext.openclip.hosts import complete, starts_from_weights
+from training_ext.openclip.hosts import complete
 from training_ext.openclip.launch import world_info
 from training_ext.openclip.patching import replaced
 
@@ -52,7 +51,7 @@ class Parser(argparse.ArgumentParser):
             given = [*from_recipe, *others]
             if self._parse_known(given)[0].loss is not None:
                 settings = self._given(given)
-                check_lengths(settings.get("epochs", 1), settings.get("osr_epochs", 0))
+                check_given(settings)
                 print(loss_help(settings))
                 self.exit(0)
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
@@ -93,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         """
         own = recipe.flags.get("loss")
         if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
-            recipe = recipe.without([*factory.setting_names(), "osr_surrogate"])
+            recipe = recipe.without(factory.setting_names())
         arguments = recipes.arguments(recipe, self._actions)
         try:
             self._parse_known(arguments)
@@ -160,27 +159,6 @@ class Parser(argparse.ArgumentParser):
             action="store_true",
             help="train on scenes in other colours and with noisy captions; the validation scenes are the same",
         )
-        group.add_argument(
-            "--osr-epochs",
-            type=float,
-            metavar="EPOCHS",
-            help="recover the optimizer's statistics before training: number of epochs, also a fraction, that update "
-            "Adam's moments and the loss's table while the weights are fixed (default: 5 for tuneclip with "
-            "--pretrained, else 0)",
-        )
-        group.add_argument(
-            "--osr-transfer",
-            metavar="{" + ",".join(recovered.TRANSFERS) + "}",
-            help="which recovered statistics the training keeps; none: no recovery is run (default: both)",
-        )
-        group.add_argument(
-            "--osr-surrogate",
-            metavar="{identity,hinge}",
-            help="surrogate of the loss in the recovery: identity, as TuneCLIP's Algorithm 1, or the training's "
-            f"(default: {recovered.SURROGATE})",
-        )
-        group.add_argument("--osr-save", metavar="PATH", help="file to save the recovered statistics to")
-        group.add_argument("--osr-load", metavar="PATH", help="load recovered statistics from this file instead")
         group.add_argument(
             "--split-rows-above",
             type=float,
@@ -275,8 +253,7 @@ class ListRecipes(Print):
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
-    "shard_sizes", "osr_epochs", "osr_transfer", "osr_surrogate", "osr_save", "osr_load", "log_all", "same_key",
-    "same_caption", "several_captions", "captions_field", "split_rows_above",
+    "shard_sizes", "log_all", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
 )
 
 
@@ -306,6 +283,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
+    args.epochs_before = 0.0
     given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
     if re.fullmatch(r"[\d.e-]+", given.get("temperature", "")):
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
@@ -315,22 +293,21 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         for name in [*given, *(name for name in (*OF_TRAINING, *needing_loss) if getattr(args, name) is not None)]:
             raise InputError("needs --loss; without it the loss is OpenCLIP's own", flag_of(name))
         args.uses_ext_loss = False
-        args.osr_epochs = 0.0
         return args
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
     args.given_settings = given
     for name, value in preset.training_defaults.items():
-        if name not in args.given_flags and (name != "osr_epochs" or starts_from_weights(args)):
+        if name not in args.given_flags and hasattr(args, name):  # not that of a feature that was taken out
             setattr(args, name, value)
-    resolve_recovery(args)
-    check_lengths(args.epochs, args.osr_epochs)  # before defaults are derived from them
-    # The loss counts epochs from the start of the recovery; without any, its schedules still have a length.
-    args.loss_epochs = max(1, args.epochs + ceil(args.osr_epochs))
+    check_given(vars(args))  # before defaults are derived from them
+    for feature in run.FEATURES:
+        feature.resolve(args)
+    # Without any epoch the loss's schedules still have a length.
+    args.loss_epochs = max(1, args.epochs + ceil(args.epochs_before))
     for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
         setattr(args, name, value)
-    resolve_recovered_surrogate(args)
     if args.loss == "siglip":
         args.siglip = True
     elif args.siglip:
@@ -349,71 +326,11 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def check_lengths(epochs: int, osr_epochs: float) -> None:
-    """Raise InputError for a length that is out of range."""
+def check_given(settings: dict[str, Any]) -> None:
+    """Raise InputError for a length, or an option of a feature, that is out of range."""
+    epochs = settings.get("epochs", 1)
     if not 0 <= epochs <= MOST_EPOCHS:
         raise InputError(f"{epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}", "--epochs")
-    if not 0 <= osr_epochs <= MOST_EPOCHS:
-        raise InputError(f"{osr_epochs} is out of range; it must be a number >= 0, at most 1e6", "--osr-epochs")
-
-
-def recovers(args: argparse.Namespace) -> bool:
-    """Whether a training from its start recovers statistics; it may also load them, or begin without."""
-    return args.osr_epochs > 0 and args.osr_load is None and args.osr_transfer != "none"
-
-
-def resolve_recovery(args: argparse.Namespace) -> None:
-    """Fill in the settings of the recovery of statistics.
-
-    What a recipe has and the command line leaves without effect is dropped.
-
-    Raises:
-        InputError: a value is out of range, or a flag has no effect with the others.
-    """
-    if "osr_load" in args.recipe_flags and "osr_epochs" in args.given_flags - args.recipe_flags:
-        args.osr_load = None
-    if args.osr_load is not None:
-        if args.osr_save is not None:
-            raise InputError(f"{args.osr_save!r} with --osr-load, which recovers nothing; leave it out", "--osr-save")
-        saved = recovered.read(args.osr_load)["epochs"]
-        if "osr_epochs" in args.given_flags - args.recipe_flags and args.osr_epochs != saved:
-            raise InputError(
-                f"{args.osr_epochs:g}, but {args.osr_load!r} has {saved:g}; leave it out", "--osr-epochs"
-            )
-        args.osr_epochs = saved
-    args.osr_epochs = 0.0 if args.osr_epochs is None else args.osr_epochs
-    if args.osr_epochs == 0:
-        for name in ("osr_transfer", "osr_surrogate", "osr_save"):
-            if getattr(args, name) is None:
-                continue
-            if name == "osr_save" or name not in args.recipe_flags:
-                flag = flag_of(name)
-                raise InputError("has no effect without a recovery; give --osr-epochs or leave it out", flag)
-            setattr(args, name, None)
-    if args.osr_transfer is None:
-        args.osr_transfer = "both"
-    if args.osr_transfer not in recovered.TRANSFERS:
-        raise InputError(f"{args.osr_transfer!r} is not one of {', '.join(recovered.TRANSFERS)}", "--osr-transfer")
-    if args.osr_transfer == "table" and not args.uses_ext_loss:
-        raise InputError(f"'table' with --loss {args.loss}, whose only statistics are the moments", "--osr-transfer")
-    if args.osr_transfer == "none" and args.osr_save is not None:
-        raise InputError("nothing is recovered with --osr-transfer none; leave out one of the two", "--osr-save")
-
-
-def resolve_recovered_surrogate(args: argparse.Namespace) -> None:
-    """Fill in the surrogate of the recovery; None without one, or for a loss without surrogates.
-
-    Raises:
-        InputError: the one given has no effect, or is another than the identity and the training's.
-    """
-    given, own = args.osr_surrogate, args.surrogate
-    has_effect = recovers(args) and own is not None
-    if given is None or ("osr_surrogate" in args.recipe_flags and not has_effect):
-        args.osr_surrogate = recovered.SURROGATE if has_effect else None
-    elif not recovers(args):
-        other = "--osr-transfer none" if args.osr_load is None else "--osr-load"
-        raise InputError(f"{given!r} with {other}, which recovers nothing; leave it out", "--osr-surrogate")
-    elif own is None:
-        raise InputError(f"{given!r} with --loss {args.loss}, which has no surrogates; leave it out", "--osr-surrogate")
-    elif given not in (recovered.SURROGATE, own):
-        raise InputError(f"{given!r} is neither identity nor the training's --surrogate {own}", "--osr-surrogate")
+    for option in run.options():
+        if settings.get(option.name) is not None:
+            option.check(settings[option.name])

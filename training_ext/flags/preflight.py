@@ -17,17 +17,14 @@ from open_clip_ext.files import InUseError, only_user
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
-from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
-from training_ext.core.loss import build_loss
+from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
 from training_ext.feature import Feature
 from training_ext.features.advice import advise_on_captions
-from training_ext.features.recovery import recovered
-from training_ext.features.recovery.recovery import find_unfinished, read_unfinished
 from training_ext.flags.data_checks import (
     check_imagenet,
     check_shards,
@@ -35,15 +32,13 @@ from training_ext.flags.data_checks import (
     check_steps,
     check_upsampling,
     check_val_data,
-    samples_per_epoch,
 )
-from training_ext.flags.params import recovers
 from training_ext.flags.resumed import check_folder, check_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.openclip.configs import known_config
 from training_ext.openclip.hosts import host
 from training_ext.openclip.launch import processes_here, world_info
-from training_ext.openclip.machine import check_device, check_writable
+from training_ext.openclip.machine import check_device
 from training_ext.run import Features
 
 
@@ -88,7 +83,7 @@ def check(args: Namespace) -> DataRows | None:
             check_open_clips_own(args)
         return None
     evaluate_once(args)
-    needs_rows = trains(args) and (args.uses_ext_loss or args.osr_epochs > 0)
+    needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank != 0:
         # Another machine may have other data; `check_alike` compares them.
         if local_rank == 0 and trains(args) and not needs_rows:
@@ -115,15 +110,8 @@ def check(args: Namespace) -> DataRows | None:
         if args.uses_ext_loss:
             check_memory(args, found.num_rows, world_size)
         rows = found if needs_rows else None
-    if args.osr_load is not None and rows is not None and (resumed is None or not args.uses_ext_loss):
-        content = recovered.read(args.osr_load)
-        recovered.check(content, recovered.identity(args, rows), args.osr_load)
-        row_folders.check(args.osr_load, content.get("rows"), content["loss_state"], "--osr-load")
-    unfinished = find_unfinished(args) if recovers(args) and resumed is None else None
-    if unfinished is not None and rows is not None:
-        content = recovered.read(unfinished, "--resume")
-        recovered.check(content, recovered.identity(args, rows), unfinished, "--resume")
-        row_folders.check(unfinished, content.get("rows"), content["loss_state"], "--resume")
+    if rows is not None:
+        Features(Run(args)).tell(Feature.check_rows, rows, resumed is not None)
     if resumed is not None and trains(args):
         path, entry = resumed
         checkpoint.check_entry(entry, path, args, rows)  # the data, too
@@ -163,7 +151,6 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | N
     resumed = find_resumed(path)
     features = Features(Run(args))
     features.tell(Feature.check, features.metrics())
-    check_recovery(args, resumes_training=resumed is not None)
     return resumed
 
 
@@ -222,40 +209,6 @@ def check_experiment(args: Namespace) -> None:
         )
 
 
-def check_recovery(args: Namespace, resumes_training: bool) -> None:
-    if args.osr_epochs > 0 and not trains(args):
-        for name in ("osr_epochs", "osr_load", "osr_save", "osr_transfer", "osr_surrogate"):
-            if name in args.given_flags:
-                raise InputError("needs data to train on; give --train-data", flag_of(name))
-    unfinished = find_unfinished(args) if recovers(args) and not resumes_training else None
-    content = None if unfinished is None else read_unfinished(args, unfinished)
-    path = args.osr_save
-    if path is None:
-        return
-    folder, name = os.path.split(path)
-    if not os.path.isdir(folder or "."):
-        raise InputError(f"the folder of {path!r} does not exist", "--osr-save")
-    if path.endswith(".pt"):
-        instead = path.removesuffix(".pt") + ".state"
-        raise InputError(f"--resume latest may take {path!r} for a checkpoint; call it {instead!r}", "--osr-save")
-    if resumes_training:  # after the recovery, so nothing is written
-        return
-    if os.path.exists(path):
-        if content is None:
-            raise InputError(f"{path!r} exists; give another path, or load it with --osr-load", "--osr-save")
-        if not recovered.is_same(path, content):
-            raise InputError(
-                f"{path!r} exists and is not of the interrupted recovery {unfinished!r}; give another path",
-                "--osr-save",
-            )
-    check_writable("--osr-save", folder or ".")
-    most = os.pathconf(folder or ".", "PC_NAME_MAX") - recovered.LONGEST_END
-    if len(os.fsencode(name)) > most:
-        raise InputError(f"the name {name!r} is too long; give one of at most {most} bytes", "--osr-save")
-
-
-    features = Features(Run(args))
-    features.tell(Feature.check, features.metrics())
 def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     """Check that the loss's state fits in memory.
 

@@ -110,7 +110,6 @@ def needs_whole_model(name: str, form: str = "!r") -> Rule:
 POSITIVE = sys.float_info.min
 RULES = (
     # Ranges
-    Rule("osr_save", lambda run: run.osr_save == "", "is empty; give a path"),
     within("split_rows_above", 0),
     within("train_num_samples", 1),
     within("accum_freq", 1),

@@ -83,7 +83,7 @@ class Saved:
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
         folder = row_folders.folder_of(self.path, self.entry.get("rows"), "--checkpoint")
         row_folders.load_state(loss, self.entry["state"], folder, f"--checkpoint: {self.path!r}")
-        loss.set_epoch(math.ceil(args.osr_epochs) + (self.epoch or 0))  # for gamma of the next step
+        loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))  # for gamma of the next step
         return loss.eval()
 
 

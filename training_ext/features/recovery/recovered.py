@@ -26,7 +26,6 @@ FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside 
 LONGEST_END = max(LENGTH_OF_END, len(MARK) + 8)  # of the names beside the file that begin with its own
 SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
 HINGES = {option.name for option in PowerHinge.options}
-TRANSFERS = ("both", "moments", "table", "none")
 # With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 

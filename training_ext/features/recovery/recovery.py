@@ -1,6 +1,6 @@
-"""The recovery of optimizer statistics (OSR, see `open_clip_ext.recovery`) in the training command.
+"""The recovery's epochs: OpenCLIP's own at learning rate 0, whose order of the data differs from the training's.
 
-Its epochs are OpenCLIP's, at learning rate 0. Their order of the data differs from that of the training's epochs.
+The algorithm is that of `open_clip_ext.recovery`.
 """
 
 import hashlib
@@ -8,24 +8,22 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any
 
-import torch
 from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
+from training_ext.context import Run
 from training_ext.core import row_folders
-from training_ext.core.checkpoint import keeps_files
-from training_ext.core.loss import TrainingLoss, build_loss
-from training_ext.core.rows import DataRows
+from training_ext.core.loss import build_loss, samples_per_epoch
+from training_ext.feature import Epoch, NewTraining
 from training_ext.features.recovery import recovered
-from training_ext.flags.data_checks import samples_per_epoch
 
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
 UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
@@ -70,41 +68,23 @@ class StatisticsRecovery:
     """Recovers the optimizer's and the loss's statistics for fixed weights, saves them and passes them to the training.
 
     Args:
-        args: as `params.parse_args` gives them, completed by OpenCLIP.
-        rows: the rows of the train data.
-        loss: this package's loss, or None for OpenCLIP's.
-        model, optimizer, scaler: those that OpenCLIP trains with.
-        reference: digest of the reference model of --distill-model, if there is one.
+        run: the run, whose options of the recovery are resolved.
+        training: what it trains.
     """
 
-    def __init__(
-        self,
-        args: Namespace,
-        rows: DataRows,
-        loss: TrainingLoss | None,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        scaler: Any,
-        reference: str | None = None,
-    ):
-        self.args = args
-        self.rows = rows
-        self.reference = reference
-        self.loss = loss
-        self.optimizer = optimizer
-        self.scaler = scaler
-        self.weights = FrozenWeights(model)
+    def __init__(self, run: Run, training: NewTraining):
+        self.run, self.args = run, run.args
+        assert training.rows is not None
+        self.training, self.loss, self.rows = training, training.loss, training.rows
+        self.optimizer, self.scaler = training.optimizer, training.scaler
+        self.weights = FrozenWeights(training.model)
+        self._unfinished = unfinished_path(run)
 
     # Algorithm 1
 
-    def recover(self, run_epoch: Callable[..., None], loader: Any) -> None:
-        """Run the remaining epochs and save the recovered statistics.
-
-        Args:
-            run_epoch: runs OpenCLIP's epoch without a schedule of learning rates; its arguments are the loader, the
-                epoch's number, the batches of all epochs, and the last two of `midepoch.Interruptions.epoch`.
-            loader: the train loader.
-        """
+    def recover(self) -> None:
+        """Run the remaining epochs and save the recovered statistics."""
+        loader = self.training.loader
         lengths = self._lengths(loader)
         saved = self._resume()
         done = 0 if saved is None else saved["done"]
@@ -115,7 +95,7 @@ class StatisticsRecovery:
                 if loss is not None:
                     loss.set_epoch(epoch)
                 short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
-                run_epoch(short, epoch, lengths, saved, partial(self._save_within, epoch))
+                self.training.run_epoch(self._epoch(epoch, short, lengths, saved))
                 saved = None
                 self._check()
                 self._save(self._unfinished, epoch + 1)
@@ -127,6 +107,16 @@ class StatisticsRecovery:
         accum_freq = self.args.accum_freq
         return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
 
+    def _epoch(self, number: int, loader: ShortLoader, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
+        steps = [self.run.steps(batches) for batches in lengths]
+        training = self.args.epochs * self.run.steps(self.training.loader.num_batches)
+        seed = FIRST_EPOCH + number
+        return Epoch(
+            RECOVERY, number, len(steps), seed, loader, steps[number], first=seed * steps[number],
+            before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training, tensorboard=None, saved=saved,
+            save=partial(self._save_within, number),
+        )
+
     def _check(self) -> None:
         loss = None if self.loss is None else self.loss.loss
         check_frozen(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
@@ -135,23 +125,16 @@ class StatisticsRecovery:
 
     def hand_over(self) -> None:
         """Keep the statistics that --osr-transfer names, and reset the others to their state before the recovery."""
-        transfer = self.args.osr_transfer
+        args, rows, transfer = self.args, self.rows, self.args.osr_transfer
         if transfer not in ("both", "moments"):
             self.optimizer.state.clear()
             for group in self.optimizer.param_groups:
                 group.pop("step", None)
         if self.loss is not None and transfer not in ("both", "table"):
             del self.loss.loss  # first, since memory may not hold two tables
-            self.loss.loss = build_loss(
-                self.args, self.rows.num_rows, self.args.device, samples_per_epoch(self.args, self.rows)
-            )
+            self.loss.loss = build_loss(args, rows.num_rows, args.device, samples_per_epoch(args, rows))
 
     # Files
-
-    @property
-    def _unfinished(self) -> str | None:
-        """The file from which an interrupted recovery resumes; None if the run writes no files."""
-        return unfinished_path(self.args)
 
     def identity(self) -> dict[str, str]:
         """What the statistics belong to, including the weights and the trained parameters."""
@@ -161,7 +144,8 @@ class StatisticsRecovery:
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
-        return own if self.reference is None else {**own, "reference model": f"digest {self.reference[:16]}"}
+        reference = self.training.reference
+        return own if reference is None else {**own, "reference model": f"digest {reference[:16]}"}
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""
@@ -179,7 +163,7 @@ class StatisticsRecovery:
 
         Args:
             done: number of completed epochs.
-            place: position within the next epoch, as in `midepoch`.
+            place: position within the next epoch, as in `features.resume`.
         """
         if path is None:
             return
@@ -204,13 +188,12 @@ class StatisticsRecovery:
         }
         recovered.save(path, content)
 
-    def load(self, path: str, flag: str = "--osr-load") -> dict[str, Any]:
-        """Load the statistics in a file, and return how far its recovery went: `done`, `order`, `position`.
+    def load(self, content: dict[str, Any], path: str, flag: str) -> None:
+        """Load the statistics that `path`, the value of `flag`, contains.
 
         Raises:
-            InputError: the file cannot be read, or belongs to another model, data set, loss or optimizer.
+            InputError: they belong to another model, data set, loss or optimizer.
         """
-        content = recovered.read(path, flag)
         recovered.check(content, self.identity(), path, flag)
         if self.args.rank == 0:
             recovered.tell_differences(content, self.args, path)
@@ -225,30 +208,24 @@ class StatisticsRecovery:
         if self.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
             row_folders.load_state(self.loss.loss, content["loss_state"], folder, f"{flag}: {path!r}")
-        return {name: content.get(name) for name in ("done", "order", "position")}
 
     def _resume(self) -> dict[str, Any] | None:
-        """Load what an interrupted run of this experiment saved; None if there is nothing."""
+        """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
         path = self._unfinished
         found = path is not None and os.path.exists(path)
         if self.args.distributed:
             found = broadcast_object(self.args, found)
         if path is None or not found:
             return None
-        read_unfinished(self.args, path)
-        saved, epochs = self.load(path, "--resume"), ceil(self.args.osr_epochs)
-        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {saved['done']} of {epochs})")
-        return saved
+        content, epochs = read_unfinished(self.args, path), ceil(self.args.osr_epochs)
+        self.load(content, path, "--resume")
+        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
+        return {name: content.get(name) for name in ("done", "order", "position")}
 
 
-def unfinished_path(args: Namespace) -> str | None:
-    return os.path.join(args.logs, args.name, UNFINISHED) if keeps_files(args) else None
-
-
-def find_unfinished(args: Namespace) -> str | None:
-    """The file of the interrupted recovery that --resume latest continues, before OpenCLIP has changed `args`."""
-    path = unfinished_path(args) if args.resume == "latest" and args.name is not None else None
-    return path if path is not None and os.path.exists(path) else None
+def unfinished_path(run: Run) -> str | None:
+    """The file from which an interrupted recovery resumes; None if the run writes no files."""
+    return None if run.folder is None else os.path.join(run.folder, UNFINISHED)
 
 
 def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
@@ -272,12 +249,3 @@ def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
             "--osr-epochs",
         )
     return content
-
-
-def remove_unfinished(args: Namespace) -> None:
-    """Remove the file of an interrupted recovery, once the training has a checkpoint of its own."""
-    path = unfinished_path(args)
-    if args.rank == 0 and path is not None:
-        with suppress(FileNotFoundError):
-            os.remove(path)
-        recovered.remove_folders(path)

@@ -23,7 +23,7 @@ from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core import checkpoint
-from training_ext.core.loss import build_loss
+from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
 from training_ext.core.shards import shard_urls
 from training_ext.features.advice import advise, advise_any, advise_on_captions
@@ -122,7 +122,7 @@ def number_of_samples(
         return declared
     try:
         data_checks.check_size_known(args)
-        return data_checks.samples_per_epoch(args, find())
+        return samples_per_epoch(args, find())
     except InputError:
         if declared is None:
             raise
@@ -164,7 +164,7 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
     factors = f"{processes} process(es) x {args.batch_size} x --accum-freq {args.accum_freq}"
     total = steps * args.epochs
     warmup = "" if args.skip_scheduler else f", {min(args.warmup, total):,} of them warm-up"
-    passes = f"{args.epochs}" + (f", after {args.osr_epochs:g} of recovery" if args.osr_epochs > 0 else "")
+    passes = f"{args.epochs}" + (f", after {args.epochs_before:g} of recovery" if args.epochs_before else "")
     return [
         "Training",
         _item("global batch", f"{batch:,} = {factors}"),

@@ -15,7 +15,9 @@ from training_ext.openclip.launch import world_info
 
 RECIPE = "recipe.yaml"  # in the run's folder
 # Entries of the namespace that are not flags.
-NOT_FLAGS = frozenset({"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "loss_epochs", "absent_flags"})
+NOT_FLAGS = frozenset(
+    {"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "epochs_before", "loss_epochs", "absent_flags"}
+)
 # Of this a run only warns if the default does not fit; as a given flag it would be refused.
 NOT_PINNED = frozenset({"device"})
 # These belong to one run or machine.
@@ -35,10 +37,8 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     """
     own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN | args.absent_flags}
     values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
-    if args.loss is None:
-        del values["osr_epochs"]
-    elif args.osr_epochs == 0:
-        del values["osr_transfer"]
+    if not args.epochs_before:
+        values.pop("osr_transfer", None)
     settings = set(factory.setting_names())
     kept = dict(args.given_settings) if args.loss is not None else {}
     for name in sorted(settings & values.keys() - kept.keys()):
