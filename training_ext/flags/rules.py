@@ -91,6 +91,15 @@ def of_another_type(name: str) -> Rule:
     )
 
 
+def needs_single_negatives(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: run.trains and getattr(run, name) and not build_loss(run, 1, "cpu").takes_keys,
+        "--loss {loss} as given cannot leave out single negatives; use one with --normalizer table, prototypes, queue "
+        "or batch, and --negatives cross",
+    )
+
+
 def needs_logger(name: str) -> Rule:
     return Rule(
         "report_to",
@@ -161,15 +170,8 @@ RULES = (
         "{same_key!r} is a column or a field, and {dataset_type} has none; use --same-caption",
     ),
     # The loss
-    *(
-        Rule(
-            name,
-            lambda run, name=name: run.trains and getattr(run, name) and not build_loss(run, 1, "cpu").takes_keys,
-            "--loss {loss} as given cannot leave out single negatives; use one with --normalizer table, prototypes, "
-            "queue or batch, and --negatives cross",
-        )
-        for name in ("same_key", "same_caption")
-    ),
+    needs_single_negatives("same_key"),
+    needs_single_negatives("same_caption"),
     Rule(
         "batch_size",
         lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
