@@ -16,6 +16,7 @@ settings.load_profile("repeatable")
 
 # Whole files go to one process or another, which makes their fixtures once. Those that take longest go first.
 LONGEST = (
+    "pretend_gpu/test_pretend_gpu.py",
     "training_ext/test_statistics_recovery.py",
     "training_ext/test_midepoch.py",
     "open_clip_ext/test_distributed.py",

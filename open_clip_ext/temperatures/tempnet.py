@@ -144,9 +144,12 @@ class NetworkTemperature(Temperature):
         """The predicted temperatures, (B, 2); in training with the step's dropout, which `update` uses again."""
         self._kept = None
         if self.training and self.tau_net_dropout > 0:
-            draw = torch.Generator().manual_seed(self.steps)
-            kept = torch.empty(2, *batch.all_image.shape, dtype=torch.bool)
-            self._kept = kept.bernoulli_(1 - self.tau_net_dropout, generator=draw).to(batch.all_image.device)
+            device = batch.all_image.device
+            # On a GPU drawn there: a copy from host memory would wait for it. Other devices may have no generator.
+            place = device if device.type == "cuda" else torch.device("cpu")
+            draw = torch.Generator(place).manual_seed(self.steps)
+            kept = torch.empty(2, *batch.all_image.shape, dtype=torch.bool, device=place)
+            self._kept = kept.bernoulli_(1 - self.tau_net_dropout, generator=draw).to(device)
         return self.predict(batch.all_image, batch.all_text, self.weights, self._kept).T
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
