@@ -16,7 +16,6 @@ CLIP = f"{SHAPES} --loss clip"
 REFERENCE = "--distill-model RN50 --distill-pretrained openai"
 
 CASES = [
-    (f"{OURS} --osr-epochs 1 --osr-save=", "--osr-save: is empty"),
     (f"{OURS} --split-rows-above -1", "--split-rows-above: -1.0"),
     ("--loss clip --dataset-type synthetic --train-num-samples 0", "--train-num-samples: 0"),
     (f"{OURS} --accum-freq 0", "--accum-freq: 0"),
