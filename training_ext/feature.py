@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,8 @@ from training_ext.core.rows import DataRows
 class Epoch:
     """One epoch of OpenCLIP's loop: of the training, or of the recovery of statistics before it.
 
+    OpenCLIP takes it for TensorBoard's writer, and so gives it the numbers of each step that it logs, on process 0.
+
     Args:
         stage: TRAIN or RECOVERY of `metrics_file`.
         number, of: completed epochs of this stage, and all of them.
@@ -31,6 +33,7 @@ class Epoch:
         saved: `order` and `position` of the checkpoint that resumes within this epoch, or None.
         save: every process calls it with a `position`, and a checkpoint is written there.
         saves_last: whether one is needed after the last step too, since an evaluation may fail or be killed.
+        numbers: those of the latest step, by name; empty if OpenCLIP does not log it.
     """
 
     stage: str
@@ -46,11 +49,23 @@ class Epoch:
     saved: dict[str, Any] | None
     save: Callable[[dict[str, Any]], None]
     saves_last: bool = False
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """The method of TensorBoard's writer."""
+        self.numbers[name.removeprefix("train/")] = value
+        if self.tensorboard is not None:
+            self.tensorboard.add_scalar(name, value, step)
 
     @property
     def batches(self) -> int:
         """Batches of the whole epoch, of each process."""
         return self.loader.num_batches
+
+    @property
+    def first_batch(self) -> int:
+        """How many of them an earlier run has done; known within the context of `Feature.epoch`."""
+        return getattr(self.loader, "first", 0)
 
     @property
     def is_training(self) -> bool:
@@ -154,6 +169,12 @@ class Feature(WithOptions):
     def check_rows(self, rows: DataRows, resumes: bool) -> None:
         """The same, when the train data were read; `resumes`: a training goes on."""
 
+    def model_built(self, model: torch.nn.Module) -> None:
+        """The model to train is built, and the log is set up."""
+
+    def data_built(self, data: dict[str, Any], rows: DataRows | None) -> None:
+        """Every process has OpenCLIP's data sets, and the rows of the train data if the run needs them."""
+
     def loss_built(self, loss: TrainingLoss) -> None:
         """Every process has its loss and its train loader; only of this package's losses."""
 
@@ -167,6 +188,9 @@ class Feature(WithOptions):
         """A context around each epoch's steps."""
         return nullcontext()
 
+    def step_done(self, step: int, numbers: dict[str, float]) -> None:
+        """`step` steps of the epoch are done; `numbers` are the last one's as in `Epoch`. Only with --loss."""
+
     def scores(self, evaluation: Evaluation) -> dict[str, float]:
         """Process 0, within an evaluation: values of `metrics`."""
         return {}
@@ -176,5 +200,5 @@ class Feature(WithOptions):
     ) -> None:
         """Process 0: the model, without wrappers, was evaluated after `epoch` epochs; 0: before the first step."""
 
-    def end(self) -> None:
-        """The run ends, after success or an error."""
+    def end(self, trained: bool) -> None:
+        """The run ends, after an error or not; `trained`: it has trained to the end."""

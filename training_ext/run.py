@@ -8,26 +8,27 @@ from open_clip_ext.options import Option
 from training_ext.context import Run
 from training_ext.core.metrics import is_due, open_clip_metrics
 from training_ext.feature import Epoch, Feature
+from training_ext.features.advice import Advice
 from training_ext.features.bad_samples import BadSamples
 from training_ext.features.keep_best import KeepBest
+from training_ext.features.log import Log
 from training_ext.features.own_classes import OwnClasses
 from training_ext.features.recovery.feature import Recovery
 from training_ext.features.resume import Resume
 from training_ext.features.scenes import SceneClasses
+from training_ext.features.summary import Summary
+from training_ext.features.temperature_sheet import TemperatureSheet
 
-FEATURES: tuple[type[Feature], ...] = (BadSamples, Resume, Recovery, SceneClasses, OwnClasses, KeepBest)
-"""An event reaches them in this order."""
+FEATURES: tuple[type[Feature], ...] = (
+    Log, Advice, BadSamples, Resume, Recovery, SceneClasses, OwnClasses, KeepBest, TemperatureSheet, Summary
+)
+"""An event reaches them in this order: a step is logged before the run ends at it, and the summary is last."""
 
 
 def options() -> Iterator[Option]:
     """The options of all features."""
     for feature in FEATURES:
         yield from feature.options
-
-
-def features_files() -> dict[str, str]:
-    """What the features write into a run's folder: name, and what for."""
-    return {name: what for feature in FEATURES for name, what in feature.files.items()}
 
 
 class Features(list[Feature]):

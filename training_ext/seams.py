@@ -5,7 +5,6 @@ up when it uses it, so it finds the value that replaces the name for the duratio
 is changed or copied.
 """
 
-import time
 from contextlib import AbstractContextManager
 from functools import partial
 from inspect import isfunction
@@ -171,8 +170,7 @@ SEAMS = (
     ),
     Seam(
         MAIN, "create_model_and_transforms",
-        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel; the "
-        "log names the size of the model",
+        why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel",
         contract="main gets the model from it before wrapping it, and the first call is the trained model",
         replacement=lambda original, session: partial(session.create_model, original),
         for_ext_loss=False,
@@ -199,37 +197,12 @@ SEAMS = (
     ),
     Seam(
         TRAIN, "enumerate",
-        why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs; a step's numbers are "
-        "complete when the next batch is requested",
+        why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs; between two steps "
+        "state is saved and numbers are logged",
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
         "alone it tells the step, and asks for the next batch when the optimizer's step is done",
         replacement=lambda original, session: partial(session.enumerate, original),
         for_ext_loss=False,
-    ),
-    Seam(
-        TRAIN, "time.time",
-        why="while the machine's clock is set back, durations and rates are negative",
-        contract="train_one_epoch uses time.time() for durations only",
-        replacement=lambda original, session: time.monotonic,
-        for_ext_loss=False,
-    ),
-    Seam(
-        TRAIN, "logging.info",
-        why="a logged step is a line of 500 characters and more; ours is short, and all numbers are in metrics.jsonl",
-        contract="train_one_epoch logs a step by logging.info, and nothing else, and gives its numbers to "
-        "tb_writer.add_scalar('train/' + name, number, step) if there is a writer; evaluate logs by it, too",
-        replacement=lambda original, session: partial(session.log.of_loop, original),
-        for_ext_loss=False,
-        loop=LEGACY,
-    ),
-    Seam(
-        MAIN, "logging.info",
-        why="the model's structure and all flags fill pages of a terminal; 'Start epoch 0' comes before a recovery",
-        contract="between building the model and get_data or pt_load main logs these pages; after create_loss it logs "
-        "that an epoch starts",
-        replacement=lambda original, session: partial(session.log.of_main, original),
-        for_ext_loss=False,
-        loop=LEGACY,
     ),
     Seam(
         TRAIN, "unwrap_model",
@@ -274,7 +247,7 @@ SEAMS = (
     ),
     Seam(
         MAIN, "create_loss",
-        why="the loss itself; what main logs after it waits until a recovery is done",
+        why="the loss itself",
         contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
         replacement=lambda original, session: partial(session.create_loss, original),
         for_ext_loss=False,
@@ -286,7 +259,8 @@ SEAMS = (
         "epoch the recovery of statistics, which is this same epoch at learning rate 0",
         contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
         "tb_writer=), before optimizer.state_dict() is saved; it enumerates data['train'].dataloader, calls set_epoch "
-        "of data['train'] and scheduler(step)",
+        "of data['train'] and scheduler(step), and gives the numbers of each step that it logs to "
+        "tb_writer.add_scalar('train/' + name, number, step)",
         replacement=lambda original, session: partial(session.train_one_epoch, original),
         for_ext_loss=False,
         loop=LEGACY,
@@ -401,4 +375,3 @@ def run(session: Session) -> None:
         raise InputError(f"{fault}{session.last_saved()}") from None
     finally:
         session.close()
-    session.finish()

@@ -3,9 +3,8 @@
 import logging
 import math
 import os
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -36,10 +35,6 @@ from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale, whole
 from training_ext.core.usable import SampleWatch
 from training_ext.feature import Epoch, Evaluation, Feature, NewTraining
-from training_ext.features.advice import advise, advise_any
-from training_ext.features.log import RunLog
-from training_ext.features.summary import summary
-from training_ext.features.temperature_sheet import write_sheet
 from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
@@ -73,8 +68,6 @@ class Session:
         watches: list[SampleWatch] = [feature for feature in self.features if isinstance(feature, SampleWatch)]
         self.data = DataSeams(args, rows, watches[0] if watches else SampleWatch())
         self._flags = flags
-        self.log = RunLog(args)
-        self._began = time.monotonic()
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
@@ -83,6 +76,7 @@ class Session:
         self.epoch: Epoch  # in progress
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
         self._has_begun = False  # the first epoch of this run
+        self._epoch: Epoch | None = None  # with --loss, while it is in progress
         self.tokenizer: Any = None
         self._transforms: Any = None
         self._restored: dict[str, Any] | None = None
@@ -119,7 +113,7 @@ class Session:
         self._has_model = True
         if self._alone is not None:
             self._keep_others_out(self._alone)
-        self.log.has_model(model)
+        self.features.tell(Feature.model_built, model)
         if not self.args.uses_ext_loss:
             return model, *transforms
         self._logit_scale = model.logit_scale
@@ -147,19 +141,31 @@ class Session:
     # Optimizer
 
     def enumerate(self, original: Callable, batches: Any) -> Iterable:
-        """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and each completed step is logged.
+        """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and features are told of each step."""
+        epoch = self._epoch
+        if epoch is None:  # without --loss, or in OpenCLIP's evaluation
+            return original(batches)
+        return self._steps(epoch, original(batches, epoch.first_batch))
+
+    def _steps(self, epoch: Epoch, numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
+        """Yield the numbered batches of the epoch; OpenCLIP asks for the next one when its step is done.
 
         OpenCLIP's loop computes a learning rate for batches that are too few for a step, too, which after the last step
         may divide by zero; they are read, but not passed on.
         """
-        if not self.log.in_epoch:  # without --loss, or in OpenCLIP's evaluation
-            return original(batches)
-        first = getattr(batches, "first", 0) if self.args.uses_ext_loss else 0
-        end = self.run.steps(batches.num_batches) * self.args.accum_freq
-        numbered: Iterable = ((number, batch) for number, batch in original(batches, first) if number < end)
-        if self.loss is not None and not is_master(self.args):
-            numbered = self.loss.watched(numbered, self.args.log_every_n_steps)
-        return self.log.steps(numbered, first)
+        for number, batch in numbered:
+            if number >= epoch.steps * self.args.accum_freq:
+                continue
+            yield number, batch
+            step, calls = divmod(number + 1, self.args.accum_freq)
+            if calls:
+                continue
+            # On process 0, where OpenCLIP logs, `LogItems` does so. Wrong norms, and in `amorlip` NaN, are seen only on
+            # the process that has them.
+            if self.loss is not None and not self.run.is_first and (step - 1) % self.args.log_every_n_steps == 0:
+                self.loss.loss.raise_if_not_finite()
+            self.features.tell(Feature.step_done, step, epoch.numbers)
+            epoch.numbers.clear()
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
@@ -205,7 +211,6 @@ class Session:
             state[checkpoint.KEY] = self._entry_to_save
 
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
-        self.log.has_start()
         loaded = load_resumed(path, **kwargs)
         entry = checkpoint.take_entry(loaded)
         checkpoint.fit_names(loaded, self.wraps_model)
@@ -238,7 +243,6 @@ class Session:
     # Data
 
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
-        self.log.has_start()
         for sentence in self.told if is_master(args) else ():
             logging.warning(sentence)
         self.tokenizer = kwargs.get("tokenizer")
@@ -258,9 +262,7 @@ class Session:
         if args.uses_ext_loss:
             for info in data.values():
                 self.data.workers.workers_of(info.dataloader)
-        if "train" in data and is_master(args):
-            for sentence in advise_any(args, self.run.steps(data["train"].dataloader.num_batches)):
-                logging.warning(sentence)
+        self.features.tell(Feature.data_built, data, self.data.rows)
         # OpenCLIP evaluates only validation data and ImageNet.
         if any(feature.metrics() for feature in self.features) and not set(data) & {"val", "imagenet-val", IMAGENET_V2}:
             data[IMAGENET_V2] = None
@@ -270,7 +272,6 @@ class Session:
 
     def create_loss(self, original: Callable, args: Any) -> Any:
         if not args.uses_ext_loss:
-            self.log.hold()
             return original(args)
         for flag in ("local_loss", "gather_with_grad"):
             if getattr(args, flag):
@@ -284,14 +285,8 @@ class Session:
             )
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
-        if is_master(args):
-            steps = self.run.steps(self.data.loader.num_batches)
-            for sentence in advise(args, rows.num_rows, steps):
-                logging.warning(sentence)
         self.loss = TrainingLoss(loss, self.data.loader, args.device)
         self.features.tell(Feature.loss_built, self.loss)
-        self.log.begin(self.loss)
-        self.log.hold()
         return self.loss
 
     def train_one_epoch(
@@ -301,10 +296,14 @@ class Session:
     ) -> Any:
         def run_epoch(epoch: Epoch, data: dict[str, Any], scheduler: Callable, args: Namespace) -> Any:
             self.epoch, self.data.epoch = epoch, epoch.seed
-            with self.features.epoch(epoch), self.log.epoch(epoch) as writer:
-                return original(
+            writer = epoch if args.loss is not None else epoch.tensorboard
+            self._epoch = None if args.loss is None else epoch
+            with self.features.epoch(epoch):
+                result = original(
                     model, data, loss, epoch.seed, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
                 )
+            self._epoch = None
+            return result
 
         def run_frozen(epoch: Epoch) -> None:
             if self.loss is None:
@@ -331,7 +330,6 @@ class Session:
                 )
         if args.save_logs:  # only on the process that saves
             checkpoint_files.remove_folders(args.checkpoint_path)
-        self.log.release()
         if self.loss is not None:
             self.loss.loss.set_epoch(math.ceil(args.epochs_before) + epoch)
 
@@ -354,11 +352,7 @@ class Session:
         if args.loss is not None:
             self._raise_if_not_finite(model)
         if saves and self.loss is not None:
-            state = self._prepare_entry(
-                f"epoch_{epoch + 1}.pt", checkpoint.order_of(args, self.data.loader.streams)
-            )
-            if epoch + 1 == args.epochs and "temperature.tau" in state:
-                self._show_temperatures(state["temperature.tau"])
+            self._prepare_entry(f"epoch_{epoch + 1}.pt", checkpoint.order_of(args, self.data.loader.streams))
         elif saves_first and args.rank == 0 and not self.divides_model:
             path = self.run.checkpoint_after(epoch + 1)
             checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
@@ -384,9 +378,7 @@ class Session:
         """Whether every process takes part in a checkpoint."""
         return False
 
-    def _prepare_entry(
-        self, name: str, order: dict[str, Any], position: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def _prepare_entry(self, name: str, order: dict[str, Any], position: dict[str, Any] | None = None) -> None:
         """Gather the state that only some processes hold, for the next checkpoint; called by every process.
 
         Args:
@@ -400,7 +392,6 @@ class Session:
             self._entry_to_save = checkpoint.make_entry(
                 self.args, rows, state, folder, self.reference, order, position
             )
-        return state
 
     def start_sync_process(self, original: Callable, seconds: float, *where: str) -> Any:
         process = original(seconds, *where)
@@ -417,21 +408,14 @@ class Session:
             if not remote_sync(*where):
                 logging.error(f"--remote-sync: the last state is not in {where[1]!r}")
 
-    def _show_temperatures(self, taus: torch.Tensor) -> None:
-        """Write the page of temperatures; an error must not cost the last checkpoint, which is not saved yet."""
-        try:
-            folder = os.path.join(self.args.logs, self.args.name)
-            path = write_sheet(folder, taus, self.args, self.data.rows, self._transforms)
-            logging.info(f"The samples with the largest and smallest temperatures: {path}")
-        except Exception as error:
-            logging.warning(f"The page of temperatures was not written: {error!r}")
-
     def close(self) -> None:
-        """End the run, after success or an error."""
+        """End the run, after success or an error; temporary files are removed after the last checkpoint."""
+        args = self.args
         self.data.close()
-        self.features.tell(Feature.end)
+        if self.completed and args.loss is not None and trains(args) and args.save_logs:
+            checkpoint_files.remove_folders(args.checkpoint_path)
+        self.features.tell(Feature.end, self.completed and self._has_begun)
         self._end_sync()
-        self.log.close()
 
     def last_saved(self) -> str:
         """The end of a message on process 0: what is left of a training that fails."""
@@ -439,15 +423,6 @@ class Session:
             return ""
         path = most_trained(self.args.checkpoint_path)
         return "; no checkpoint is complete" if path is None else f"; the last complete checkpoint is {path!r}"
-
-    def finish(self) -> None:
-        """Remove temporary files and log the summary, after the last checkpoint."""
-        args = self.args
-        if args.loss is not None and trains(args) and args.save_logs:
-            checkpoint_files.remove_folders(args.checkpoint_path)
-        if args.loss is not None and trains(args) and args.save_logs and args.epochs and not self._is_done:
-            for line in summary(args, time.monotonic() - self._began):
-                logging.info(line)
 
     def evaluate(
         self, original: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int, args: Namespace,
@@ -462,8 +437,7 @@ class Session:
             return {}
         if metrics:
             self.metrics.append({name: float(value) for name, value in metrics.items()})
-            self.log.evaluated(epoch, self.metrics[-1])
-            if self._has_begun:
+            if args.loss is not None:
                 self.features.tell(Feature.evaluated, epoch, metrics, self.unwrapped(model), data)
         return metrics
 
@@ -480,8 +454,7 @@ class Session:
         return None
 
     def _evaluate_again(self, model: torch.nn.Module, data: dict[str, Any]) -> dict[str, Any]:
-        with self.log.quiet():
-            return self._evaluate_now(host().train_module.evaluate, model, data, self._unlogged())
+        return self._evaluate_now(host().train_module.evaluate, model, data, self._unlogged())
 
     def _evaluate_now(
         self, evaluate: Callable, model: torch.nn.Module, data: dict[str, Any], args: Namespace, tb_writer: Any = None

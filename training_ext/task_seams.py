@@ -49,25 +49,6 @@ TASK_SEAMS = (
         loop=TASKS,
     ),
     Seam(
-        TRAIN, "_logger.info",
-        why="a logged step is a line of 500 characters and more; ours is short, and all numbers are in metrics.jsonl",
-        contract="train_one_epoch logs a step by _logger.info, and nothing else, and gives its numbers, on steps of "
-        "--log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step) if there is a writer; "
-        "of the losses it takes what items() gives, on every process; evaluate logs by _logger.info, too",
-        replacement=lambda original, session: partial(session.log.of_loop, original),
-        for_ext_loss=False,
-        loop=TASKS,
-    ),
-    Seam(
-        MAIN, "_logger.info",
-        why="the model's structure and all flags fill pages of a terminal; 'Start epoch 0' comes before a recovery",
-        contract="between building the model and get_data or load_checkpoint main logs these pages; after get_data it "
-        "logs that an epoch starts",
-        replacement=lambda original, session: partial(session.log.of_main, original),
-        for_ext_loss=False,
-        loop=TASKS,
-    ),
-    Seam(
         "open_clip_train.file_utils", "pt_load",
         why="takes our state out of the checkpoint before OpenCLIP loads the optimizer",
         contract="load_checkpoint imports pt_load and reads --resume by pt_load(path, map_location=), before main "
@@ -106,7 +87,9 @@ TASK_SEAMS = (
         "epoch the loss itself, and the recovery of statistics, which is this same epoch at learning rate 0",
         contract="called once per epoch as (state, data, args, tb_writer=) before the state's optimizer is saved; "
         "takes the epoch's number, task, optimizer, scaler and scheduler from the state and counts in it; enumerates "
-        "data['train'].dataloader, calls set_epoch of data['train'] and scheduler(step)",
+        "data['train'].dataloader, calls set_epoch of data['train'] and scheduler(step), and gives the numbers of a "
+        "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
+        "the losses it takes what items() gives, on every process",
         replacement=lambda original, session: partial(session.train_state, original),
         for_ext_loss=False,
         loop=TASKS,

@@ -97,20 +97,13 @@ class TaskSession(Session):
             checkpoint_files.remove_older(folder)
 
     def load_sharded(self, original: Callable, task: Any, folder: str, **kwargs: Any) -> int:
-        self.log.has_start()
         entry = checkpoint.read_sharded_entry(folder)
         epoch = original(task, folder, **kwargs)
         if trains(self.args):
             self.restore(entry, os.fspath(folder), epoch)
         return epoch
 
-    # Data and training
-
-    def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
-        data = super().get_data(original, args, *rest, **kwargs)
-        if "train" in data:
-            self.log.hold()
-        return data
+    # Training
 
     def train_state(
         self, original: Callable, state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None

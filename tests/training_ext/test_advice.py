@@ -8,7 +8,7 @@ import pytest
 from open_clip_ext.presets import drrho_gamma
 from training_ext.core.captions import SeenCaptions, see
 from training_ext.core.loss import build_loss
-from training_ext.features.advice import advise, advise_any, advise_on_captions
+from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import starts_from_weights
 
@@ -17,7 +17,7 @@ COMMON = "--dataset-type shapes --train-num-samples 300 --model ViT-test --batch
 
 def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[str]:
     args = parse_args(f"{COMMON} {flags}".split())
-    return [*advise_any(args, steps_per_epoch), *advise(args, num_samples, steps_per_epoch)]
+    return advise(args, num_samples, steps_per_epoch)
 
 
 @pytest.mark.parametrize("length, share", [(30, ""), (31, "25 %"), (60, "25 %"), (64, "25 %"), (65, "25 %")])

@@ -58,8 +58,8 @@ def test_the_starting_point_is_evaluated_and_unchanged_by_a_recovery(run, pretra
     start = json.loads((experiment.path / START).read_text())
     assert start == {name: value for name, value in results[0].items() if name not in ("epoch", "num_samples")}
     log = experiment.log
-    assert log.count("Eval Epoch: 0 shapes") == 1
-    order = "Eval Epoch: 0 shapes", "Recovery 1/1 1/4 ", "before, to the last digit", "Start epoch 0", "Epoch 0 1/4 "
+    assert log.count("Eval Epoch: 0 shapes") == 2  # before and after the recovery
+    order = "Eval Epoch: 0 shapes", "Recovery 1/1 1/4 ", "before, to the last digit", "Epoch 0 1/4 "
     places = [log.index(text) for text in order]
     assert places == sorted(places)
 

@@ -28,7 +28,7 @@ def test_another_run_is_named(refused, tmp_path, arguments):
 
 
 def test_a_run_has_its_folder_until_its_end(run, monkeypatch, tmp_path):
-    from training_ext import session
+    from training_ext.features import summary as module
 
     def also_used(*args):
         from open_clip_ext.files import InUseError
@@ -37,8 +37,8 @@ def test_a_run_has_its_folder_until_its_end(run, monkeypatch, tmp_path):
             pass
         return summary(*args)
 
-    summary = session.summary
-    monkeypatch.setattr(session, "summary", also_used)
+    summary = module.summary
+    monkeypatch.setattr(module, "summary", also_used)
     assert not list(run("x", QUEUE).path.glob(".*"))
 
 

@@ -53,7 +53,6 @@ class RowLoader:
     Attributes:
         first: number of batches of the epoch that an earlier run completed.
         numbers: number of the latest sample of each stream.
-        after_step: called between two optimizer steps with the number of completed batches of the epoch.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class RowLoader:
         self.keys = keys
         self.first = 0
         self.numbers = [0] * streams
-        self.after_step: Callable[[int], None] = lambda batches: None
         self._latest: deque[dict[str, Tensor]] = deque(maxlen=keep)
 
     def start_at(self, start: Start | None) -> None:
@@ -95,8 +93,6 @@ class RowLoader:
                 numbers[KEY] = self.keys(tokens, numbers.get(ROW))
             self._latest.append(numbers)
             yield host().batch(images, tokens)
-            if done % self.keep == 0:
-                self.after_step(done)
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -1,7 +1,7 @@
 """Build the loss of a command line, and wrap it for OpenCLIP's training loop."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,18 +102,6 @@ class TrainingLoss:
         index = self.loader.latest(ROW) if self.loss.needs_index else None
         key = self.loader.latest(KEY)
         return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
-
-    def watched(self, numbered: Iterable[tuple[int, Any]], log_every: int) -> Iterator[tuple[int, Any]]:
-        """Yield the numbered batches; every `log_every` steps raise if any step so far had bad values.
-
-        `LogItems` does so where OpenCLIP logs, on process 0. Wrong norms, and in `amorlip` NaN, are seen only on the
-        process that has them.
-        """
-        for number, batch in numbered:
-            yield number, batch
-            step, call = divmod(number, self.loss.accum_freq)
-            if step % log_every == 0 and call == self.loss.accum_freq - 1:
-                self.loss.raise_if_not_finite()
 
     def load_diagnostics_state(self, state: dict[str, Any]) -> None:
         """As `Loss.load_diagnostics_state`, with tensors on any device."""

@@ -1,16 +1,20 @@
 """Warnings about settings that do not fit the size of the data or the length of the training."""
 
+import logging
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
 from math import exp, log
+from typing import Any
 
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
 from training_ext.core.captions import SeenCaptions
 from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
+from training_ext.core.rows import DataRows
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.feature import Feature
 from training_ext.openclip.configs import load_tokenizer
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.launch import world_info
@@ -23,27 +27,40 @@ PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model of icons lost 6 point
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 
+class Advice(Feature):
+    """Logs the warnings on process 0, of a training with any loss."""
+
+    def data_built(self, data: dict[str, Any], rows: DataRows | None) -> None:
+        if "train" in data and self.run.is_first:
+            steps = self.run.steps(data["train"].dataloader.num_batches)
+            for sentence in advise(self.run.args, 0 if rows is None else rows.num_rows, steps):
+                logging.warning(sentence)
+
+
 def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]:
-    """Warnings for the log, each with the flag, its value and what to try; [] if all is well.
+    """Warnings, each with the flag, its value and what to try; [] if all is well.
 
     Args:
-        args: as `params.parse_args` gives them, with `--loss`.
-        num_samples: n, rows of the train data.
+        args: as `params.parse_args` gives them.
+        num_samples: n, rows of the train data; not used with OpenCLIP's losses.
         steps_per_epoch: optimizer steps per epoch.
     """
     steps = args.epochs * steps_per_epoch
     if steps == 0:
-        return []
-    return [
-        *_on_steps(args, steps_per_epoch),
-        *_on_amorlip(args, steps_per_epoch),
-        *_on_length(args, steps),
-        *_on_pretrained(args, steps),
-        *_on_temperature(args, steps),
-        *_on_gamma(args, num_samples, steps_per_epoch),
-        *_on_rho(args, num_samples),
-        *_on_sizes(args, num_samples, steps_per_epoch),
-    ]
+        return [f"--epochs: {args.epochs} epoch(s) of {steps_per_epoch} optimizer step(s), so nothing is trained"]
+    warnings = [*_of_openclip(args, steps)]
+    if args.uses_ext_loss:
+        warnings += [
+            *_on_steps(args, steps_per_epoch),
+            *_on_amorlip(args, steps_per_epoch),
+            *_on_length(args, steps),
+            *_on_pretrained(args, steps),
+            *_on_temperature(args, steps),
+            *_on_gamma(args, num_samples, steps_per_epoch),
+            *_on_rho(args, num_samples),
+            *_on_sizes(args, num_samples, steps_per_epoch),
+        ]
+    return warnings
 
 
 def advise_on_captions(args: Namespace, seen: SeenCaptions | None) -> list[str]:
@@ -78,12 +95,8 @@ def _on_repeated(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
         )
 
 
-def advise_any(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
-    """Warnings as `advise` gives them, for a training with any loss, OpenCLIP's own included."""
-    steps = args.epochs * steps_per_epoch
-    if steps == 0:
-        yield f"--epochs: {args.epochs} epoch(s) of {steps_per_epoch} optimizer step(s), so nothing is trained"
-    elif args.lr == 0:
+def _of_openclip(args: Namespace, steps: int) -> Iterator[str]:
+    if args.lr == 0:
         yield "--lr: 0, so the weights do not change"
     elif not args.skip_scheduler and args.warmup > steps:
         yield (

@@ -204,7 +204,7 @@ class BadSamples(Feature, SampleWatch):
         global_batch = self.run.args.batch_size * len(every)
         if not any(counts):  # generated data, of which none is bad
             counts[USED] = epoch.batches * global_batch
-        before = getattr(epoch.loader, "first", 0) * global_batch  # in an epoch that is resumed
+        before = epoch.first_batch * global_batch  # in an epoch that is resumed
         share = share_of(counts, max(self._of_data, before + counts[SEEN]), len(self._numbers))
         if self.run.is_first:
             self._write(epoch, counts, share, [sum(own[kind] for kind in SKIPPED) for own, _ in every])

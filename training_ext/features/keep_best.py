@@ -72,6 +72,8 @@ class KeepBest(Feature):
     def evaluated(
         self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]
     ) -> None:
+        if not self.run.trains:
+            return
         values = {name: float(value) for name, value in metrics.items() if name not in COUNTS}
         if self._misses_start:
             self._misses_start = False

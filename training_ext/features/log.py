@@ -1,26 +1,22 @@
-"""The log of a training with --loss: a short line for each logged step, and every number in metrics.jsonl.
-
-OpenCLIP's loop logs a line with all numbers, and passes the same numbers by name to TensorBoard's writer. `RunLog`
-stands in for the writer to receive them, and logs its own line in place of OpenCLIP's.
-"""
+"""The log of a training with --loss: a short line for each logged step, and every number in metrics.jsonl."""
 
 import logging
 import math
 import os
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from open_clip_train.distributed import is_master
 
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
+from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
+from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
-from training_ext.feature import Epoch
+from training_ext.feature import Epoch, Feature
 from training_ext.openclip.hosts import host
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
@@ -28,224 +24,148 @@ ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negative
 FEW_WITHIN = 0.01  # of the log-normalizer of a hinge with negatives as similar as their positives
 
 
-class RunLog:
-    """The log of one run, on every process; only process 0 writes.
+class Log(Feature):
+    """Logs a step in a short line in place of OpenCLIP's, and writes its numbers; all on process 0."""
 
-    Args:
-        args: as `params.parse_args` gives them. Without --loss OpenCLIP's lines are logged unchanged.
-    """
+    log_all: bool = option(
+        False,
+        "log OpenCLIP's own lines, with every number, and the model's structure; otherwise these numbers go to "
+        "metrics.jsonl, TensorBoard and W&B only",
+    )
+    files = {"out.log": "this log", FILE: "every number"}
 
-    def __init__(self, args: Namespace):
-        self.args = args
+    def __init__(self, run: Run):
+        super().__init__(run)
         self._loss: TrainingLoss | None = None
-        self.loss_name: str | None = None  # name of the value that this package's loss minimises in this epoch
         self._file: MetricsFile | None = None
-        self._full = False
+        self._is_full = False
         self._epoch: Epoch | None = None
-        self._numbers: dict[str, float] = {}
-        self._latest: dict[str, Any] = {}
-        self._step = 0  # number of the latest logged step in the epoch
+        self._numbers: dict[str, float] = {}  # of the latest logged step
+        self._losses: list[float] = []  # of this epoch's logged steps
+        self._last: tuple[int, float]  # step of the epoch and time of the latest line
+        self._began: float | None = None  # when the first epoch of this run did
         self._done = 0  # steps of this run in earlier epochs
-        self._came_in_at = 0  # step of the present epoch at which this run started
-        self._began: float | None = None
-        self._since = 0.0  # start of the epoch's steps; after them their duration
-        self._last: tuple[int, float] = 0, 0.0  # step and time of the latest line
-        self._losses: list[float] = []
-        self._has_explained = self._has_warned = False
-        self._quiet = False
-        self._file_only = False
-        self._held: list[tuple[Any, ...]] | None = None
+        self._has_warned = False
 
-    # Lines of OpenCLIP's main
+    # OpenCLIP's lines
 
-    def of_main(self, original: Callable, message: Any, *args: Any) -> None:
-        """Replaces `logging.info` in OpenCLIP's main."""
-        if self._held is not None:
-            self._held.append((message, *args))
-        elif self._file_only:
-            record = logging.LogRecord("root", logging.INFO, "", 0, message, args, None)
-            for handler in logging.root.handlers:
-                if isinstance(handler, logging.FileHandler):
-                    handler.handle(record)
-        else:
-            original(message, *args)
-
-    def has_model(self, model: torch.nn.Module) -> None:
-        """Log the model's size; main then prints its structure and all flags, which go to the file only."""
-        if self.args.loss is None or self.args.log_all or self._file_only or not is_master(self.args):
+    def model_built(self, model: torch.nn.Module) -> None:
+        args = self.run.args
+        if args.loss is None or not self.run.is_first:
             return
-        sizes = [parameter.numel() for parameter in model.parameters()]
-        logging.info(f"{self.args.model}: {sum(sizes):,} parameters; its structure and all flags: {self.args.log_path}")
-        self._file_only = True
+        for handler in logging.root.handlers:
+            handler.addFilter(self._is_wanted)
+            if not isinstance(handler, logging.FileHandler):
+                handler.addFilter(self._fits_terminal)
+        if not self.log_all:
+            size = sum(parameter.numel() for parameter in model.parameters())
+            logging.info(f"{args.model}: {size:,} parameters; its structure and all flags: {args.log_path}")
 
-    def has_start(self) -> None:
-        """The next lines of main go to the terminal again."""
-        self._file_only = False
+    def _is_wanted(self, record: logging.LogRecord) -> bool:
+        """Leave out OpenCLIP's line of a step; with --log-all it stands in place of ours, except in a recovery."""
+        epoch = self._epoch
+        if epoch is None or (self.log_all and epoch.is_training) or record.levelno != logging.INFO:
+            return True
+        return record.pathname != host().train_module.__file__
 
-    def hold(self) -> None:
-        """Hold back main's line that an epoch begins, so that the lines before training come first."""
-        if self.args.loss is not None and self._held is None:
-            self._held = []
+    def _fits_terminal(self, record: logging.LogRecord) -> bool:
+        """Leave out the model's structure and the list of all flags, which are indented lines."""
+        text = record.getMessage()
+        is_of_page = text in ("Model:", "Params:") or text.startswith("  ") or "\n" in text
+        return self.log_all or not is_of_page or record.pathname != host().main_module.__file__
 
-    def release(self) -> None:
-        """Log the lines that were held back."""
-        held, self._held = self._held, None
-        for line in held or ():
-            logging.info(*line)
+    # Our lines
 
-    # Lines of OpenCLIP's loop
-
-    def begin(self, loss: TrainingLoss) -> None:
-        """Start the log of a training with one of this package's losses."""
+    def loss_built(self, loss: TrainingLoss) -> None:
         self._loss = loss
-        if is_master(self.args) and not self.args.log_all and self.args.save_logs:
-            logging.info(f"All numbers are in {self.path}")
 
-    def of_loop(self, original: Callable, message: Any, *args: Any) -> None:
-        """Replaces `logging.info` in OpenCLIP's epochs and evaluations."""
-        if not self._quiet and (self._epoch is None or self._has_open_clips_lines):
-            original(message, *args)
-
-    @property
-    def in_epoch(self) -> bool:
-        """Whether an epoch of a training with --loss, or of its recovery, is in progress."""
-        return self._epoch is not None
-
-    @property
-    def _has_open_clips_lines(self) -> bool:
-        """Whether OpenCLIP's own lines are logged in place of ours; a recovery has ours only."""
-        return self.args.log_all and self._epoch is not None and self._epoch.is_training
+    def begin(self, resumed: bool) -> None:
+        if (path := self.run.file(FILE)) and not self.log_all:
+            error = "; error is the estimated log-normalizers' / the minibatch's" if self.run.args.normalizer else ""
+            logging.info(f"All numbers are in {path}{error}")
 
     @contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Log no lines of an evaluation that repeats an earlier one."""
-        self._quiet = True
-        try:
+    def epoch(self, epoch: Epoch) -> Iterator[None]:
+        if self.run.args.loss is None:
             yield
-        finally:
-            self._quiet = False
-
-    @contextmanager
-    def epoch(self, epoch: Epoch) -> Iterator[Any]:
-        """Log an epoch of OpenCLIP's; yields the `tb_writer` to pass to it."""
-        if self.args.loss is None:
-            yield epoch.tensorboard
             return
-        self._epoch, self._losses, self._step, self._came_in_at = epoch, [], 0, 0
-        self._numbers = {}
-        if self._loss is not None:
-            self.loss_name = self._loss.name
-        yield self
-        self._done += epoch.steps - self._came_in_at
+        self._epoch, self._losses = epoch, []
+        began = time.monotonic()
+        self._began = self._began or began
+        self._last = -1, began
+        yield
+        self._done += epoch.steps - self.run.steps(epoch.first_batch)
         self._epoch = None
-        if is_master(self.args) and self._losses:
-            self._tell_epoch(epoch)
+        if self._losses:
+            self._tell_epoch(epoch, time.monotonic() - began)
 
-    def steps(self, numbered: Iterable[tuple[int, Any]], first: int) -> Iterator[tuple[int, Any]]:
-        """Yield the numbered batches of an epoch; when OpenCLIP asks for the next, the step before is logged.
-
-        Args:
-            first: number of the first batch.
-        """
-        self._since = time.monotonic()
-        self._began = self._began or self._since
-        self._came_in_at = self._step = first // self.args.accum_freq
-        self._last = self._step, self._since
-        for item in numbered:
-            yield item
-            self._write()
-        self._since = time.monotonic() - self._since
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        """The method of TensorBoard's writer."""
-        assert self._epoch is not None
-        self._numbers[name.removeprefix("train/")] = value
-        self._step = step - self._epoch.first + 1
-        if self._epoch.tensorboard is not None:
-            self._epoch.tensorboard.add_scalar(name, value, step)
-
-    def _write(self) -> None:
-        """Log the step and write its numbers, if OpenCLIP has logged it."""
-        if not self._numbers or self._epoch is None:
+    def step_done(self, step: int, numbers: dict[str, float]) -> None:
+        if not numbers:
             return
         epoch, now = self._epoch, time.monotonic()
-        global_batch = self.args.batch_size * self.args.accum_freq * self.args.world_size
-        step_before, time_before = self._last
-        throughput = (self._step - step_before) * global_batch / max(now - time_before, 1e-9)
-        self._last = self._step, now
-        numbers, self._numbers = self._numbers, {}
-        numbers["throughput"] = throughput  # OpenCLIP's samples_per_second covers the last step only
+        assert epoch is not None
+        first = self.run.steps(epoch.first_batch)
+        before, time_before = self._last
+        # OpenCLIP's samples_per_second covers the last step only.
+        throughput = (step - max(first, before)) * self.run.global_batch / max(now - time_before, 1e-9)
+        self._last = step, now
+        self._numbers = numbers = {**numbers, "throughput": throughput}
         numbers.setdefault("tau", 1 / numbers[host().scale_name])
-        loss = numbers[self.loss_name or "loss"]
+        loss = numbers["loss" if self._loss is None else self._loss.name]
         if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
-            raise NonFiniteError(f"step {epoch.before + self._step}: the loss is {loss}; training cannot continue")
+            raise NonFiniteError(f"step {epoch.before + step}: the loss is {loss}; training cannot continue")
         self._losses.append(loss)
-        self._add(
-            epoch.stage, epoch.number, self._step, steps=epoch.steps,
-            samples=(epoch.before + self._step) * global_batch, **numbers,
-        )
-        if self._has_open_clips_lines:
-            return
+        samples = (epoch.before + step) * self.run.global_batch
+        self._add(epoch.stage, epoch.number, step, steps=epoch.steps, samples=samples, **numbers)
         # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
-        if (self._step - 1) % self.args.log_every_n_steps == 0 or self._step == epoch.steps:
-            if "normalizer_mse" in numbers and not self._has_explained:
-                self._has_explained = True
-                logging.info("From here on, error is the estimated log-normalizers' / the minibatch's")
-            line = [f"{epoch.title} {self._step}/{epoch.steps}", *self._shown(numbers), self._left(now)]
-            logging.info(" ".join(line))
+        is_due = (step - 1) % self.run.args.log_every_n_steps == 0 or step == epoch.steps
+        if is_due and not (self.log_all and epoch.is_training):
+            # At the mean pace so far, with evaluations and checkpoints.
+            assert self._began is not None
+            left = (now - self._began) / (self._done + step - first) * (epoch.steps - step + epoch.ahead)
+            error = ""
+            if "normalizer_mse" in numbers:
+                error = f" error {numbers['normalizer_mse']:.2g}/{numbers['minibatch_mse']:.2g}"
+            logging.info(
+                f"{epoch.title} {step}/{epoch.steps} loss {loss:.4g} lr {numbers['lr']:.2g} tau {numbers['tau']:.3g}"
+                f"{error} {throughput:.0f}/s left {duration(left)}"
+            )
 
-    def _shown(self, numbers: dict[str, float]) -> Iterator[str]:
-        yield f"loss {self._losses[-1]:.4g} lr {numbers['lr']:.2g} tau {numbers['tau']:.3g}"
-        if "normalizer_mse" in numbers:
-            yield f"error {numbers['normalizer_mse']:.2g}/{numbers['minibatch_mse']:.2g}"
-        yield f"{numbers['throughput']:.0f}/s"
-
-    def _left(self, now: float) -> str:
-        """Estimated time left, at the mean pace so far, with evaluations and checkpoints."""
-        assert self._epoch is not None and self._began is not None
-        done = self._done + self._step - self._came_in_at
-        return f"left {duration((now - self._began) / done * (self._epoch.steps - self._step + self._epoch.ahead))}"
-
-    def _tell_epoch(self, epoch: Epoch) -> None:
-        numbers = self._latest
+    def _tell_epoch(self, epoch: Epoch, seconds: float) -> None:
+        numbers, args = self._numbers, self.run.args
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
         mean = sum(self._losses) / len(self._losses)
-        logging.info(" ".join([f"{epoch.title} took {duration(self._since)}: mean loss {mean:.4g}", *once]))
-        has_hinge = getattr(self.args, "surrogate", None) == PowerHinge.name and epoch.is_training
-        if has_hinge and not self._has_warned:
+        logging.info(" ".join([f"{epoch.title} took {duration(seconds)}: mean loss {mean:.4g}", *once]))
+        if getattr(args, "surrogate", None) == PowerHinge.name and epoch.is_training and not self._has_warned:
             alpha = max(numbers["alpha_image_mean"], numbers["alpha_text_mean"])
-            if alpha < FEW_WITHIN * self.args.margin**self.args.margin_power / numbers["tau"]:
+            if alpha < FEW_WITHIN * args.margin**args.margin_power / numbers["tau"]:
                 self._has_warned = True
                 logging.warning(
-                    f"Hardly any negative is within --margin {self.args.margin:g} of its positive, and the others have "
+                    f"Hardly any negative is within --margin {args.margin:g} of its positive, and the others have "
                     f"no gradient (mean log-normalizer {alpha:.2g}): a small loss says little here"
                 )
 
-    # Evaluations
-
-    def evaluated(self, epoch: int, metrics: dict[str, float]) -> None:
-        """Write the metrics of the evaluation after `epoch` epochs; on process 0."""
-        if self.args.loss is not None:
-            self._add(EVAL, epoch, 0, **{name: value for name, value in metrics.items() if name != "epoch"})
+    def evaluated(
+        self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]
+    ) -> None:
+        values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
+        self._add(EVAL, epoch, 0, **values)
 
     def _add(self, stage: str, epoch: int, step: int, **numbers: Any) -> None:
-        self._latest = numbers
-        if not self.args.save_logs or self._full:
+        path = self.run.file(FILE)
+        if path is None or self._is_full:
             return
         try:
-            self._file = self._file or MetricsFile(os.path.dirname(self.path))
+            self._file = self._file or MetricsFile(os.path.dirname(path))
             self._file.add({"stage": stage, "epoch": epoch, "step": step, "time": round(time.time(), 3), **numbers})
         except OSError as error:  # do not lose the training for a log
-            self._full = True
-            logging.warning(f"No more lines are added to {self.path}: {error.strerror}")
+            self._is_full = True
+            logging.warning(f"No more lines are added to {path}: {error.strerror}")
 
-    @property
-    def path(self) -> str:
-        """Path of the file with all numbers."""
-        return os.path.join(self.args.logs, self.args.name, FILE)
-
-    def close(self) -> None:
-        self.release()
+    def end(self, trained: bool) -> None:
+        for handler in logging.root.handlers:  # of a program that trains, too
+            handler.removeFilter(self._is_wanted)
+            handler.removeFilter(self._fits_terminal)
         if self._file is not None:
             self._file.close()
 

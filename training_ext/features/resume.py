@@ -63,7 +63,6 @@ class Resume(Feature):
         self._loss = loss
         if self.run.keeps_files:
             self._request = StopRequest()
-            loss.loader.after_step = self._after_step
 
     @contextmanager
     def epoch(self, epoch: Epoch) -> Iterator[None]:
@@ -102,15 +101,17 @@ class Resume(Feature):
         logging.info(f"=> resuming after step {self.run.steps(batches)} of {self._epoch.steps} in this epoch")
         return Start(self._epoch.seed, batches, whole, samples)
 
-    def _after_step(self, batches: int) -> None:
-        assert self._request is not None and self._loss is not None
-        step, steps, every = self.run.steps(batches), self._epoch.steps, self.save_every_steps
+    def step_done(self, step: int, numbers: dict[str, float]) -> None:
+        if self._request is None:
+            return
+        assert self._loss is not None
+        steps, every = self._epoch.steps, self.save_every_steps
         stops = self._request.agreed(at_once=step == steps)  # an evaluation may follow the last step
         is_due = every is not None and (self._epoch.seed * steps + step) % every == 0
         if not (stops or is_due or (self._epoch.saves_last and step == steps)):
             return
         order = order_of(self.run.args, self._loss.loader.streams)
-        self._epoch.save({"order": order, "position": self._position(batches, self._loss)})
+        self._epoch.save({"order": order, "position": self._position(step * self.run.args.accum_freq, self._loss)})
         if self.run.args.distributed:
             dist.barrier()  # the file exists before any process ends
         if stops:
@@ -126,6 +127,6 @@ class Resume(Feature):
         shown = loss.loss.diagnostics_state()
         return {"batches": batches, "of": self._epoch.batches, "samples": samples, "shown": shown}
 
-    def end(self) -> None:
+    def end(self, trained: bool) -> None:
         if self._request is not None:
             self._request.close()

@@ -1,25 +1,39 @@
 """The summary at the end of a training: best and last metrics, duration, files, and the next commands."""
 
+import logging
 import os
 import shlex
+import time
 from argparse import Namespace
 from collections.abc import Iterator
-from math import isfinite
 from typing import Any
 
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
-from open_clip_ext.metrics_file import EVAL, FILE, read_metrics
+from open_clip_ext.metrics_file import EVAL, read_metrics
+from training_ext.context import Run
 from training_ext.core.keys import has_keys
-from training_ext.core.metrics import COUNTS, is_better
+from training_ext.core.metrics import COUNTS, smaller_is_better
+from training_ext.feature import Feature
 from training_ext.features.log import duration
-from training_ext.run import features_files
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 WHAT = {
-    "out.log": "this log", FILE: "every number", "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe",
-    "temperatures.html": "samples by temperature",    "tensorboard": "tensorboard --logdir {}",
-}
+    "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe", "tensorboard": "tensorboard --logdir {}",
+}  # besides the files of features
+
+
+class Summary(Feature):
+    """Logs the summary on process 0."""
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self._began = time.monotonic()
+
+    def end(self, trained: bool) -> None:
+        if trained and self.run.args.save_logs:
+            for line in summary(self.run.args, time.monotonic() - self._began):
+                logging.info(line)
 
 
 def summary(args: Namespace, seconds: float) -> Iterator[str]:
@@ -35,7 +49,8 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     last = f"checkpoints/epoch_{args.epochs}.pt"
     yield f"Files in {folder}:"
     yield f"  {last}: the last checkpoint"
-    for name, what in (WHAT | features_files()).items():
+    of_features = {name: what for feature in Feature.__subclasses__() for name, what in feature.files.items()}
+    for name, what in (of_features | WHAT).items():
         if os.path.exists(path := os.path.join(folder, name)):
             yield f"  {name}: {what.format(shlex.quote(path))}"
     yield "Next:"
@@ -65,11 +80,8 @@ def _metrics(lines: list[dict[str, Any]]) -> Iterator[str]:
     if names:
         yield f"{'':24}{'last':>10}{'best':>10}  after epoch"
     for name in names:
-        found = [(line[name], line["epoch"]) for line in lines if line.get(name) is not None]
-        last = f"{lines[-1][name]:.4f}" if lines[-1][name] is not None else "not finite"
-        best = found[0] if found else None
-        for value, epoch in found:
-            if isfinite(value) and best is not None and is_better(name, value, best[0]):
-                best = value, epoch
-        if best is not None:
-            yield f"{name:24}{last:>10}{best[0]:>10.4f}{best[1]:>13}"
+        last = "not finite" if lines[-1][name] is None else f"{lines[-1][name]:.4f}"
+        sign = 1 if smaller_is_better(name) else -1
+        if found := [(sign * line[name], line["epoch"]) for line in lines if line.get(name) is not None]:
+            best, epoch = min(found)  # the earliest of equal ones
+            yield f"{name:24}{last:>10}{sign * best:>10.4f}{epoch:>13}"

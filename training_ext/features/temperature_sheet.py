@@ -7,7 +7,7 @@ samples small ones.
 import base64
 import html
 import io
-import os
+import logging
 from argparse import Namespace
 from typing import Any
 
@@ -15,8 +15,14 @@ from PIL import Image
 from torch import Tensor
 
 from open_clip_ext.files import whole_file
+from open_clip_ext.temperatures import IndividualTemperature
+from training_ext.context import Run
+from training_ext.core.checkpoint import read_entry
+from training_ext.core.checkpoint_files import most_trained
 from training_ext.core.reading import source_of
+from training_ext.core.rows import DataRows
 from training_ext.core.shards import is_local
+from training_ext.feature import Feature
 
 FILE = "temperatures.html"
 SHOWN = 12  # samples of each kind
@@ -27,21 +33,46 @@ td, th { padding: 0.2em 0.8em; text-align: right } section { display: flex; flex
 figure { margin: 0; width: 132px } figcaption { font-size: 12px; overflow-wrap: anywhere } img { max-width: 128px }"""
 
 
-def write_sheet(folder: str, taus: Tensor, args: Namespace, rows: Any, transforms: tuple) -> str:
-    """Write the page and return its path.
+class TemperatureSheet(Feature):
+    """Writes the page after the training on process 0, unless the temperatures lie in files beside the checkpoint."""
+
+    files = {FILE: "samples by temperature"}
+
+    def __init__(self, run: Run):
+        super().__init__(run)
+        self._rows: DataRows | None = None
+
+    def data_built(self, data: dict[str, Any], rows: DataRows | None) -> None:
+        self._rows = rows
+
+    def end(self, trained: bool) -> None:
+        args = self.run.args
+        path = self.run.file(FILE) if trained and args.temperature == IndividualTemperature.name else None
+        if path is None:
+            return
+        try:
+            _, entry = read_entry(most_trained(args.checkpoint_path) or "")
+            taus = None if entry is None else entry["state"].get("temperature.tau")
+            if taus is not None:
+                write_sheet(path, taus, args, self._rows)
+                logging.info(f"The samples with the largest and smallest temperatures: {path}")
+        except Exception as error:  # the training has succeeded without it
+            logging.warning(f"The page of temperatures was not written: {error!r}")
+
+
+def write_sheet(path: str, taus: Tensor, args: Namespace, rows: Any) -> None:
+    """Write the page to `path`.
 
     Args:
-        folder: the experiment's folder.
         taus: temperatures of the n samples as image and as text anchors, (n, 2).
         args, rows: command line and data rows of the training.
-        transforms: OpenCLIP's for training and for evaluation.
     """
     chosen = {
         (side, end): taus[:, number].topk(min(SHOWN, len(taus)), largest=end == "largest").indices.tolist()
         for number, side in enumerate(("images", "texts"))
         for end in ("largest", "smallest")
     }
-    samples = _read({row for found in chosen.values() for row in found}, args, rows, transforms)
+    samples = _read({row for found in chosen.values() for row in found}, args, rows)
     parts = [
         "<!doctype html><meta charset='utf-8'><title>Temperatures</title>",
         f"<style>{STYLE}</style><h1>Temperatures of {len(taus):,} samples</h1>",
@@ -52,10 +83,8 @@ def write_sheet(folder: str, taus: Tensor, args: Namespace, rows: Any, transform
         number = 0 if side == "images" else 1
         figures = (_figure(row, taus[row, number].item(), samples.get(row)) for row in found)
         parts.append(f"<h2>The {end} of {side}</h2><section>{''.join(figures)}</section>")
-    path = os.path.join(folder, FILE)
     with whole_file(path, text=True) as file:
         file.write("\n".join(parts))
-    return path
 
 
 def _quantiles(taus: Tensor) -> str:
@@ -80,12 +109,11 @@ def _figure(row: int, tau: float, sample: tuple[Image.Image, str] | None) -> str
     return f"<figure>{picture}<figcaption><b>{tau:.4g}</b> row {row}<br>{html.escape(caption)}</figcaption></figure>"
 
 
-def _read(wanted: set[int], args: Namespace, rows: Any, transforms: tuple) -> dict[int, tuple[Image.Image, str]]:
+def _read(wanted: set[int], args: Namespace, rows: Any) -> dict[int, tuple[Image.Image, str]]:
     """Image and caption by row; rows that cannot be read, or are not on this machine, are left out."""
     if args.dataset_type == "synthetic" or (rows.shards is not None and not all(map(is_local, rows.shards.urls))):
         return {}
-    size = transforms[0].transforms[0].size
     as_list = lambda text: [text] if isinstance(text, str) else text  # noqa: E731
-    source = source_of(args, rows.kind, rows.shards, lambda image: image, size, as_list)
+    source = source_of(args, rows.kind, rows.shards, lambda image: image, THUMBNAIL, as_list)
     found = [source(row, row + 1, lambda problem: None) for row in sorted(wanted)]
     return {row: (image, caption) for samples in found for row, image, caption in samples}

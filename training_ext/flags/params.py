@@ -167,13 +167,6 @@ class Parser(argparse.ArgumentParser):
             f"beside the checkpoint (default: {SPLIT_ABOVE:g})",
         )
         group.add_argument(
-            "--log-all",
-            action="store_true",
-            default=None,
-            help="log OpenCLIP's own lines, with every number, and the model's structure; otherwise these numbers go "
-            "to metrics.jsonl, TensorBoard and W&B only",
-        )
-        group.add_argument(
             "--same-key",
             metavar="NAME",
             help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not "
@@ -253,7 +246,7 @@ class ListRecipes(Print):
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 OF_TRAINING = (
-    "shard_sizes", "log_all", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
+    "shard_sizes", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
 )
 
 

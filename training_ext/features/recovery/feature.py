@@ -161,7 +161,7 @@ class Recovery(Feature):
             self._remove_unfinished(epoch.number)
         yield
 
-    def end(self) -> None:
+    def end(self, trained: bool) -> None:
         if hasattr(self.run.args, "checkpoint_path"):  # else the run ended before it had one
             self._remove_unfinished(self.run.args.epochs)
 

@@ -47,14 +47,11 @@ class ShortLoader:
         self._after_step = after_step
 
     def __iter__(self) -> Iterator[Any]:
-        number, left = 0, self.num_batches - getattr(self._loader, "first", 0)
+        left = self.num_batches - getattr(self._loader, "first", 0)
         for number, batch in enumerate(islice(self._loader, left), 1):
             if number == self._accum_freq + 1:
                 self._after_step()
             yield batch
-        # `islice` does not ask for the batch after the last one, which is when a RowLoader ends the step.
-        if number and number == left and hasattr(self._loader, "after_step"):
-            self._loader.after_step(self.num_batches)
 
     def __len__(self) -> int:
         return self.num_batches

@@ -26,7 +26,7 @@ from training_ext.core import checkpoint
 from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
 from training_ext.core.shards import shard_urls
-from training_ext.features.advice import advise, advise_any, advise_on_captions
+from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes.recipe import Recipe, find
 from training_ext.flags.recipes.resolved import resolved_flags
@@ -79,13 +79,11 @@ def lines(args: Namespace, processes: int) -> list[str]:
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
     num_rows = number_of_rows(args, samples, find_once) if has_data else samples
-    warnings = [*advise_any(args, steps)]
+    warnings = advise(args, num_rows, steps)
     with suppress(InputError):  # the data may be on another machine
         if has_data and kind in ("csv", "webdataset"):
             seen = find_once().seen if kind == "csv" else look_at_first(args, shard_urls(args.train_data))
             warnings += advise_on_captions(args, seen)
-    if args.uses_ext_loss:
-        warnings += advise(args, num_rows, steps)
     if warnings:
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
