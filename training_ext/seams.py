@@ -11,7 +11,7 @@ from inspect import isfunction
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
-from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
+from training_ext.core.checkpoint_files import last_saved, latest_checkpoint, save_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.flags.usual import likely_cause
@@ -372,6 +372,6 @@ def run(session: Session) -> None:
         fault = fault_of_machine(error, session.run.folder)
         if fault is None:
             raise
-        raise InputError(f"{fault}{session.last_saved()}") from None
+        raise InputError(f"{fault}{last_saved(session.args)}") from None
     finally:
         session.close()

@@ -15,24 +15,21 @@ import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, is_master
 from open_clip_train.file_utils import remote_sync
 
-from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import is_full
-from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
 from open_clip_ext.retrieval import validation_metrics
 from training_ext.context import Run
-from training_ext.core import checkpoint, checkpoint_files, row_folders
-from training_ext.core.checkpoint_files import most_trained
+from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
 from training_ext.core.metrics import is_due
 from training_ext.core.rows import DataRows, trains
 from training_ext.core.seeding import AT_EPOCH, kept_random_state, seed_all
 from training_ext.core.shards import shard_urls
-from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale, whole
+from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 from training_ext.core.usable import SampleWatch
 from training_ext.feature import Epoch, Evaluation, Feature, NewTraining
 from training_ext.flags import recipes
@@ -42,6 +39,7 @@ from training_ext.flags.resumed import divides_model
 from training_ext.openclip.hosts import host, starts_from_weights
 from training_ext.openclip.loading import load_resumed
 from training_ext.run import Features
+from training_ext.saving import Saving
 
 RUN = "run"
 IMAGENET_V2 = "imagenet-v2"
@@ -67,11 +65,11 @@ class Session:
         self._alone = alone if args.name is None else None  # of a run that gets its name later
         watches: list[SampleWatch] = [feature for feature in self.features if isinstance(feature, SampleWatch)]
         self.data = DataSeams(args, rows, watches[0] if watches else SampleWatch())
+        self.saving = Saving(self.run, self.data)
         self._flags = flags
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
-        self.reference: str | None = None  # digest of the frozen model of --distill-model
         self._logit_scale: torch.nn.Parameter
         self.epoch: Epoch  # in progress
         self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
@@ -79,10 +77,6 @@ class Session:
         self._epoch: Epoch | None = None  # with --loss, while it is in progress
         self.tokenizer: Any = None
         self._transforms: Any = None
-        self._restored: dict[str, Any] | None = None
-        self._is_done = False  # the restored checkpoint has all epochs
-        self._restored_rows: str | None = None  # the folder of the restored rows per sample
-        self._entry_to_save: dict[str, Any] | None = None
         self._sync: tuple[Any, tuple[str, ...]] | None = None
         self.told: list[str] = []  # warnings from before the log was there
         self.completed = False  # whether OpenCLIP's main has come to its end
@@ -108,7 +102,7 @@ class Session:
         model, *transforms = original(*args, **kwargs)
         if self._has_model:  # this one is frozen, to learn from
             if self.args.uses_ext_loss:
-                self.reference = digest_of(model.state_dict())
+                self.saving.reference = digest_of(model.state_dict())
             return model, *transforms
         self._has_model = True
         if self._alone is not None:
@@ -170,7 +164,7 @@ class Session:
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
         self.add_temperature(optimizer, self._logit_scale)
-        optimizer.register_state_dict_post_hook(self._add_entry)
+        optimizer.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
         return optimizer
 
     def add_temperature(self, optimizer: torch.optim.Optimizer, logit_scale: torch.nn.Parameter) -> None:
@@ -206,39 +200,15 @@ class Session:
 
     # Checkpoints
 
-    def _add_entry(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        if self._entry_to_save is not None:
-            state[checkpoint.KEY] = self._entry_to_save
-
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
         loaded = load_resumed(path, **kwargs)
-        entry = checkpoint.take_entry(loaded)
-        checkpoint.fit_names(loaded, self.wraps_model)
-        if trains(self.args) and isinstance(loaded, dict):
-            if "epoch" in loaded:
-                self.restore(entry, path, loaded["epoch"])
-            elif self.args.uses_ext_loss and self.args.tau_init is not None:
-                checkpoint.set_temperature(loaded, self.args.tau_init)
+        self.saving.take(loaded, path, self.wraps_model)
         return loaded
 
     @property
     def wraps_model(self) -> bool:
         """Whether checkpoints name the model's state as DistributedDataParallel does."""
         return self.args.distributed and not self.args.horovod
-
-    def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
-        """Check our entry of the checkpoint to resume, which has `epoch` completed epochs; `create_loss` loads it."""
-        # Remote files are first read here; local ones were checked before anything was written.
-        checkpoint.check_entry(entry, path, self.args, self.data.rows)
-        self._restored = entry
-        if entry is not None:
-            checkpoint.check_reference(entry, path, self.args, self.reference)
-            self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
-            if is_master(self.args) and entry["data_digest"] == self.data.known_rows.captions:
-                logging.warning(f"{path!r} does not say which images its captions had; check that they are the same")
-        if epoch >= self.args.epochs:
-            self._is_done = True
-            logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {self.args.epochs} epochs")
 
     # Data
 
@@ -247,7 +217,7 @@ class Session:
             logging.warning(sentence)
         self.tokenizer = kwargs.get("tokenizer")
         self._transforms = rest[0]
-        if self._flags is not None and is_master(args) and not self._is_done and checkpoint.keeps_files(args):
+        if self._flags is not None and is_master(args) and not self.saving.is_done and self.run.keeps_files:
             samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
             recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:
@@ -279,10 +249,7 @@ class Session:
                 logging.info(f"{what}: its gradients are exact without it.")
         rows = self.data.known_rows
         loss = build_loss(args, rows.num_rows, args.device, samples_per_epoch(args, rows))
-        if self._restored is not None:
-            row_folders.load_state(
-                loss, self._restored.pop("state"), self._restored_rows, f"--resume: {args.resume!r}"
-            )
+        self.saving.load_into(loss)
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
         self.loss = TrainingLoss(loss, self.data.loader, args.device)
@@ -311,8 +278,7 @@ class Session:
             own = {**data, "train": replace(data["train"], dataloader=epoch.loader)}
             run_epoch(epoch, own, lambda step: None, self._unlogged())
 
-        self._entry_to_save = None
-        saved, self._restored = self._restored, None
+        saved = self.saving.begin_epoch()
         if self.temperature is not None:
             self.temperature.begin()
         if not self._has_begun and args.loss is not None:
@@ -324,8 +290,8 @@ class Session:
                 self.features.tell(
                     Feature.before_training,
                     NewTraining(
-                        model, optimizer, scaler, self.loss, data["train"].dataloader, self.data.rows, self.reference,
-                        metrics, run_frozen, lambda: self._evaluate_again(model, data),
+                        model, optimizer, scaler, self.loss, data["train"].dataloader, self.data.rows,
+                        self.saving.reference, metrics, run_frozen, lambda: self._evaluate_again(model, data),
                     ),
                 )
         if args.save_logs:  # only on the process that saves
@@ -334,10 +300,12 @@ class Session:
             self.loss.loss.set_epoch(math.ceil(args.epochs_before) + epoch)
 
         def save(place: dict[str, Any]) -> None:
-            self._raise_if_not_finite(model)
-            self._prepare_entry(checkpoint_files.name_of(args, epoch, place["position"]), **place)
+            self.saving.raise_if_not_finite(model, self.loss)
+            assert self.loss is not None
+            name = checkpoint_files.name_of(args, epoch, place["position"])
+            self.saving.prepare(self.loss, name, place["order"], place["position"])
             self.write_within(epoch, place["position"], model, optimizer, scaler)
-            self._entry_to_save = None
+            self.saving.entry = None
 
         loader = data["train"].dataloader
         steps = self.run.steps(loader.num_batches)
@@ -350,9 +318,10 @@ class Session:
         )
         result = run_epoch(started, data, scheduler, args)
         if args.loss is not None:
-            self._raise_if_not_finite(model)
+            self.saving.raise_if_not_finite(model, self.loss)
         if saves and self.loss is not None:
-            self._prepare_entry(f"epoch_{epoch + 1}.pt", checkpoint.order_of(args, self.data.loader.streams))
+            order = checkpoint.order_of(args, self.data.loader.streams)
+            self.saving.prepare(self.loss, f"epoch_{epoch + 1}.pt", order)
         elif saves_first and args.rank == 0 and not self.divides_model:
             path = self.run.checkpoint_after(epoch + 1)
             checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
@@ -378,21 +347,6 @@ class Session:
         """Whether every process takes part in a checkpoint."""
         return False
 
-    def _prepare_entry(self, name: str, order: dict[str, Any], position: dict[str, Any] | None = None) -> None:
-        """Gather the state that only some processes hold, for the next checkpoint; called by every process.
-
-        Args:
-            name: name of the checkpoint.
-        """
-        assert self.loss is not None
-        file = os.path.join(self.args.checkpoint_path, name.removesuffix(".pt"))
-        state, folder = row_folders.save_state(self.args, self.loss.loss, file)
-        if self.args.rank == 0:
-            rows = self.data.known_rows
-            self._entry_to_save = checkpoint.make_entry(
-                self.args, rows, state, folder, self.reference, order, position
-            )
-
     def start_sync_process(self, original: Callable, seconds: float, *where: str) -> Any:
         process = original(seconds, *where)
         process.daemon = True
@@ -416,13 +370,6 @@ class Session:
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.features.tell(Feature.end, self.completed and self._has_begun)
         self._end_sync()
-
-    def last_saved(self) -> str:
-        """The end of a message on process 0: what is left of a training that fails."""
-        if not trains(self.args) or not getattr(self.args, "save_logs", False):
-            return ""
-        path = most_trained(self.args.checkpoint_path)
-        return "; no checkpoint is complete" if path is None else f"; the last complete checkpoint is {path!r}"
 
     def evaluate(
         self, original: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int, args: Namespace,
@@ -500,14 +447,3 @@ class Session:
         pictures = self.data.val_pictures()
         of = None if pictures is None else torch.from_numpy(pictures.of)
         return validation_metrics(image, text, of, device if on_gpu else image.device)
-
-    def _raise_if_not_finite(self, model: torch.nn.Module) -> None:
-        """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""
-        when = f"epoch {self.data.epoch}"
-        if self.loss is not None:
-            self.loss.loss.raise_if_not_finite()
-            when = f"step {self.loss.loss.steps}"
-        for name, parameter in model.named_parameters():
-            if not whole(parameter.isfinite().all()):
-                raise NonFiniteError(f"{when}: {plain_name(name)} is not finite; training cannot continue")
-

@@ -62,7 +62,7 @@ class TaskSession(Session):
 
     def save_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
         saved = original(*args, **kwargs)
-        self._add_entry(args[1], saved["optimizer"])
+        self.saving.add_to(saved["optimizer"])
         return saved
 
     def write_within(
@@ -90,8 +90,8 @@ class TaskSession(Session):
         self, original: Callable, task: Any, optimizer: torch.optim.Optimizer, folder: str, **kwargs: Any
     ) -> None:
         """Write our entry into the folder before OpenCLIP's file that makes it a complete checkpoint."""
-        if self._entry_to_save is not None:
-            checkpoint.write_sharded_entry(folder, self._entry_to_save)
+        if self.saving.entry is not None:
+            checkpoint.write_sharded_entry(folder, self.saving.entry)
         original(task, optimizer, folder, **kwargs)
         if self.args.rank == 0:
             checkpoint_files.remove_older(folder)
@@ -100,7 +100,7 @@ class TaskSession(Session):
         entry = checkpoint.read_sharded_entry(folder)
         epoch = original(task, folder, **kwargs)
         if trains(self.args):
-            self.restore(entry, os.fspath(folder), epoch)
+            self.saving.restore(entry, os.fspath(folder), epoch)
         return epoch
 
     # Training

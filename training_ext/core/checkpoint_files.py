@@ -15,6 +15,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
 from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_entry, take_entry
 from training_ext.core.row_folders import MARK, remove_unnamed
+from training_ext.core.rows import trains
 from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_mapped
 
@@ -162,6 +163,14 @@ def most_trained(folder: str, or_torn: bool = False) -> str | None:
     names = (file, file.removesuffix(".pt"), BEFORE_RENAME, newest_numbered(folder))
     there = [name for name in names if name is not None and os.path.exists(os.path.join(folder, name))]
     return furthest(folder, there) or (os.path.join(folder, there[-1]) if or_torn and there else None)
+
+
+def last_saved(args: Namespace) -> str:
+    """The end of a message on process 0: what is left of a training that fails."""
+    if not trains(args) or not getattr(args, "save_logs", False):
+        return ""
+    path = most_trained(args.checkpoint_path)
+    return "; no checkpoint is complete" if path is None else f"; the last complete checkpoint is {path!r}"
 
 
 def bring_up_to_date(args: Namespace) -> None:

@@ -1,0 +1,106 @@
+"""`Saving`: our state in OpenCLIP's checkpoints, of the one that a run resumes from and of the next one."""
+
+import logging
+import os
+from typing import Any
+
+import torch
+
+from open_clip_ext.distributed import plain_name
+from open_clip_ext.losses import Loss, NonFiniteError
+from training_ext.context import Run
+from training_ext.core import checkpoint, row_folders
+from training_ext.core.data_seams import DataSeams
+from training_ext.core.loss import TrainingLoss
+from training_ext.core.temperature import whole
+
+
+class Saving:
+    """Takes our entry out of a checkpoint that is resumed, and gathers the entry of the next one.
+
+    Attributes:
+        entry: of the next checkpoint, on process 0.
+        is_done: whether the resumed checkpoint has all epochs.
+        reference: digest of the frozen model of --distill-model, if there is one.
+    """
+
+    def __init__(self, run: Run, data: DataSeams):
+        self.run = run
+        self.data = data
+        self.entry: dict[str, Any] | None = None
+        self.is_done = False
+        self.reference: str | None = None
+        self._restored: dict[str, Any] | None = None
+        self._restored_rows: str | None = None  # the folder of the restored rows per sample
+
+    def take(self, loaded: Any, path: str, wraps_model: bool) -> None:
+        """Take our entry out of a loaded file, and let the names of its weights fit the model.
+
+        Args:
+            wraps_model: see `checkpoint.fit_names`.
+        """
+        args = self.run.args
+        entry = checkpoint.take_entry(loaded)
+        checkpoint.fit_names(loaded, wraps_model)
+        if not self.run.trains or not isinstance(loaded, dict):
+            return
+        if "epoch" in loaded:
+            self.restore(entry, path, loaded["epoch"])
+        elif args.uses_ext_loss and args.tau_init is not None:
+            checkpoint.set_temperature(loaded, args.tau_init)
+
+    def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
+        """Check the entry of the checkpoint to resume, which has `epoch` completed epochs; `load_into` loads it."""
+        args, rows = self.run.args, self.data.rows
+        # Remote files are first read here; local ones were checked before anything was written.
+        checkpoint.check_entry(entry, path, args, rows)
+        self._restored = entry
+        if entry is not None:
+            checkpoint.check_reference(entry, path, args, self.reference)
+            self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
+            if self.run.is_first and entry["data_digest"] == self.data.known_rows.captions:
+                logging.warning(f"{path!r} does not say which images its captions had; check that they are the same")
+        if epoch >= args.epochs:
+            self.is_done = True
+            logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {args.epochs} epochs")
+
+    def load_into(self, loss: Loss) -> None:
+        """Load the loss's state, if the run resumes."""
+        if self._restored is not None:
+            given = f"--resume: {self.run.args.resume!r}"
+            row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows, given)
+
+    def begin_epoch(self) -> dict[str, Any] | None:
+        """The entry from which the run resumes, in its first epoch; None in the others."""
+        saved, self._restored, self.entry = self._restored, None, None
+        return saved
+
+    def prepare(
+        self, loss: TrainingLoss, name: str, order: dict[str, Any], position: dict[str, Any] | None = None
+    ) -> None:
+        """Gather the state that only some processes hold, for the checkpoint `name`; every process calls this.
+
+        Args:
+            order, position: as in `features.resume`, None at the end of an epoch.
+        """
+        file = os.path.join(self.run.args.checkpoint_path, name.removesuffix(".pt"))
+        state, folder = row_folders.save_state(self.run.args, loss.loss, file)
+        if self.run.is_first:
+            self.entry = checkpoint.make_entry(
+                self.run.args, self.data.known_rows, state, folder, self.reference, order, position
+            )
+
+    def add_to(self, optimizer_state: dict[str, Any]) -> None:
+        """Put the entry into the optimizer's state, with which OpenCLIP writes it."""
+        if self.entry is not None:
+            optimizer_state[checkpoint.KEY] = self.entry
+
+    def raise_if_not_finite(self, model: torch.nn.Module, loss: TrainingLoss | None) -> None:
+        """Raise NonFiniteError before a save; only the parameters show whether the last step was finite."""
+        when = f"epoch {self.data.epoch}"
+        if loss is not None:
+            loss.loss.raise_if_not_finite()
+            when = f"step {loss.loss.steps}"
+        for name, parameter in model.named_parameters():
+            if not whole(parameter.isfinite().all()):
+                raise NonFiniteError(f"{when}: {plain_name(name)} is not finite; training cannot continue")
