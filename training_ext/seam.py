@@ -21,7 +21,7 @@ class Seam:
         contract: what the replacement relies on, to be checked when OpenCLIP changes.
         replacement: maps the original and the session to the replacement.
         scopes: when it is in place: the whole run, or while the train or validation data set is built.
-        for_ext_loss: whether it is needed for this package's losses only, not for OpenCLIP's.
+        for_ext_loss: whether only a training with one of this package's losses needs it.
         loop: LEGACY or TASKS of `hosts` if only that loop has the name; None for both.
     """
 
@@ -31,7 +31,7 @@ class Seam:
     contract: str
     replacement: Callable[[Any, Any], Any]
     scopes: tuple[str, ...] = (RUN,)
-    for_ext_loss: bool = True
+    for_ext_loss: bool = False
     loop: str | None = None
 
     def of(self, host: Host) -> "Seam":

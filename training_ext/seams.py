@@ -30,14 +30,12 @@ SEAMS = (
         why="our flags are parsed together with OpenCLIP's, before anything is written",
         contract="main(args) calls parse_args(args) once, first",
         replacement=lambda original, session: lambda argv: session.args,
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "init_distributed_device",
         why="processes started with another loss or other data must be detected before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "get_latest_checkpoint",
@@ -45,7 +43,6 @@ SEAMS = (
         contract="main calls get_latest_checkpoint(folder, remote=bool), resumes from the path that it returns, and "
         "has natural_key, its order of names",
         replacement=lambda original, session: partial(latest_checkpoint, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "torch.save",
@@ -53,14 +50,12 @@ SEAMS = (
         "the epoch's file replaces the mid-epoch ones",
         contract="checkpoints are written by torch.save(dict, path)",
         replacement=lambda original, session: partial(save_checkpoint, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "torch.nn.parallel.DistributedDataParallel",
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
         contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
         replacement=lambda original, session: session.cpu_ready(original),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -68,7 +63,6 @@ SEAMS = (
         why="--dataset-type shapes",
         contract="get_data finds the builder of a data set without shards by get_dataset_fn(path, type)",
         replacement=lambda original, session: partial(session.data.builder_of, original),
-        for_ext_loss=False,
     ),
     *(
         Seam(
@@ -78,7 +72,6 @@ SEAMS = (
             replacement=lambda original, session: partial(
                 session.data.build_dataset, original, partial(scoped, session)
             ),
-            for_ext_loss=False,
         )
         for module, name in ((SHARDS, "{shards_builder}"), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
     ),
@@ -88,7 +81,6 @@ SEAMS = (
         contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
         replacement=lambda original, session: session.data.synthetic(original),
         scopes=(TRAIN_DATA, VAL_DATA),
-        for_ext_loss=False,
     ),
     Seam(
         DATA, "CsvDataset",
@@ -97,7 +89,6 @@ SEAMS = (
         "cells in images and captions",
         replacement=lambda original, session: session.data.csv_lines(original),
         scopes=(TRAIN_DATA, VAL_DATA),
-        for_ext_loss=False,
     ),
     Seam(
         DATA, "pd.read_csv",
@@ -105,7 +96,6 @@ SEAMS = (
         contract="CsvDataset reads its cells by pd.read_csv(path, sep=)",
         replacement=lambda original, session: partial(session.data.read_csv, original),
         scopes=(TRAIN_DATA, VAL_DATA),
-        for_ext_loss=False,
     ),
     Seam(
         SHARDS, "tarfile_to_samples_nothrow",
@@ -115,7 +105,6 @@ SEAMS = (
         "once for each pass over a worker's shards",
         replacement=lambda original, session: session.data.shard_rows(),
         scopes=(TRAIN_DATA,),
-        for_ext_loss=False,
     ),
     Seam(
         SHARDS, "{sample_filter}",
@@ -124,7 +113,6 @@ SEAMS = (
         "this class builds",
         replacement=lambda original, session: session.data.complete(original),
         scopes=(TRAIN_DATA,),
-        for_ext_loss=False,
     ),
     Seam(
         SHARDS, "wds.decode",
@@ -133,7 +121,6 @@ SEAMS = (
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
         replacement=lambda original, session: session.data.decode(original),
         scopes=(TRAIN_DATA, VAL_DATA),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -144,6 +131,7 @@ SEAMS = (
         "follow take one sample at a time",
         replacement=lambda original, session: session.data.seeded_shuffle(original),
         scopes=(TRAIN_DATA,),
+        for_ext_loss=True,
     ),
     Seam(
         SHARDS, "wds.WebLoader",
@@ -152,6 +140,7 @@ SEAMS = (
         "each, and returns a DataInfo with shared_epoch",
         replacement=lambda original, session: session.data.seeded_loader(original),
         scopes=(TRAIN_DATA,),
+        for_ext_loss=True,
     ),
     Seam(
         SHARDS, "ResampledShards2",
@@ -159,6 +148,7 @@ SEAMS = (
         contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
         replacement=lambda original, session: session.data.seeded_shards(original),
         scopes=(TRAIN_DATA,),
+        for_ext_loss=True,
     ),
     Seam(
         MAIN, "start_sync_process",
@@ -166,20 +156,19 @@ SEAMS = (
         contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
         "process 0, starts the process that it returns, and ends it after the last epoch",
         replacement=lambda original, session: partial(session.start_sync_process, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "create_model_and_transforms",
         why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel",
         contract="main gets the model from it before wrapping it, and the first call is the trained model",
         replacement=lambda original, session: partial(session.create_model, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "optim.AdamW",
         why="the temperature has a learning rate of its own; our state is saved in the optimizer's",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, session: partial(session.create_optimizer, original),
+        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(
@@ -187,6 +176,7 @@ SEAMS = (
         why="the same for --opt timm/...",
         contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
         replacement=lambda original, session: partial(session.create_optimizer, original),
+        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(
@@ -194,6 +184,7 @@ SEAMS = (
         why="OpenCLIP's schedules set one rate for every group, before 2.30 a number of NumPy's",
         contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
+        for_ext_loss=True,
     ),
     Seam(
         TRAIN, "enumerate",
@@ -202,14 +193,12 @@ SEAMS = (
         contract="train_one_epoch numbers the batches by the built-in enumerate(data['train'].dataloader), from which "
         "alone it tells the step, and asks for the next batch when the optimizer's step is done",
         replacement=lambda original, session: partial(session.enumerate, original),
-        for_ext_loss=False,
     ),
     Seam(
         TRAIN, "unwrap_model",
         why="OpenCLIP clamps the temperature after each step, which must not move a fixed one, nor any in a recovery",
         contract="train_one_epoch uses unwrap_model(model) only to clamp its logit_scale",
         replacement=lambda original, session: session.clamped(original),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -218,7 +207,6 @@ SEAMS = (
         "default whether the file's pickles are run",
         contract="main loads --resume by pt_load(path, map_location=), before it creates data and loss",
         replacement=lambda original, session: session.load_checkpoint,
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -227,7 +215,6 @@ SEAMS = (
         "run; and weights that cannot be read end in one line",
         contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
         replacement=lambda original, session: load_weights,
-        for_ext_loss=False,
     ),
     Seam(
         "open_clip.factory", "HFTokenizer",
@@ -235,7 +222,6 @@ SEAMS = (
         "ends in one line",
         contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
         replacement=lambda original, session: without_remote_code(original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "get_data",
@@ -243,14 +229,12 @@ SEAMS = (
         "one's own classes must make OpenCLIP evaluate",
         contract="main calls get_data(args, transforms, epoch=, tokenizer=) after start-up of the processes",
         replacement=lambda original, session: partial(session.get_data, original),
-        for_ext_loss=False,
     ),
     Seam(
         MAIN, "create_loss",
         why="the loss itself",
         contract="main calls create_loss(args) once, after get_data and pt_load, and only to train",
         replacement=lambda original, session: partial(session.create_loss, original),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -262,7 +246,6 @@ SEAMS = (
         "of data['train'] and scheduler(step), and gives the numbers of each step that it logs to "
         "tb_writer.add_scalar('train/' + name, number, step)",
         replacement=lambda original, session: partial(session.train_one_epoch, original),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     Seam(
@@ -271,7 +254,6 @@ SEAMS = (
         contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
         "returns metrics by name, {} on all processes but 0",
         replacement=lambda original, session: partial(session.evaluate, original),
-        for_ext_loss=False,
     ),
     Seam(
         TRAIN, "get_clip_metrics",
@@ -279,7 +261,6 @@ SEAMS = (
         contract="evaluate calls get_clip_metrics(image_features=, text_features=, ...) with the features of all "
         "validation pairs in their order, or lists of batches of them, and adds what it returns to metrics",
         replacement=lambda original, session: session.clip_metrics,
-        for_ext_loss=False,
     ),
     Seam(
         TRAIN, "{zero_shot}",
@@ -287,7 +268,6 @@ SEAMS = (
         contract="evaluate calls it as (model or task, data, epoch, args, tokenizer=), whatever the data, and adds "
         "what it returns to metrics",
         replacement=lambda original, session: partial(session.zero_shot_eval, original),
-        for_ext_loss=False,
     ),
     Seam(
         "open_clip_train.zero_shot", "float",
@@ -295,7 +275,6 @@ SEAMS = (
         contract="accuracy makes a number of each of its arrays of one element by float(array), and nothing else there "
         "uses float",
         replacement=lambda original, session: lambda array: array.item(),
-        for_ext_loss=False,
         loop=LEGACY,
     ),
     *TASK_SEAMS,

@@ -12,7 +12,6 @@ TASK_SEAMS = (
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
         contract="prepare_distributed wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
         replacement=lambda original, session: session.cpu_ready(original),
-        for_ext_loss=False,
         loop=TASKS,
     ),
     Seam(
@@ -22,7 +21,6 @@ TASK_SEAMS = (
         "such stage with a handler, and takes captions from .txt",
         replacement=lambda original, session: session.data.decode_images(original),
         scopes=(TRAIN_DATA,),
-        for_ext_loss=False,
         loop=TASKS,
     ),
     Seam(
@@ -31,7 +29,6 @@ TASK_SEAMS = (
         contract="main calls create_task(args, model=, dist_model=, naflex_data_config=) once, before it wraps the "
         "model, whose task it trains by prepare_batch, task(batch), compute_accum_loss and clamp_logit_scale",
         replacement=lambda original, session: partial(session.create_task, original),
-        for_ext_loss=False,
         loop=TASKS,
     ),
     Seam(
@@ -39,6 +36,7 @@ TASK_SEAMS = (
         why="the temperature has a learning rate of its own",
         contract="main builds its optimizer by create_optimizer(trainable_module, ...), after the model is wrapped",
         replacement=lambda original, session: partial(session.create_task_optimizer, original),
+        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(
@@ -46,6 +44,7 @@ TASK_SEAMS = (
         why="the loop logs the largest rate of all groups, which may be the temperature's",
         contract="train_one_epoch logs get_learning_rate(optimizer)",
         replacement=lambda original, session: partial(session.model_rate, original),
+        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(
@@ -54,7 +53,6 @@ TASK_SEAMS = (
         contract="load_checkpoint imports pt_load and reads --resume by pt_load(path, map_location=), before main "
         "creates the data; the model's names are those of the model without wrappers",
         replacement=lambda original, session: session.load_checkpoint,
-        for_ext_loss=False,
         loop=TASKS,
     ),
     Seam(
@@ -63,6 +61,7 @@ TASK_SEAMS = (
         contract="main calls save_checkpoint(task, optimizer, ...) after each epoch and writes what it returns, a dict "
         "with optimizer, on process 0",
         replacement=lambda original, session: partial(session.save_checkpoint, original),
+        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(
@@ -71,6 +70,7 @@ TASK_SEAMS = (
         contract="main calls save_sharded_checkpoint(task, optimizer, folder, ...) on every process; the folder is a "
         "checkpoint once its file .metadata is there",
         replacement=lambda original, session: partial(session.save_sharded, original),
+        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(
@@ -79,6 +79,7 @@ TASK_SEAMS = (
         contract="main loads a folder of --resume by load_sharded_checkpoint(task, folder, ...), which returns the "
         "epochs that are done, before it creates the data",
         replacement=lambda original, session: partial(session.load_sharded, original),
+        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(
@@ -91,7 +92,6 @@ TASK_SEAMS = (
         "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
         "the losses it takes what items() gives, on every process",
         replacement=lambda original, session: partial(session.train_state, original),
-        for_ext_loss=False,
         loop=TASKS,
     ),
 )
