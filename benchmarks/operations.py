@@ -1,38 +1,92 @@
-"""Number of device operations per step of each loss, forward and backward, and of OpenCLIP's ClipLoss.
+"""What a step of each loss asks of a GPU, forward and backward, and what OpenCLIP's ClipLoss does; no GPU is needed.
 
     python benchmarks/operations.py --json operations.json
 
-On a GPU each operation is at least one kernel, whose launch takes the host some microseconds. They are counted on
-torch's meta device, which computes nothing, with a GPU's block sizes; views and allocations are left out. Tables are
-looked up and updated, queues and networks are full, and `amorlip` does not train its networks in the counted step.
+- operations: each is at least one kernel, whose launch takes the host some microseconds. Views and allocations are left
+  out;
+- GB: of the tensors that the operations read and write, which bounds the time of those that compute little;
+- MB: the most memory at a time for what lasts no longer than the step.
+
+They are counted on torch's meta device, which computes nothing, with a GPU's block sizes and a process group that
+sends nothing. Tables are looked up and updated, queues and networks are full, and `amorlip` does not train its networks
+in the counted step.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from measuring import begin, finish, parser, reference_of, table
 from open_clip.loss import ClipLoss
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import open_clip_ext
+from open_clip_ext.distributed import world_size
 
-WARM_UP = 20  # steps until ring buffers are full and all state is allocated
+WARM_UP = 20  # steps at most, until ring buffers are full and all state is allocated
 
 
 class OperationCounter(TorchDispatchMode):
-    def __init__(self):
+    """Counts operations on the device; host memory is left out.
+
+    Attributes:
+        count: operations.
+        bytes: of the tensors that they read and write.
+        peak: the most bytes allocated at a time since the beginning.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.bytes = self.peak = 0
+        self._held = 0
+        self._seen: set[int] = set()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        allocates = "empty" in function.name()
-        self.count += not (function.is_view or allocates)
-        return function(*args, **(kwargs or {}))
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = _on_device((args, kwargs or {}))
+        for tensor in given:
+            self._hold(tensor.untyped_storage(), 0)  # allocated before, if it is new here
+        if function.namespace == "c10d":  # a collective, which writes into its first argument
+            result = args[0], FakeWork().boxed()
+        else:
+            result = function(*args, **(kwargs or {}))
+        made = _on_device(result)
+        for tensor in made:
+            self._hold(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        if (given or made) and not function.is_view and "empty" not in function.name():
+            self.count += 1
+            tensors = {id(tensor): tensor for tensor in given + made}
+            self.bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        return result
+
+    def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
+        place = storage._cdata
+        if place in self._seen:
+            return
+        self._seen.add(place)
+        self._held += size
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(storage, self._release, place, size)
+
+    def _release(self, place: int, size: int) -> None:
+        self._seen.discard(place)
+        self._held -= size
 
 
-def operations(loss: Callable, batch: int, dim: int) -> int:
+def _on_device(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"]
+
+
+def counted(loss: Callable, batch: int, dim: int, m: int) -> dict[str, float]:
+    """Operations, GB and MB of a step with `batch` pairs on this process."""
+
     def step() -> None:
         image, text = (torch.empty(batch, dim, device="meta", requires_grad=True) for _ in range(2))
         scale = torch.empty((), device="meta", requires_grad=True)
@@ -41,35 +95,67 @@ def operations(loss: Callable, batch: int, dim: int) -> int:
             more["index"] = torch.empty(batch, dtype=torch.int64, device="meta")
         loss(image, text, scale, **more).backward()
 
-    for _ in range(WARM_UP):
-        step()
+    with OperationCounter():
+        for _ in range(min(WARM_UP, 2 + m // (batch * world_size()))):
+            step()
     with OperationCounter() as counter:
         step()
-    return counter.count
+    return {"operations": counter.count, "GB": round(counter.bytes / 1e9, 2), "MB": round(counter.peak / 1e6)}
+
+
+def make_losses(batch: int, m: int, num_samples: int, names: list[str] | None = None) -> dict[str, Callable]:
+    """OpenCLIP's loss and ours by name, those in `names` or all."""
+    settings: dict[str, dict[str, Any]] = {
+        preset.name: {} for preset in open_clip_ext.list_losses() if not preset.is_open_clip
+    }
+    queue_size = max(m, 2 * batch * world_size())  # more than the global batch
+    settings |= {"neuclip": {"npn_prototypes": m}, "queue": {"queue_size": queue_size}}
+    settings["neuclip, no updates"] = {"npn_prototypes": m, "npn_updates": 0}
+    settings["neuclip, split"] = {"npn_prototypes": m, "npn_split": True}
+    settings["queue, compositional"] = {"queue_size": queue_size, "encoder_objective": "compositional"}
+    clip = ClipLoss(local_loss=True, gather_with_grad=True, rank=0, world_size=world_size())
+    losses: dict[str, Callable] = {"clip": clip} if names is None or "clip" in names else {}
+    for name in names or settings:
+        if name not in settings:
+            continue
+        common = dict(num_samples=num_samples, epochs=8, device="meta")
+        loss = losses[name] = open_clip_ext.create_loss(name.split(",")[0], **common, **settings[name])
+        loss.set_epoch(0)
+        loss.steps = 1  # the first step checks values, which meta tensors do not have
+    return losses
+
+
+def at(processes: int, batch: int, dim: int, m: int, num_samples: int, names: list[str] | None = None) -> list[dict]:
+    """The counts of each loss on so many processes of `batch` pairs."""
+    if processes > 1:
+        dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        with patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):  # meta has no autocast
+            return [
+                {"loss": name, "processes": processes, "batch_size": batch, **counted(loss, batch, dim, m)}
+                for name, loss in make_losses(batch, m, num_samples, names).items()
+            ]
+    finally:
+        if processes > 1:
+            dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
     flags = parser(__doc__)
-    flags.add_argument("--batch-size", type=int, default=512)
+    flags.add_argument("--batch-sizes", type=int, nargs="+", default=[512, 4096], help="pairs per process")
+    flags.add_argument("--processes", type=int, nargs="+", default=[1, 8])
     flags.add_argument("--dim", type=int, default=512, help="dimension of the embeddings")
-    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip, length of the queue")
+    flags.add_argument("-m", type=int, default=4096, help="prototypes of neuclip; least length of the queue")
     flags.add_argument("--num-samples", type=int, default=1_000_000, help="rows of the tables")
+    flags.add_argument("--losses", nargs="+", help="these alone")
     args = flags.parse_args(argv)
     begin(args)
-    settings = {preset.name: {} for preset in open_clip_ext.list_losses() if not preset.is_open_clip}
-    settings |= {"neuclip": {"npn_prototypes": args.m}, "queue": {"queue_size": args.m}}
-    settings["neuclip, no updates"] = {"npn_prototypes": args.m, "npn_updates": 0}
-    settings["queue, compositional"] = {"queue_size": args.m, "encoder_objective": "compositional"}
-    losses = {"clip": ClipLoss()}
-    for name, given in settings.items():
-        common = dict(num_samples=args.num_samples, epochs=8, device="meta")
-        losses[name] = open_clip_ext.create_loss(name.split(",")[0], **common, **given)
-        losses[name].set_epoch(0)
-        losses[name].steps = 1  # the first step checks values, which meta tensors do not have
-    with patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):  # meta has no autocast
-        results = [
-            {"loss": name, "operations": operations(loss, args.batch_size, args.dim)} for name, loss in losses.items()
-        ]
+    results = [
+        result
+        for processes in args.processes
+        for batch in args.batch_sizes
+        for result in at(processes, batch, args.dim, args.m, args.num_samples, args.losses)
+    ]
     print(table(results))
     finish(args, torch.device("cpu"), results)
     return results

@@ -15,7 +15,7 @@ SMALL = {
     "loss": "--losses fastclip-v3 neuclip queue amorlip drrho-clip --batch-sizes 16 --dims 8 -m 8 "
     "--dtypes float32 bfloat16",
     "network": "--batch-sizes 8 -m 16 --dim 4 --updates 2 --also bfloat16",
-    "operations": "--batch-size 8 --dim 4 -m 16 --num-samples 100",
+    "operations": "--batch-sizes 8 --processes 1 8 --dim 4 -m 16 --num-samples 100 --losses clip fastclip-v3 neuclip",
     "parity": "--losses fastclip-v3 neuclip --batch-size 8 --dim 8 -m 16 --num-samples 50 --steps 2",
     "precision": "--batch-size 8 -m 16 --dim 4 --taus 0.07 0.01",
     "rows": "--rows 100 1000 --batch-size 8",
@@ -23,7 +23,7 @@ SMALL = {
     "end_to_end": "--losses fastclip-v3 --samples 48 --batch-size 2 --rounds 1 --workers 0",
 }
 SLOW = ("end_to_end", "loss", "operations", "step_time")
-ROWS = {"loss": 10, "network": 1, "operations": 20, "parity": 4, "precision": 2, "rows": 2, "step_time": 2}
+ROWS = {"loss": 10, "network": 1, "operations": 6, "parity": 4, "precision": 2, "rows": 2, "step_time": 2}
 ROWS["end_to_end"] = 2
 
 
@@ -56,6 +56,22 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
                 assert low <= high
         assert all(value > 0 for key, value in result.items() if key.endswith("bytes"))
     assert len(capsys.readouterr().out.strip().splitlines()) >= ROWS[name] + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "batch, name, operations, megabytes",
+    [
+        (512, "fastclip-v3", 264, 50), (512, "neuclip", 750, 300),
+        (4096, "fastclip-v3", 480, 600), (4096, "neuclip", 2750, 800),
+    ],
+)  # fmt: skip
+def test_a_step_on_eight_gpus_asks_for_no_more(batch, name, operations, megabytes):
+    """As docs/performance.md says."""
+    from operations import at
+
+    (found,) = at(8, batch, 512, 4096, 1_000_000, [name])
+    assert found["operations"] <= operations and found["MB"] <= megabytes, found
 
 
 @pytest.mark.slow

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Elements of a part: small enough that it and its intermediate values fit a CPU's cache, large enough to fill a GPU.
-CPU_PART, GPU_PART = 1 << 19, 1 << 22
+# Elements of a part: small enough that it and its intermediate values fit a CPU's cache; on a GPU so many that the
+# launches of its operations do not count, 128 MiB. Constants and not a share of the free memory, so that all processes
+# and a resumed training have the same parts: sums over other parts round otherwise.
+CPU_PART, GPU_PART = 1 << 19, 1 << 25
 LEAST_ROWS = 256  # matrix products with fewer rows are slow
-CPU_TILE, GPU_TILE = (512, 1024), (1024, 4096)  # rows and columns of a tile, a part that need not have all columns
+CPU_TILE, GPU_TILE = (512, 1024), (4096, 8192)  # rows and columns of a tile, a part that need not have all columns
 # Beside the largest term, 1, exp(-60) is negligible. A product of it with an embedding, 1 / B and tau is still a normal
 # number; below exp(-87) float32 is subnormal, which slows a CPU's exponentials and matrix products 40 times.
 LEAST_EXPONENT = -60.0
