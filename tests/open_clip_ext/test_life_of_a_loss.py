@@ -409,8 +409,8 @@ def test_a_normalizers_parameters_get_one_gradient_per_step(accum_freq):
     "name, options, message",
     [
         ("isogclr", dict(tau_min=0.5, tau_max=0.1), "tau_max: 0.1 is below tau_min"),
-        ("isogclr", dict(tau_start=5.0), "tau_start: 5 is not in"),
-        ("isogclr", dict(tau_start=1e-4), "tau_start: 0.0001 is not in"),
+        ("isogclr", dict(tau_start=5.0), "tau_start: 5 is above tau_max"),
+        ("isogclr", dict(tau_start=1e-4), "tau_start: 0.0001 is below tau_min"),
         ("fastclip-v3", dict(accum_freq=0), "accum_freq: 0 must be an integer of at least 1"),
         ("fastclip-v3", dict(accum_freq=1.5), "accum_freq: 1.5 must be"),
         ("fastclip-v3", dict(epochs=0), "epochs: 0 must be"),
