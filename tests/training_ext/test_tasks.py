@@ -131,7 +131,7 @@ def test_ones_own_zero_shot_evaluation(run, datasets, flag):
 @pytest.mark.parametrize("name", [preset.name for preset in list_losses() if not preset.is_open_clip])
 def test_logged_values_are_on_the_device_of_the_loss(name):
     """The loop reduces them by the group's backend, which may be for a GPU only; meta is in place of one."""
-    from training_ext.openclip.tasks import TaskLosses
+    from training_ext.core.tasks import TaskLosses
 
     loss = create_loss(name, num_samples=16, epochs=2)
     loss.set_epoch(0)
