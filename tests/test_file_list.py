@@ -1,4 +1,4 @@
-"""docs/files.md names every file of both packages with the first sentence of its docstring.
+"""docs/files.md has every folder of both packages with the first sentence of its docstring, and its files.
 
     python tests/test_file_list.py > docs/files.md
 """
@@ -9,8 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 HEAD = """# Files
 
-Each file of the two packages, with the first sentence of its docstring.
+The folders of the two packages. The first sentence of a file says what it is for;
 [architecture.md](architecture.md) says how they work together. `python tests/test_file_list.py` writes this page.
+
+| folder | what | files |
+|---|---|---|
 """
 
 
@@ -20,14 +23,17 @@ def first_sentence(path: Path) -> str:
 
 
 def page() -> str:
-    lines = [HEAD]
+    lines = []
     for package in ("open_clip_ext", "training_ext"):
-        folders = sorted({path.parent for path in (ROOT / package).rglob("*.py")})
-        for folder in folders:
-            lines += [f"## {folder.relative_to(ROOT)}/", "", "| file | what |", "|---|---|"]
-            lines += [f"| `{path.name}` | {first_sentence(path)} |" for path in sorted(folder.glob("*.py"))]
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
+            files = " ".join(sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__")))
+            lines.append(f"| `{folder.relative_to(ROOT)}/` | {first_sentence(folder / '__init__.py')} | {files} |\n")
+    return HEAD + "".join(lines)
+
+
+def test_every_file_says_what_it_is_for():
+    files = [*(ROOT / "open_clip_ext").rglob("*.py"), *(ROOT / "training_ext").rglob("*.py")]
+    assert not [path for path in files if not first_sentence(path)]
 
 
 def test_the_page_is_that_of_the_files():
