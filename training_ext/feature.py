@@ -108,7 +108,7 @@ class NewTraining:
         reference: digest of the reference model of --distill-model, or None.
         metrics: of the model as it is, {} on all processes but 0; None if it was not evaluated.
         run_epoch: runs an epoch of OpenCLIP's loop without its schedule and clamp; it appears in the log only.
-        evaluate: evaluates the model once more, without a trace in the log; every process calls it.
+        evaluate: evaluates the model once more; every process calls it.
     """
 
     model: torch.nn.Module
