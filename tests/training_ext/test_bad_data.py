@@ -106,13 +106,13 @@ def zero_header(path: Path, member: int) -> None:
 
 
 @pytest.fixture
-def ends(tmp_path, capsys):
+def ends(tmp_path, capfd):
     """ends(arguments) -> the one line in which a run ends after it has begun, and its log."""
 
     def ends(arguments: str) -> tuple[str, str]:
-        capsys.readouterr()
+        capfd.readouterr()
         assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == 2
-        error = capsys.readouterr().err
+        error = capfd.readouterr().err
         assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
         return error.strip().splitlines()[-1], error
 
