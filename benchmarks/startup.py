@@ -59,6 +59,7 @@ def make(folder: Path, name: str, shards: int, samples: int) -> str:
 
 def start(flags: str) -> dict:
     """One start, in a process of its own."""
+    from training_ext.core.loss import samples_per_epoch
     from training_ext.core.rows import find_rows
     from training_ext.flags import data_checks, params
 
@@ -69,7 +70,7 @@ def start(flags: str) -> dict:
     def look() -> None:
         rows = find_rows(args)
         data_checks.check_shards(args, rows, 1)
-        data_checks.check_steps(args, rows.kind, data_checks.samples_per_epoch(args, rows), 1)
+        data_checks.check_steps(args, rows.kind, samples_per_epoch(args, rows), 1)
         found.append(rows)
 
     with contextlib.redirect_stderr(io.StringIO()) as shown:

@@ -99,14 +99,14 @@ class Session:
         return DistributedDataParallel
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        if not self._has_model and self._alone is not None:
+            self._keep_others_out(self._alone)
         model, *transforms = original(*args, **kwargs)
         if self._has_model:  # this one is frozen, to learn from
             if self.args.uses_ext_loss:
                 self.saving.reference = digest_of(model.state_dict())
             return model, *transforms
         self._has_model = True
-        if self._alone is not None:
-            self._keep_others_out(self._alone)
         self.features.tell(Feature.model_built, model)
         if not self.args.uses_ext_loss:
             return model, *transforms

@@ -196,7 +196,7 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     run("resampled", f"{common} --workers 2 --batch-size 25 --dataset-resampled")
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = refused(f"{common} --workers 2")
-    assert "2 in each of 4 process(es) need 8 shards and there are 6" in line
+    assert "2 in each of 4 process(es) get 0 of the 6 shards each" in line
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
     assert "0 in each of 7 process(es) need 7 shards and there are 6" in line
