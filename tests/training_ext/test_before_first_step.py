@@ -33,6 +33,11 @@ def test_what_open_clip_raises(fails, flags, parts):
     assert all(part in line for part in parts), line
 
 
+def test_a_fault_of_ours_is_not_said_to_be_open_clips(fails, monkeypatch):
+    monkeypatch.setattr("training_ext.core.loss.create_loss", None)
+    assert "open_clip_ext could not start: TypeError" in fails(OURS)
+
+
 def test_python_s_traceback(capsys, tmp_path):
     assert run_main(ext_main, f"{OURS} --opt lion --traceback --name x", tmp_path) == 2
     error = capsys.readouterr().err

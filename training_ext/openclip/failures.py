@@ -32,7 +32,7 @@ class Phase:
 
     Args:
         called: a function that is called for it, as the end of "module.function".
-        what: in words, to follow "OpenCLIP could not".
+        what: in words, to follow "could not".
         flags: names of the flags; those that were given are in the message.
         hint: a flag that helps with a failed assertion, if it was not given.
     """
@@ -144,6 +144,8 @@ def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteErr
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     called = [f".{frame.f_globals.get('__name__')}.{frame.f_code.co_name}" for frame in frames]
     phase = next((phase for phase in PHASES if any(name.endswith(phase.called) for name in called)), START)
+    ours = frames and frames[-1].f_globals.get("__name__", "").startswith(("training_ext", "open_clip_ext"))
+    who = "open_clip_ext" if ours else "OpenCLIP"
     assert isinstance(error, Exception)
     # An assertion often has no text but its own line.
     reason = one_line(error).rstrip(".") or traceback.extract_tb(error.__traceback__)[-1].line
@@ -154,9 +156,9 @@ def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteErr
     failed = f"{type(error).__name__}: {reason}{advice}"
     if len(given) == 1:
         ((flag, value),) = given.items()
-        return InputError(f"{value}{': ' if value else ''}OpenCLIP could not {phase.what}: {failed}", flag)
+        return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", flag)
     flags = " ".join(f"{flag} {value}".rstrip() for flag, value in given.items())
-    return InputError(f"OpenCLIP could not {phase.what}{f' ({flags})' if flags else ''}: {failed}")
+    return InputError(f"{who} could not {phase.what}{f' ({flags})' if flags else ''}: {failed}")
 
 
 def _shown(value: Any) -> str:
