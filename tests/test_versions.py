@@ -43,7 +43,8 @@ pytestmark = pytest.mark.slow
 
 def environment(*first: Path, loop: str = "") -> dict[str, str]:
     """With `first` on the path before what is installed; `loop` may be --legacy-loop."""
-    path = [*map(str, first), str(TRAINING.parents[1]), str(TRAINING)]
+    root = TRAINING.parents[1]
+    path = map(str, [*first, root, root / "examples" / "data", TRAINING])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "OPEN_CLIP_LOOP": loop}
 
 

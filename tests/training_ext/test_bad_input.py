@@ -199,7 +199,7 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     assert "2 in each of 4 process(es) get 0 of the 6 shards each" in line
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
-    assert "0 in each of 7 process(es) need 7 shards and there are 6" in line
+    assert "0 in each of 7 process(es) get 0 of the 6 shards each" in line
 
 
 def test_upsampling_factors_and_a_variable_in_the_path(refused, datasets, monkeypatch):

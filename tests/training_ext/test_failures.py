@@ -68,7 +68,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 0),
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 1),
         ("--loss queue", "--loss queue OTHER", "--train-data: process 1 has 48 rows and process 0 48, or the same", 1),
-        ("--loss queue", "--loss queue ABSENT", "absent.csv' cannot be read", 1),
+        ("--loss queue", "--loss queue ABSENT", "absent.csv' does not exist", 1),
     ],
 )
 @pytest.mark.slow
