@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from open_clip_ext.losses import AmorLIPLoss, CyCLIPLoss, GlobalContrastiveLoss, Loss
+from open_clip_ext.losses import (
+    AmorLIPLoss,
+    ChunkedCLIPLoss,
+    ChunkedSigLIPLoss,
+    CyCLIPLoss,
+    GlobalContrastiveLoss,
+    Loss,
+)
 from open_clip_ext.options import Derived
 
 
@@ -68,6 +75,20 @@ PRESETS = {
             "OpenCLIP's own sigmoid loss, untouched (same as --siglip)",
             "Zhai et al. 2023, arXiv 2303.15343",
             loss=None,
+        ),
+        LossPreset(
+            "clip-chunked",
+            "OpenCLIP's softmax loss, exact, without a B x B matrix in memory; for large batches",
+            "Radford et al. 2021, arXiv 2103.00020",
+            loss=ChunkedCLIPLoss,
+            lr_tau_ratio=1.0,
+        ),
+        LossPreset(
+            "siglip-chunked",
+            "OpenCLIP's sigmoid loss, exact, without a B x B matrix in memory; for large batches",
+            "Zhai et al. 2023, arXiv 2303.15343",
+            loss=ChunkedSigLIPLoss,
+            lr_tau_ratio=1.0,
         ),
         LossPreset(
             "cyclip",

@@ -12,7 +12,8 @@ A step of a method is three lines (`neuclip_algorithm_1` is a whole training):
 
 method      | functions here, in the order of a step  | fast classes                              | test_*.py
 ----------- | --------------------------------------- | ----------------------------------------- | ------------------
-clip        | clip                                    | open_clip.loss.ClipLoss                   | equations
+clip        | clip                                    | ChunkedCLIPLoss                           | chunked
+siglip      | siglip                                  | ChunkedSigLIPLoss                         | chunked
 cyclip      | cyclip                                  | CyCLIPLoss                                | cyclip
 dcl         | dcl                                     | BatchNormalizer, UnscaledTemperature      | temperature
 sogclr      | sogclr_u, sogclr                        | MovingAverageTable, FixedTemperature      | temperature
@@ -74,7 +75,7 @@ from open_clip_ext.equations.amorlip import (
     js,
     kl,
 )
-from open_clip_ext.equations.basics import batch_g, clip, gaps, global_contrastive, gradient_of
+from open_clip_ext.equations.basics import batch_g, clip, gaps, global_contrastive, gradient_of, siglip
 from open_clip_ext.equations.cyclip import consistency, consistency_terms, cyclip
 from open_clip_ext.equations.dcl import dcl
 from open_clip_ext.equations.drrho import drrho_clip, drrho_gaps
@@ -100,6 +101,6 @@ __all__ = [
     "cyclip", "dcl", "drrho_clip", "drrho_gaps", "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2",
     "fastclip_v2_tau", "fastclip_v3", "gaps", "global_contrastive", "gradient_of", "isogclr", "isogclr_objective",
     "isogclr_s", "isogclr_tau", "js", "kl", "neuclip", "neuclip_algorithm_1", "neuclip_alpha", "neuclip_separate",
-    "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "sogclr", "sogclr_u", "tempnet",
+    "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "siglip", "sogclr", "sogclr_u", "tempnet",
     "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
 ]

@@ -48,6 +48,7 @@ def main() -> None:
 
     values = {
         "clip": eq.clip(e1, e2, tau),
+        "siglip": eq.siglip(e1, e2, tau, -1 / tau),
         "cyclip": eq.cyclip(e1, e2, tau),
         "dcl": eq.dcl(e1, e2, tau),
         "sogclr": eq.sogclr(g, tau, u),

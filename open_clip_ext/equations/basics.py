@@ -1,8 +1,8 @@
-"""What all methods share: similarity gaps, the batch's normalizers, the global objective, and CLIP itself."""
+"""What all methods share: similarity gaps, the batch's normalizers, the global objective, CLIP and SigLIP."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, logsigmoid
 
 
 def gaps(e1: Tensor, e2: Tensor) -> Tensor:
@@ -35,7 +35,13 @@ def gradient_of(x: Tensor) -> Tensor:
 
 
 def clip(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
-    """CLIP, Figure 3, 0-d: the mean of both cross-entropies."""
+    """CLIP, Figure 3, 0-d: the mean of both cross-entropies. Fast: `ChunkedCLIPLoss`."""
     logits = e1 @ e2.T / tau
     pairs = torch.arange(len(e1), device=e1.device)
     return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
+
+
+def siglip(e1: Tensor, e2: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
+    """SigLIP, Eq. 1, 0-d: each pair by itself, as a match or not. Fast: `ChunkedSigLIPLoss`."""
+    signs = 2 * torch.eye(len(e1), dtype=e1.dtype, device=e1.device) - 1
+    return -logsigmoid(signs * (e1 @ e2.T / tau + bias)).sum() / len(e1)

@@ -46,6 +46,7 @@ class Loss(LossState):
     Class attributes, in addition to those of `Part`:
         needs_index: as in `Part`; an instance may change it.
         takes_keys: whether samples may have keys, see `forward`; an instance may change it.
+        takes_bias: whether `compute` takes the logit bias.
         takes_reference: whether `forward` takes a reference model's features; an instance may change it.
         reads_logit_scale: whether 1 / `logit_scale` is the temperature; an instance may change it.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may change it.
@@ -57,6 +58,7 @@ class Loss(LossState):
     reads_logit_scale = True
     trains_logit_scale = True
     takes_keys = False
+    takes_bias = False
     takes_reference = False
     CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
 
@@ -131,7 +133,7 @@ class Loss(LossState):
                 computed in float32 whatever autocast says, or in float64 if the image features are. On CUDA, matrix
                 products follow `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
             logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
-            logit_bias: has no effect; in a softmax it cancels.
+            logit_bias: one number, SigLIP's; has no effect in the other losses, since it cancels in a softmax.
             index: rows of the samples in the data set, (b,) int64 in [0, n); required if the loss has state per sample.
             dist_image_features, dist_text_features: a frozen reference model's features of the same pairs, (b, d')
                 unit vectors; required if `takes_reference`, else refused. The names are OpenCLIP's.
@@ -175,6 +177,8 @@ class Loss(LossState):
         with torch.autocast(image_features.device.type, enabled=False):
             # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
             scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
+            if self.takes_bias and logit_bias is not None:
+                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
             self._calls += trains
             self.steps += update_state
             try:

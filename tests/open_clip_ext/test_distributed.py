@@ -60,6 +60,8 @@ LOSSES = {
     "both sides": ("sogclr", dict(num_samples=ROWS, negatives="both")),
     "tuneclip": ("tuneclip", dict(num_samples=ROWS, gamma_schedule="constant", margin=1.0)),
     "cyclip": ("cyclip", dict(cyclip_inmodal=0.7)),
+    "clip-chunked": ("clip-chunked", {}),
+    "siglip-chunked": ("siglip-chunked", {}),
 }
 ACCUMULATIONS = {2: (1, 4), 3: (1, 2), 4: (1,)}  # by the number of processes
 # Three divides neither the 101 rows nor 80 or 83 prototypes.
@@ -86,10 +88,11 @@ class Model(torch.nn.Module):
         super().__init__()
         self.encoders = encoders()
         self.logit_scale = torch.nn.Parameter(torch.tensor(2.5))
+        self.logit_bias = torch.nn.Parameter(torch.tensor(-1.5), requires_grad=False)
 
     def forward(self, image, text):
         features = [self.encoders[name](x) for name, x in (("image", image), ("text", text))]
-        return *(torch.nn.functional.normalize(x, dim=1) for x in features), self.logit_scale.exp()
+        return *(torch.nn.functional.normalize(x, dim=1) for x in features), self.logit_scale.exp(), self.logit_bias
 
 
 def train(name, rank, world, accum_freq=1, start=None):
@@ -107,6 +110,7 @@ def train(name, rank, world, accum_freq=1, start=None):
         model.load_state_dict(start["parameters"])
         steps = range(STEPS, STEPS + MORE_STEPS)
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
+    model.logit_bias.requires_grad_(loss.takes_bias)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     trained = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=0.002 if "unscaled" in name or "joint" in name else 0.1)
@@ -119,10 +123,10 @@ def train(name, rank, world, accum_freq=1, start=None):
         with torch.no_grad():
             held = [model(*pair)[:2] for pair in micro]
         for number, pair in enumerate(micro):
-            *own, scale = wrapped(*pair)
+            *own, scale, bias = wrapped(*pair)
             with_own = [*held[:number], own, *held[number + 1 :]]
             features = [torch.cat(parts) for parts in zip(*with_own, strict=True)]
-            value = loss(*features, scale, index=index[local], **more_of(name, loss, image[local], text[local]))
+            value = loss(*features, scale, bias, index=index[local], **more_of(name, loss, image[local], text[local]))
             value.backward()
         values.append(value.detach())
         first = first or {key: parameter.grad.clone() for key, parameter in trained.items()}
@@ -169,6 +173,7 @@ def first_gradients(name, rank, world, dtype, jitter=None):
     loss.set_epoch(0)
     model = Model().to(dtype)
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
+    model.logit_bias.requires_grad_(loss.takes_bias)
     wrapped = torch.nn.parallel.DistributedDataParallel(model) if world > 1 else model
     image, text, index = global_batch(0)
     if jitter is not None:
@@ -212,7 +217,7 @@ def amortize(rank, world, epochs=2, steps=3):
                     with patch("open_clip_ext.losses.amorlip.world_size", lambda: world):
                         (loss(*model(image[part], text[part])) / world).backward()
                 loss.train()
-            gradients.append({key: p.grad.clone() for key, p in model.named_parameters()})
+            gradients.append({key: p.grad.clone() for key, p in model.named_parameters() if p.requires_grad})
     return {"gradients": gradients, "state": loss.full_state()}
 
 

@@ -301,8 +301,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     args.loss_epochs = max(1, args.epochs + ceil(args.epochs_before))
     for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
         setattr(args, name, value)
-    if args.loss == "siglip":
-        args.siglip = True
+    if args.loss == "siglip" or (preset.loss and preset.loss.takes_bias):
+        args.siglip = True  # by which OpenCLIP gives the model a bias, and both parameters their start
     elif args.siglip:
         raise InputError(f"--loss {args.loss} is another loss; give one of the two", "--siglip")
     if args.shard_sizes and not args.uses_ext_loss:

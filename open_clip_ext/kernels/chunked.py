@@ -1,0 +1,174 @@
+"""CLIP's and SigLIP's loss of a global batch and their gradients, tile by tile: no b x B matrix is ever stored.
+
+With l_ij = scale * <image_i, text_j> + bias both are sums over pairs, whose derivatives in l_ij are
+
+    CLIP     (exp(l_ij - r_i) + exp(l_ij - c_j) - 2 [i = j]) / 2B       r_i, c_j: log-sum-exp of row i, of column j
+    SigLIP   (sigmoid(l_ij) - [i = j]) / B
+
+CLIP takes two passes over the tiles, one for r and c and one for the gradient, SigLIP one. A process computes the rows
+of its own images against all texts, and of its own texts against all images: all that its gradients need, so that the
+backward pass sends nothing. With one process the first of the two blocks serves both directions.
+
+Shapes: b pairs of this process, B of all, d = dimension of the embeddings.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, tiles
+
+HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
+
+
+@dataclass
+class Tile:
+    """A tile of a block: its `logits` (r, c), which may be overwritten, a buffer of that shape, its slices of rows and
+    columns, and where its positives are: `own`, a slice of the block's rows, on the tile's diagonal `shift`."""
+
+    logits: Tensor
+    buffer: Tensor
+    row: slice
+    column: slice
+    own: slice
+    shift: int
+
+
+class Block:
+    """The logits of a process's samples of one modality, `rows` (b, d), with all of the other, `columns` (B, d).
+
+    Args:
+        offset: column of the first row's partner.
+        low: whether products take their factors in bfloat16, with float32 sums. Without such a product, as on a CPU,
+            the factors are rounded all the same.
+    """
+
+    def __init__(self, rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, offset: int, low: bool):
+        self.native = low and rows.device.type == "cuda" and HAS_OUT_DTYPE
+        self.low = low
+        self.rows, self.columns = self._rounded(rows), self._rounded(columns)
+        self.scale, self.bias, self.offset = scale, bias, offset
+        self.slices = tiles(len(rows), [slice(0, len(columns))], rows.device)
+        height, width = (max(some.stop - some.start for some in slices) for slices in self.slices)
+        # Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it.
+        self.memory = scale.new_empty(2, height * width)
+
+    def _rounded(self, factor: Tensor) -> Tensor:
+        if not self.low:
+            return factor
+        return factor.bfloat16() if self.native else factor.bfloat16().to(factor.dtype)
+
+    def __iter__(self) -> Iterator[Tile]:
+        for row in self.slices[0]:
+            for column in self.slices[1]:
+                left, right = self.rows[row], self.columns[column]
+                logits, buffer = (one[: len(left) * len(right)].view(len(left), -1) for one in self.memory)
+                if self.native:
+                    logits = torch.mm(left, right.T, out_dtype=logits.dtype)
+                else:
+                    torch.mm(left, right.T, out=logits)
+                logits.mul_(self.scale)
+                if self.bias is not None:
+                    logits.add_(self.bias)
+                shift = self.offset + row.start - column.start
+                start = row.start + max(0, -shift)
+                own = slice(start, start + logits.diagonal(shift).numel())
+                yield Tile(logits, buffer, row, column, own, shift)
+
+    def add(self, weights: Tensor, tile: Tile, grad_rows: Tensor, grad_columns: Tensor | None) -> None:
+        """Add the weighted columns to the rows' gradient, and to that of the columns, if wanted, the weighted rows."""
+        weights = self._rounded(weights)
+        pairs = [(grad_rows[tile.row], weights, self.columns[tile.column])]
+        if grad_columns is not None:
+            pairs.append((grad_columns[tile.column], weights.T, self.rows[tile.row]))
+        for gradient, left, right in pairs:
+            if self.native:
+                gradient.add_(torch.mm(left, right, out_dtype=gradient.dtype))
+            else:
+                gradient.addmm_(left, right)
+
+
+class Pairs:
+    """The blocks of this process, and the gradients of its features, which start as zeros.
+
+    Args:
+        image, text: (b, d).
+        scale: 0-d, of their dtype; `bias`: the same, or None.
+        low: as in `Block`.
+    """
+
+    def __init__(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, low: bool = False):
+        image, text = image.detach(), text.detach()
+        self.gradients = torch.zeros_like(image), torch.zeros_like(text)
+        self.image = image
+        self.size = len(image) * world_size()
+        if world_size() == 1:
+            self.blocks = [Block(image, text, scale, bias, 0, low)]
+        else:
+            all_image, all_text = all_gather(torch.cat([image, text], dim=1)).chunk(2, dim=1)
+            sides = (image, all_text), (text, all_image)
+            self.blocks = [Block(rows, columns, scale, bias, len(image) * rank(), low) for rows, columns in sides]
+
+    def targets(self, side: int) -> tuple[Tensor, Tensor | None]:
+        """Where block `side` adds its gradients."""
+        return self.gradients[side], self.gradients[1] if len(self.blocks) == 1 else None
+
+    def finish(self, scale: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        """This process's part of the gradient in image, text and scale, given the sums over unscaled weights."""
+        grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
+        for gradient in self.gradients:
+            gradient.mul_(scale * factor)
+        return *self.gradients, grad_scale
+
+
+def clip_loss(
+    image: Tensor, text: Tensor, scale: Tensor, low: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """CLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in
+    the scale, 0-d. In plain PyTorch: `equations.clip`."""
+    pairs = Pairs(image, text, scale, low=low)
+    log_sums = scale.new_full((2, len(image)), -math.inf)
+    positives = scale.new_empty(len(image))
+    for side, block in enumerate(pairs.blocks):
+        for tile in block:
+            positives[tile.own] = tile.logits.diagonal(tile.shift)
+            own = log_sums[side, tile.row]
+            if len(pairs.blocks) == 1:
+                other = log_sums[1, tile.column]
+                torch.logaddexp(other, log_sum_exp_(tile.buffer.copy_(tile.logits), 0), out=other)
+            torch.logaddexp(own, log_sum_exp_(tile.logits, 1), out=own)
+    all_log_sums = all_gather(torch.cat([log_sums, positives[None]]).T).T
+    value = (all_log_sums[0] + all_log_sums[1] - 2 * all_log_sums[2]).mean() / 2
+    for side, block in enumerate(pairs.blocks):
+        for tile in block:
+            weights = exp_(torch.sub(tile.logits, log_sums[side, tile.row, None], out=tile.buffer))
+            weights.add_(exp_(tile.logits.sub_(all_log_sums[1 - side, tile.column])))
+            weights.diagonal(tile.shift).sub_(2)
+            block.add(weights, tile, *pairs.targets(side))
+    return value, pairs.finish(scale, 1 / (2 * pairs.size))
+
+
+def siglip_loss(
+    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, low: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """SigLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), in the
+    scale and in the bias, 0-d each. In plain PyTorch: `equations.siglip`."""
+    pairs = Pairs(image, text, scale, bias, low)
+    values, all_weights = torch.zeros_like(image[:, 0]), torch.zeros_like(image[:, 0])
+    zero = torch.zeros_like(scale)
+    for side, block in enumerate(pairs.blocks):
+        for tile in block:
+            if side == 0:  # the other block has the same pairs, on another process
+                values[tile.own] -= tile.logits.diagonal(tile.shift)
+                values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
+            weights = tile.logits.sigmoid_()
+            weights.diagonal(tile.shift).sub_(1)
+            if side == 0:
+                all_weights[tile.row] += weights.sum(1)
+            block.add(weights, tile, *pairs.targets(side))
+    value = all_gather(values.sum()[None]).sum() / pairs.size
+    return value, (*pairs.finish(scale, 1 / pairs.size), all_weights.sum() / pairs.size)

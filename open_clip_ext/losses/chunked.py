@@ -1,0 +1,69 @@
+"""OpenCLIP's own two losses, block by block: `clip-chunked` and `siglip-chunked`."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from open_clip_ext.distributed import world_size
+from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.chunked import clip_loss, siglip_loss
+from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.losses.base import Loss
+from open_clip_ext.options import option
+from open_clip_ext.temperatures import LearnedLogitScale
+
+
+class ChunkedCLIPLoss(Loss):
+    """Value and gradient of OpenCLIP's `ClipLoss` for the global batch, whose matrix of similarities is never stored.
+
+    The gradients, once averaged over processes, are exact for the global batch: those that `ClipLoss` gives with
+    `local_loss` and `gather_with_grad`, or with neither and one process. Beyond the features of the global batch and
+    its own gradients a step takes memory that does not depend on B.
+
+    Args: as in `Loss`; for the options see the class's body.
+
+    Raises:
+        InputError: an argument is out of range.
+    """
+
+    name = "clip-chunked"
+    optimizer_options = LearnedLogitScale.options
+    loss_precision: str = option(
+        "float32", "factors of the loss's matrix products, whose sums are float32 in either case",
+        choices=("float32", "bfloat16"),
+    )
+
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
+    ) -> Tensor:
+        """The loss of the global batch; the value is equal on every process."""
+        return self._attached(clip_loss, image, text, logit_scale)
+
+    def _attached(self, kernel: Any, *inputs: Tensor) -> Tensor:
+        self.note(~are_finite(*inputs[:3]))
+        with torch.no_grad():
+            value, gradients = kernel(*inputs, low=self.loss_precision == "bfloat16")
+        ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
+        self.note_gradients(*gradients[:2])
+        return attach_gradients(
+            value, [(tensor, gradient.mul_(ddp_scale)) for tensor, gradient in zip(inputs, gradients, strict=True)]
+        )
+
+
+class ChunkedSigLIPLoss(ChunkedCLIPLoss):
+    """Value and gradient of OpenCLIP's `SigLipLoss` for the global batch, in `ChunkedCLIPLoss`'s way.
+
+    `forward` takes the `logit_bias`, 0 by default.
+    """
+
+    name = "siglip-chunked"
+    takes_bias = True
+
+    def compute(
+        self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,
+        logit_bias: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the global batch; the value is equal on every process."""
+        bias = torch.zeros_like(logit_scale) if logit_bias is None else logit_bias
+        return self._attached(siglip_loss, image, text, logit_scale, bias)
