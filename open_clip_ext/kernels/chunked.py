@@ -38,34 +38,43 @@ class Tile:
     shift: int
 
 
-class Block:
-    """The logits of a process's samples of one modality, `rows` (b, d), with all of the other, `columns` (B, d).
+class Pairs:
+    """The logits of this process's pairs in `blocks` (rows (b, d), columns (B, d)), and the gradients of its features.
 
     Args:
-        offset: column of the first row's partner.
-        low: whether products take their factors in bfloat16, with float32 sums. Without such a product, as on a CPU,
-            the factors are rounded all the same.
+        image, text: (b, d).
+        scale: 0-d, of their dtype; `bias`: the same, or None.
+        low: whether products take their factors in bfloat16, with float32 sums. Where there is no such product, as on a
+            CPU, the factors are rounded all the same.
     """
 
-    def __init__(self, rows: Tensor, columns: Tensor, scale: Tensor, bias: Tensor | None, offset: int, low: bool):
-        self.native = low and rows.device.type == "cuda" and HAS_OUT_DTYPE
-        self.low = low
-        self.rows, self.columns = self._rounded(rows), self._rounded(columns)
-        self.scale, self.bias, self.offset = scale, bias, offset
-        self.slices = tiles(len(rows), [slice(0, len(columns))], rows.device)
-        height, width = (max(some.stop - some.start for some in slices) for slices in self.slices)
+    def __init__(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, low: bool = False):
+        image, text = image.detach(), text.detach()
+        self.image, self.scale, self.bias = image, scale, bias
+        self.low, self.native = low, low and image.device.type == "cuda" and HAS_OUT_DTYPE
+        self.size, self.offset = len(image) * world_size(), len(image) * rank()
+        self.gradients = torch.zeros_like(image), torch.zeros_like(text)
+        sides = [(image, text)]
+        if world_size() > 1:
+            all_image, all_text = all_gather(torch.cat([image, text], dim=1)).chunk(2, dim=1)
+            sides = [(image, all_text), (text, all_image)]
+        self.blocks = [(self._rounded(rows), self._rounded(columns)) for rows, columns in sides]
+        self.slices = tiles(len(image), [slice(0, self.size)], image.device)
+        height, width = (slices[0].stop for slices in self.slices)
         # Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it.
-        self.memory = scale.new_empty(2, height * width)
+        self.memory = image.new_empty(2, height * width)
 
     def _rounded(self, factor: Tensor) -> Tensor:
         if not self.low:
             return factor
         return factor.bfloat16() if self.native else factor.bfloat16().to(factor.dtype)
 
-    def __iter__(self) -> Iterator[Tile]:
+    def tiles(self, side: int) -> Iterator[Tile]:
+        """The tiles of a block, one at a time in the same memory."""
+        rows, columns = self.blocks[side]
         for row in self.slices[0]:
             for column in self.slices[1]:
-                left, right = self.rows[row], self.columns[column]
+                left, right = rows[row], columns[column]
                 logits, buffer = (one[: len(left) * len(right)].view(len(left), -1) for one in self.memory)
                 if self.native:
                     logits = torch.mm(left, right.T, out_dtype=logits.dtype)
@@ -79,49 +88,24 @@ class Block:
                 own = slice(start, start + logits.diagonal(shift).numel())
                 yield Tile(logits, buffer, row, column, own, shift)
 
-    def add(self, weights: Tensor, tile: Tile, grad_rows: Tensor, grad_columns: Tensor | None) -> None:
-        """Add the weighted columns to the rows' gradient, and to that of the columns, if wanted, the weighted rows."""
+    def add(self, side: int, tile: Tile, weights: Tensor) -> None:
+        """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
         weights = self._rounded(weights)
-        pairs = [(grad_rows[tile.row], weights, self.columns[tile.column])]
-        if grad_columns is not None:
-            pairs.append((grad_columns[tile.column], weights.T, self.rows[tile.row]))
-        for gradient, left, right in pairs:
+        rows, columns = self.blocks[side]
+        sums = [(self.gradients[side][tile.row], weights, columns[tile.column])]
+        if len(self.blocks) == 1:
+            sums.append((self.gradients[1][tile.column], weights.T, rows[tile.row]))
+        for gradient, left, right in sums:
             if self.native:
                 gradient.add_(torch.mm(left, right, out_dtype=gradient.dtype))
             else:
                 gradient.addmm_(left, right)
 
-
-class Pairs:
-    """The blocks of this process, and the gradients of its features, which start as zeros.
-
-    Args:
-        image, text: (b, d).
-        scale: 0-d, of their dtype; `bias`: the same, or None.
-        low: as in `Block`.
-    """
-
-    def __init__(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, low: bool = False):
-        image, text = image.detach(), text.detach()
-        self.gradients = torch.zeros_like(image), torch.zeros_like(text)
-        self.image = image
-        self.size = len(image) * world_size()
-        if world_size() == 1:
-            self.blocks = [Block(image, text, scale, bias, 0, low)]
-        else:
-            all_image, all_text = all_gather(torch.cat([image, text], dim=1)).chunk(2, dim=1)
-            sides = (image, all_text), (text, all_image)
-            self.blocks = [Block(rows, columns, scale, bias, len(image) * rank(), low) for rows, columns in sides]
-
-    def targets(self, side: int) -> tuple[Tensor, Tensor | None]:
-        """Where block `side` adds its gradients."""
-        return self.gradients[side], self.gradients[1] if len(self.blocks) == 1 else None
-
-    def finish(self, scale: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-        """This process's part of the gradient in image, text and scale, given the sums over unscaled weights."""
+    def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+        """This process's part of the gradient in image, text and scale, once all weights times 1 / `factor` are in."""
         grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
         for gradient in self.gradients:
-            gradient.mul_(scale * factor)
+            gradient.mul_(self.scale * factor)
         return *self.gradients, grad_scale
 
 
@@ -133,8 +117,8 @@ def clip_loss(
     pairs = Pairs(image, text, scale, low=low)
     log_sums = scale.new_full((2, len(image)), -math.inf)
     positives = scale.new_empty(len(image))
-    for side, block in enumerate(pairs.blocks):
-        for tile in block:
+    for side in range(len(pairs.blocks)):
+        for tile in pairs.tiles(side):
             positives[tile.own] = tile.logits.diagonal(tile.shift)
             own = log_sums[side, tile.row]
             if len(pairs.blocks) == 1:
@@ -143,13 +127,13 @@ def clip_loss(
             torch.logaddexp(own, log_sum_exp_(tile.logits, 1), out=own)
     all_log_sums = all_gather(torch.cat([log_sums, positives[None]]).T).T
     value = (all_log_sums[0] + all_log_sums[1] - 2 * all_log_sums[2]).mean() / 2
-    for side, block in enumerate(pairs.blocks):
-        for tile in block:
+    for side in range(len(pairs.blocks)):
+        for tile in pairs.tiles(side):
             weights = exp_(torch.sub(tile.logits, log_sums[side, tile.row, None], out=tile.buffer))
             weights.add_(exp_(tile.logits.sub_(all_log_sums[1 - side, tile.column])))
             weights.diagonal(tile.shift).sub_(2)
-            block.add(weights, tile, *pairs.targets(side))
-    return value, pairs.finish(scale, 1 / (2 * pairs.size))
+            pairs.add(side, tile, weights)
+    return value, pairs.finish(1 / (2 * pairs.size))
 
 
 def siglip_loss(
@@ -160,8 +144,8 @@ def siglip_loss(
     pairs = Pairs(image, text, scale, bias, low)
     values, all_weights = torch.zeros_like(image[:, 0]), torch.zeros_like(image[:, 0])
     zero = torch.zeros_like(scale)
-    for side, block in enumerate(pairs.blocks):
-        for tile in block:
+    for side in range(len(pairs.blocks)):
+        for tile in pairs.tiles(side):
             if side == 0:  # the other block has the same pairs, on another process
                 values[tile.own] -= tile.logits.diagonal(tile.shift)
                 values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
@@ -169,6 +153,6 @@ def siglip_loss(
             weights.diagonal(tile.shift).sub_(1)
             if side == 0:
                 all_weights[tile.row] += weights.sum(1)
-            block.add(weights, tile, *pairs.targets(side))
+            pairs.add(side, tile, weights)
     value = all_gather(values.sum()[None]).sum() / pairs.size
-    return value, (*pairs.finish(scale, 1 / pairs.size), all_weights.sum() / pairs.size)
+    return value, (*pairs.finish(1 / pairs.size), all_weights.sum() / pairs.size)

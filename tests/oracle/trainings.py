@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,15 +139,19 @@ def make_data(folder: Path) -> None:
 def run_processes(folder: Path, world_size: int) -> None:
     """Make the data and train all of TRAININGS in `folder`, in `world_size` processes."""
     make_data(folder)
-    port = 20000 + os.getpid() % 20000
+    port = 15000 + os.getpid() % 15000  # below those that the system gives to outgoing connections
     arguments = [[str(folder), str(rank), str(world_size), str(port)] for rank in range(world_size)]
     with open(folder / "output.txt", "wb") as output:
         running = [
             subprocess.Popen([sys.executable, __file__, *args], stdout=output, stderr=subprocess.STDOUT)
             for args in arguments
         ]
-        codes = [process.wait() for process in running]
-    assert not any(codes), (folder / "output.txt").read_text()[-5000:]
+        while any(process.poll() is None for process in running):
+            time.sleep(0.1)
+            if any(process.poll() for process in running):  # the others would wait for it for half an hour
+                for process in running:
+                    process.kill()
+    assert not any(process.returncode for process in running), (folder / "output.txt").read_text()[-5000:]
 
 
 def sketch(folder: Path, name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "tempnet": {"tau_net_prototypes": 4},
 }
 # Whose flags are varied; of the others, which are made of the same parts, the defaults alone are tried.
-VARIED = ("fastclip-v2", "neuclip", "amorlip")
+VARIED = ("fastclip-v2", "neuclip", "amorlip", "siglip-chunked")
 PRESETS = [preset.name for preset in list_losses() if not preset.is_open_clip]
 Choice = tuple[str, Any]
 
