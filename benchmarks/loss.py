@@ -6,10 +6,12 @@ Our loss and ClipLoss alternate on the same features in one process. The ratio i
 those of the rounds' ratios. Memory is the largest amount that a call has allocated at a time. A network's updates are
 left out (see `network.py`). Losses that compare anchors with m other vectors are also compared with ClipLoss plus the
 bare matrix products that this takes: forward, and backward in the anchors if alpha has a gradient. `amorlip` and
-ClipLoss are called eight times, since one call in eight trains AmorLIP's networks.
+ClipLoss are called eight times, since one call in eight trains AmorLIP's networks. `siglip-chunked` is compared with
+SigLipLoss.
 
-"Of the limit" is the time of the matrix products alone over that of the loss: four of B x B x d in two passes, and
-those with the m other vectors. No loss of this form can be faster than 100 %; the same is given for ClipLoss.
+"Of the limit" is the time of the matrix products alone over that of the loss: four of B x B x d in two passes (three in
+the one pass of `siglip-chunked`), and those with the m other vectors. No loss of this form can be faster than 100 %;
+the same is given for ClipLoss.
 
 `--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, a dict from name to a function of
 (rows, device) that returns a loss, called as ours with features, logit scale and `index=`.
@@ -32,12 +34,12 @@ from measuring import (
     summary,
     table,
 )
-from open_clip.loss import ClipLoss
+from open_clip.loss import ClipLoss, SigLipLoss
 from torch.nn.functional import normalize
 from tqdm import tqdm
 
 import open_clip_ext
-from open_clip_ext.losses import GlobalContrastiveLoss
+from open_clip_ext.losses import ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContrastiveLoss
 from open_clip_ext.memory import total_memory
 from open_clip_ext.normalizers import Prototypes, Queue
 
@@ -59,7 +61,9 @@ class Call:
         self.more = reference_of(loss, *self.features)
         if isinstance(loss, open_clip_ext.losses.Loss):
             loss.set_epoch(0)
-        if not isinstance(loss, ClipLoss):
+        if isinstance(loss, (SigLipLoss, ChunkedSigLIPLoss)):
+            self.more["logit_bias"] = torch.tensor(-10.0, device=device, requires_grad=True)
+        if not isinstance(loss, (ClipLoss, SigLipLoss)):
             self.more["index"] = torch.randint(rows, (batch,), generator=generator).to(device)
         self.autocast = torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
@@ -102,10 +106,11 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     else:
         loss = open_clip_ext.create_loss(name, num_samples=rows, epochs=8, device=device, **settings)
     ours = Call(loss, batch, dim, dtype, device, rows)
-    clip = Call(ClipLoss(), batch, dim, dtype, device, rows)
+    sigmoid = isinstance(loss, ChunkedSigLIPLoss)
+    clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
-    functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device)}
+    functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
     if settings:
         back = "anchors" if loss.objective.through_alpha else None
         functions["products"] = BareProducts(batch, dim, m, back, device)
@@ -118,7 +123,7 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     result |= summary(times, "ours", "clip")
     if settings:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
-    if isinstance(loss, GlobalContrastiveLoss):
+    if isinstance(loss, (ChunkedCLIPLoss, GlobalContrastiveLoss)):
         result["limit"] = summary(times, "ours", ["batch", "products"] if settings else "batch")
         result["clip_limit"] = summary(times, "clip", "batch")
     result["bytes"], result["base_bytes"] = (peak_memory(functions[name], device) for name in ("ours", "clip"))

@@ -143,13 +143,14 @@ class BareProducts:
 
 
 class BatchProducts:
-    """The matrix products that a loss of two passes needs in a batch: four of B x B x d.
+    """The matrix products that a loss needs in a batch: three of B x B x d, and one more for a second pass.
 
-    These are the similarities, once for the normalizers and once for the gradient, and the gradients of images and
-    texts. On a CPU in blocks of 512 rows, in memory that is allocated once.
+    These are the similarities, twice if the first pass is for the normalizers, and the gradients of images and texts.
+    On a CPU in blocks of 512 rows, in memory that is allocated once.
     """
 
-    def __init__(self, batch: int, dim: int, device: torch.device):
+    def __init__(self, batch: int, dim: int, device: torch.device, passes: int = 2):
+        self.passes = passes
         self.image, self.text, self.grad_text = (torch.randn(batch, dim, device=device) for _ in range(3))
         self.rows = min(BareProducts.CPU_ROWS, batch) if device.type == "cpu" else batch
         self.block = torch.empty(self.rows, batch, device=device)
@@ -159,7 +160,7 @@ class BatchProducts:
         for start in range(0, len(self.image), self.rows):
             some = self.image[start : start + self.rows]
             block = self.block[: len(some)]
-            for _ in range(2):
+            for _ in range(self.passes):
                 torch.mm(some, self.text.T, out=block)
             torch.mm(block, self.text, out=self.grad_image[start : start + self.rows])
             torch.addmm(self.grad_text, block.T, some, out=self.grad_text)

@@ -17,6 +17,8 @@ from open_clip_ext.temperatures import LearnedLogitScale
 class ChunkedCLIPLoss(Loss):
     """Value and gradient of OpenCLIP's `ClipLoss` for the global batch, whose matrix of similarities is never stored.
 
+    In plain PyTorch: `equations.clip`.
+
     The gradients, once averaged over processes, are exact for the global batch: those that `ClipLoss` gives with
     `local_loss` and `gather_with_grad`, or with neither and one process. Beyond the features of the global batch and
     its own gradients a step takes memory that does not depend on B.
@@ -52,7 +54,8 @@ class ChunkedCLIPLoss(Loss):
 
 
 class ChunkedSigLIPLoss(ChunkedCLIPLoss):
-    """Value and gradient of OpenCLIP's `SigLipLoss` for the global batch, in `ChunkedCLIPLoss`'s way.
+    """Value and gradient of OpenCLIP's `SigLipLoss` for the global batch, in `ChunkedCLIPLoss`'s way. In plain
+    PyTorch: `equations.siglip`.
 
     `forward` takes the `logit_bias`, 0 by default.
     """
