@@ -156,39 +156,47 @@ def pair():
 
 
 @pytest.fixture
-def refused(tmp_path, capsys):
-    """refused(arguments) -> the one line of stderr; nothing may be written."""
+def ends(tmp_path, capsys):
+    """ends(arguments, main) -> the one line of the error with which a command ends."""
+
+    def ends(arguments: str, main=ext_main) -> str:
+        capsys.readouterr()
+        assert run_main(main, arguments, tmp_path / "logs") == 2
+        ends.stderr = capsys.readouterr().err.strip()
+        assert "Traceback" not in ends.stderr and ends.stderr.count("open_clip_ext: error: ") == 1, ends.stderr
+        return ends.stderr.splitlines()[-1].removeprefix("open_clip_ext: error: ")
+
+    return ends
+
+
+@pytest.fixture
+def fails(ends, tmp_path):
+    """fails(arguments) -> the line after which a run ends that OpenCLIP has begun; no file may be left."""
+
+    def fails(arguments: str) -> str:
+        before = set(tmp_path.rglob("*"))
+        line = ends(f"{arguments} --name fails")
+        assert set(tmp_path.rglob("*")) == before
+        return line
+
+    return fails
+
+
+@pytest.fixture
+def refused(ends, tmp_path):
+    """refused(arguments) -> the only line of stderr; nothing may be written."""
 
     def refused(arguments: str) -> str:
         def snapshot():
             return {path: path.is_dir() or path.read_bytes() for path in tmp_path.rglob("*")}
 
         before = snapshot()
-        capsys.readouterr()
-        assert run_main(ext_main, arguments, tmp_path / "logs") == 2
-        error = capsys.readouterr().err.strip()
-        lines = [line for line in error.splitlines() if "Counting samples" not in line]
-        assert len(lines) == 1 and lines[0].startswith("open_clip_ext: error: "), error
+        line = ends(arguments)
+        assert all("Counting samples" in other for other in ends.stderr.splitlines()[:-1]), ends.stderr
         assert snapshot() == before
-        return lines[0]
+        return line
 
     return refused
-
-
-@pytest.fixture
-def fails(tmp_path, capsys):
-    """fails(arguments) -> the one line after which a run ends that OpenCLIP has begun; no file may be left."""
-
-    def fails(arguments: str) -> str:
-        before = set(tmp_path.rglob("*"))
-        capsys.readouterr()
-        assert run_main(ext_main, f"{arguments} --name fails", tmp_path / "logs") == 2
-        error = capsys.readouterr().err.strip()
-        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
-        assert set(tmp_path.rglob("*")) == before
-        return error.splitlines()[-1].removeprefix("open_clip_ext: error: ")
-
-    return fails
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import math
 import pandas as pd
 import pytest
 
-from open_clip_ext.presets import drrho_gamma
 from training_ext.core.captions import SeenCaptions, see
 from training_ext.core.loss import build_loss
 from training_ext.features.advice import advise, advise_on_captions
@@ -38,11 +37,6 @@ def test_captions_that_repeat(loss, named):
     told = advise_on_captions(args, see(captions, None, "the {} captions"))
     assert len(told) == named
     assert not named or "--same-caption: 5 of the 6 captions are those of another pair" in told[0]
-
-
-def test_captions_of_one_image_do_not_repeat():
-    captions, images = pd.Series(["a", "b", "a", "a", "c"]), pd.Series(list("xxxyz"))
-    assert see(captions, images, "{}").repeated == 2 and see(captions, None, "{}").repeated == 3
 
 
 @pytest.mark.parametrize(
@@ -102,19 +96,6 @@ def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
     assert all(part in line for part in parts), line
 
 
-@pytest.mark.parametrize("steps", [64, 65, 200, 500, 1333])
-def test_the_advised_rate_of_tau_is_enough(steps):
-    flags = "--loss queue --rho 3 --queue-size 200 --warmup 5 --epochs 1"
-    (line,) = told(flags, steps_per_epoch=steps)
-    rate = line.split("give about ")[1].split()[0]
-    assert told(f"{flags} --lr-tau {rate}", steps_per_epoch=steps) == []
-
-
-def test_a_network_on_a_few_batches_is_told_of_the_queue():
-    lines = told("--loss neuclip --rho 3 --npn-prototypes 200 --warmup 5 --lr-tau 1 --epochs 20")
-    assert len(lines) == 2 and "try --loss queue" in lines[1]
-
-
 def test_pretrained_weights_and_fixed_temperatures_need_not_move():
     flags = "--loss queue --rho 3 --queue-size 200 --warmup 5 --epochs 5"
     assert any("--lr-tau" in line for line in told(flags, steps_per_epoch=10))
@@ -163,18 +144,6 @@ def test_the_networks_rate_follows_the_training_and_its_restarts_a_pass():
     loss = build_loss(parse_args(flags.split()), 40_000, "cpu", samples_per_epoch=4000)
     assert loss.num_samples == 40_000
     assert "restarted every 125 steps, adagrad at 0.13" in loss.description()  # sqrt(1,250 / 77,000)
-
-
-def test_the_total_of_steps_is_not_rounded_with_the_pass():
-    """30 epochs of 244 steps, of 1 million samples each; a pass over 7,000 rows is 1.7 steps."""
-    flags = f"{COMMON} --loss neuclip --temperature individual --epochs 30".replace("64", "4096")
-    loss = build_loss(parse_args(flags.split()), 7000, "cpu", samples_per_epoch=1_000_000)
-    assert "adagrad at 0.31" in loss.description()  # sqrt(7,320 / 77,000)
-
-
-def test_the_rule_for_gamma():
-    assert drrho_gamma(7) == 1  # the authors' command for DFN-192M has 7 epochs and gamma 1.0
-    assert drrho_gamma(30) == pytest.approx(0.353, abs=1e-3)
 
 
 def test_the_command_says_it_once(run, datasets):

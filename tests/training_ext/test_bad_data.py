@@ -1,6 +1,5 @@
 """Data that cannot be used: refused at the start, or skipped and counted, or the run ends in one line."""
 
-import gzip
 import importlib
 import io
 import json
@@ -16,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import open_clip_train.main
 import pandas as pd
 import pytest
 import webdataset as wds
@@ -39,7 +37,6 @@ from training_ext.openclip.hosts import host
 
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
-LOSS = pytest.mark.parametrize("loss", ["clip", "neuclip", "fastclip-v3"])
 COMMON = "--epochs 1 --workers 0"
 
 
@@ -105,30 +102,10 @@ def zero_header(path: Path, member: int) -> None:
     path.write_bytes(content)
 
 
-@pytest.fixture
-def ends(tmp_path, capfd):
-    """ends(arguments) -> the one line in which a run ends after it has begun, and its log."""
-
-    def ends(arguments: str) -> tuple[str, str]:
-        capfd.readouterr()
-        assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == 2
-        error = capfd.readouterr().err
-        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
-        return error.strip().splitlines()[-1], error
-
-    return ends
-
-
-@pytest.fixture
-def unseen(monkeypatch):
-    """Without the look at the first samples, which sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.core.rows.look_at_shards", lambda urls, *fields: None)
-
-
 # Before the start
 
 
-@LOSS
+@pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
 def test_shards_that_are_missing(refused, shards, tmp_path, loss):
     data = f"{COMMON} {LOSSES[loss]} {shards()}"
     line = refused(data.replace("{0..3}", "*"))
@@ -137,16 +114,11 @@ def test_shards_that_are_missing(refused, shards, tmp_path, loss):
     line = refused(data)
     assert all(part in line for part in ("1 of 4", f"{tmp_path}/shards/2.tar", "--max-bad-samples 0.25")), line
     assert "1 of 4" in refused(f"{data} --max-bad-samples 0.24")
-
-
-def test_missing_shards_are_looked_for_with_open_clips_loss_too(refused, shards, tmp_path):
-    data = f"{COMMON} --loss clip {shards()}"
     shutil.rmtree(tmp_path / "shards")
     line = refused(data)
     assert "4 of 4 shards" in line and "3.tar" not in line and "and 1 more" in line and "--max-bad" not in line
 
 
-@LOSS
 @pytest.mark.parametrize(
     "change, part",
     [
@@ -159,51 +131,19 @@ def test_missing_shards_are_looked_for_with_open_clips_loss_too(refused, shards,
     ],
     ids=["json", "no captions", "no images", "broken images", "empty captions", "white space"],
 )
-def test_shards_without_a_pair(refused, shards, loss, change, part):
-    line = refused(f"{COMMON} {LOSSES[loss]} {shards(change)}")
+def test_shards_without_a_pair(refused, shards, change, part):
+    line = refused(f"{COMMON} --loss clip {shards(change)}")
     assert "--train-data: none of the first 32 samples can be used" in line and part in line, line
 
 
-def test_a_pair_whose_files_are_apart_or_linked(refused, shards, pairs, tmp_path):
-    """The files of a pair follow each other, and webdataset reads no links."""
-    data = f"{COMMON} --loss clip {shards()}"
-    hint = "must stand next to each other in a shard, and not as links (tar --sort=name --hard-dereference)"
-    for number in range(SHARDS):
-        rows = range(PER_SHARD)
-        images = [(f"{row}.png", pairs[row][0]) for row in rows]
-        tar(tmp_path / f"shards/{number}.tar", images + [(f"{row}.txt", pairs[row][1]) for row in rows])
-    line = refused(data)
-    assert "no caption .txt but .png; the files of a pair" in line and hint in line
-    for number in range(SHARDS):
-        with tarfile.open(tmp_path / f"shards/{number}.tar", "w") as file:
-            link = tarfile.TarInfo("0.png")
-            link.type, link.linkname = tarfile.LNKTYPE, "image.png"
-            file.addfile(link)
-            file.addfile(tarfile.TarInfo("0.txt"), io.BytesIO())
-    line = refused(data)
-    assert "no image .jpg, .png, .jpeg, .webp but .txt; the files of a pair" in line and hint in line
-
-
-@LOSS
-def test_a_csv_that_cannot_be_used(refused, csv, tmp_path, loss):
-    common = f"{COMMON} {LOSSES[loss]}"
+def test_a_csv_that_cannot_be_used(refused, csv, tmp_path):
+    common = f"{COMMON} --loss clip"
     line = refused(f"{common} {csv(lambda row, path, caption: (path, '' if row in (5, 9) else caption))}")
     assert all(part in line for part in ("2 of 32 lines", f"{tmp_path}/train.csv", "line 7", "'title'")), line
     line = refused(f"{common} {csv(lambda row, path, caption: ('' if row == 31 else path, caption))}")
     assert "line 33 in column 'filepath'" in line
     line = refused(f"{common} {csv(lambda row, path, caption: (f'{path}.gone', caption))}")
     assert "none of the first 32 images" in line and "0.png.gone': No such file" in line
-
-
-def test_the_share_must_be_one(refused):
-    for value in ("-0.1", "1.1", "nan"):
-        line = refused(f"--dataset-type synthetic --train-num-samples 8 --max-bad-samples={value}")
-        assert f"--max-bad-samples: {float(value)}" in line and "from 0 to 1" in line
-
-
-def test_generated_data_have_no_bad_samples(refused):
-    line = refused("--dataset-type shapes --train-num-samples 8 --max-bad-samples 0.1")
-    assert "--max-bad-samples: --dataset-type shapes" in line
 
 
 # In the run
@@ -213,8 +153,7 @@ def epochs(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / skips.FILE).read_text().splitlines()]
 
 
-@WORKERS
-@LOSS
+@pytest.mark.parametrize("loss, workers", [("clip", 0), ("fastclip-v3", 0), ("neuclip", 2)])
 def test_bad_samples_are_counted_and_named_once(run, shards, loss, workers):
     """In every shard two samples without a caption, one without an image and one that is broken, of eight."""
 
@@ -240,7 +179,7 @@ def test_bad_samples_are_counted_and_named_once(run, shards, loss, workers):
     assert f"Epoch 1 data: used {second['used']} samples, left out {second['no_caption']} sample(s) with" in log
 
 
-@pytest.mark.parametrize("loss", ["clip", "neuclip"])
+@pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
 def test_empty_captions_are_counted(run, shards, loss):
     """And those that are not UTF-8; the numbers that are put in front of captions hide neither."""
     texts = {2: b"", 3: " \u3000\n".encode(), 4: b"\xff"}
@@ -259,13 +198,6 @@ def test_pairs_with_the_name_of_another_up_to_a_dot(run, shards):
     (counts,) = epochs(experiment.path)
     assert counts["surplus"] == 16 and counts["no_caption"] == counts["no_image"] == 0
     assert experiment.log.count("it has another pair of an image and a .2.txt, as a name ends at its first dot") == 1
-
-
-def test_good_data_are_counted_and_not_mentioned(run, shards):
-    experiment = run("x", f"{COMMON} --loss clip {shards()}")
-    (counts,) = epochs(experiment.path)
-    assert counts["used"] == 32 and sum(counts["skipped_by_process"]) == 0
-    assert "left out" not in experiment.log.lower()
 
 
 def counter(share=None, workers=2, **args) -> BadSamples:
@@ -291,11 +223,6 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
-
-
-def test_generated_samples_are_all_used(run):
-    (counts,) = epochs(run("x", "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1").path)
-    assert counts["used"] == 48
 
 
 def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
@@ -372,16 +299,7 @@ def test_images_that_the_model_sees_otherwise_are_told_once(name, image, loses, 
         assert record.message.endswith(f"The first is '{first}'")
 
 
-def test_a_csv_whose_archive_is_cut_off(refused, datasets, tmp_path):
-    path = Path(shlex.split(datasets["csv"])[1])
-    cut = gzip.compress(path.read_bytes())[:-30]
-    (tmp_path / "cut.csv.gz").write_bytes(cut)
-    data = f"--dataset-type csv --train-data {tmp_path}/cut.csv.gz"
-    line = refused(f"{data} {LOSSES['fastclip-v3']} --workers 0 --epochs 1")
-    assert "--train-data: " in line and "cut.csv.gz' cannot be read" in line
-
-
-@pytest.mark.parametrize("compression", ["zip", "xz", "tar"])
+@pytest.mark.parametrize("compression", ["zip", "gz", "tar"])
 def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
     path = tmp_path / f"train.csv.{compression}"
     pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t").to_csv(path, sep="\t", index=False)
@@ -401,17 +319,6 @@ def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path)
     (tmp_path / "numbered.csv").write_text("\n".join(numbered) + "\n")
     flags = f"{LOSSES['fastclip-v3']} --workers 0 --epochs 1 --several-captions --same-key title"
     assert len(run("x", f"--train-data {tmp_path}/numbered.csv {flags}").logged()) == 6
-
-
-@WORKERS
-def test_a_damaged_shard_is_counted(run, shards, tmp_path, workers):
-    data = shards()
-    zero_header(tmp_path / "shards/1.tar", 6)  # the image of its fourth pair
-    experiment = run("x", f"--epochs 1 --workers {workers} --loss clip {data}")
-    (counts,) = epochs(experiment.path)
-    assert counts["shards_damaged"] > 0 and counts["lost"] == 0  # of a shard of unknown size
-    log = experiment.log
-    assert log.count("1.tar' after 3 samples: there are data after the end of the archive") == 1
 
 
 def test_missing_and_damaged_shards_that_are_allowed(run, shards, tmp_path):
@@ -447,20 +354,23 @@ def test_bad_lines_of_a_csv_are_replaced_and_counted(run, csv, tmp_path, workers
         assert "No such file" in experiment.log or "cannot identify image file" in experiment.log
 
 
-def test_lines_that_a_quote_joins_are_told(run, csv):
-    def change(row, path, caption):
-        return path, {2: f'"{caption}', 9: f'{caption} 5" wide'}.get(row, caption)
+@pytest.fixture
+def ended(tmp_path, capfd):
+    """ended(arguments) -> the one line in which a run ends after it has begun, and its log."""
 
-    experiment = run("x", f"{COMMON} {LOSSES['neuclip']} {csv(change)}")
-    assert "train.csv' gives 25 pairs. 1 of their captions have line breaks, the first in line 4, up to 7 in one" in (
-        experiment.log
-    )
-    assert "line breaks" not in run("y", f"{COMMON} --loss clip {csv()}").log
+    def ended(arguments: str) -> tuple[str, str]:
+        capfd.readouterr()
+        assert run_main(ext_main, f"{arguments} --name ended", tmp_path / "logs") == 2
+        error = capfd.readouterr().err
+        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
+        return error.strip().splitlines()[-1], error
+
+    return ended
 
 
-def test_a_bad_line_of_a_csv_for_validation(ends, csv, tmp_path):
+def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
     data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
-    line, log = ends(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
+    line, log = ended(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
     assert f"--val-data: line 11 of '{tmp_path}/train.csv' cannot be used" in line and "9.png.gone" in line
     assert "Epoch 0 data: used 32 samples" in log
 
@@ -481,25 +391,12 @@ def test_what_loader_workers_get_can_be_pickled(tmp_path):
 
 
 @WORKERS
-def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, monkeypatch):
+def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, tmp_path):
     data = csv(lambda row, path, caption: (f"{path}.gone" if row % 8 == 5 else path, caption))
     common = f"{LOSSES['fastclip-v3']} --workers {workers} {data}"
     whole = run("whole", f"{common} --epochs 2")
-    saved = open_clip_train.main.train_one_epoch
-
-    class Killed(Exception):
-        pass
-
-    def dies(*args, **kwargs):
-        if args[3] == 1:
-            raise Killed
-        return saved(*args, **kwargs)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(open_clip_train.main, "train_one_epoch", dies)
-        run("part", f"{common} --epochs 2")
-    part = run("part", f"{common} --epochs 2 --resume latest")
-    assert epochs(part.path) == epochs(whole.path)
+    part = run("part", f"{common} --epochs 2 --resume {whole.path}/checkpoints/epoch_1.pt")
+    assert epochs(part.path) == epochs(whole.path)[1:]
     for name, tensor in whole.checkpoint(2)["state_dict"].items():
         assert tensor.equal(part.checkpoint(2)["state_dict"][name])
 
@@ -507,28 +404,34 @@ def test_a_resumed_run_skips_what_an_uninterrupted_one_does(run, csv, workers, m
 # Its end
 
 
-@WORKERS
-@LOSS
-@pytest.mark.parametrize("resampled", ["", "--dataset-resampled"])
-def test_shards_without_a_pair_that_nobody_could_see(ends, unseen, shards, monkeypatch, loss, workers, resampled):
+ENDS = pytest.mark.parametrize(
+    "loss, workers, resampled",
+    [
+        ("clip", 0, ""), ("fastclip-v3", 0, "--dataset-resampled"),
+        ("fastclip-v3", 2, ""), ("clip", 2, "--dataset-resampled"),
+    ],
+)
+
+
+@ENDS
+def test_shards_without_a_pair_that_nobody_could_see(ended, shards, monkeypatch, loss, workers, resampled):
+    """As the look at the first samples sees nothing of remote shards."""
+    monkeypatch.setattr("training_ext.core.rows.look_at_shards", lambda urls, *fields: None)
     monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
-    line, log = ends(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
+    line, log = ended(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")
     assert ("500 samples in a row" if resampled else "have 0 usable samples") in line, line
     assert "cannot identify image" in line or "whose image or caption cannot be read" in line
     assert log.count("Others like it are counted") == 1
 
 
-@pytest.mark.parametrize("loss", ["clip", "neuclip"])
-def test_fewer_samples_than_a_batch(ends, shards, loss):
-    line, _ = ends(f"{COMMON} {LOSSES[loss]} {shards()} --batch-size 33 --warmup 1")
+def test_fewer_samples_than_a_batch(ended, shards):
+    line, _ = ended(f"{COMMON} --loss clip {shards()} --batch-size 33 --warmup 1")
     assert "a loader worker's shards have 32 usable samples, but --batch-size is 33" in line
 
 
-@WORKERS
-@LOSS
-@pytest.mark.parametrize("resampled", ["", "--dataset-resampled"])
-def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch, loss, workers, resampled):
+@ENDS
+def test_shards_that_are_deleted_in_the_run(ended, shards, tmp_path, monkeypatch, loss, workers, resampled):
     data = shards()
     logged = logging.info
 
@@ -538,7 +441,7 @@ def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch,
             shutil.rmtree(tmp_path / "shards", ignore_errors=True)
 
     monkeypatch.setattr(logging, "info", info)
-    line, log = ends(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
+    line, log = ended(f"--epochs 50 --workers {workers} {LOSSES[loss]} {data} {resampled}")
     assert ("shards in a row cannot be read" if resampled else "shard(s) that cannot be opened") in line, line
     # Two workers that meet it at the same time both say so.
     assert 1 <= log.count("Others like it are counted") <= max(1, workers)
@@ -546,14 +449,14 @@ def test_shards_that_are_deleted_in_the_run(ends, shards, tmp_path, monkeypatch,
 
 @WORKERS
 @pytest.mark.parametrize("kind", ["csv", "shards"])
-def test_more_bad_samples_than_allowed(ends, shards, csv, kind, workers):
+def test_more_bad_samples_than_allowed(ended, shards, csv, kind, workers):
     """A quarter of them: 4 of 16, or of 32 used."""
     if kind == "csv":
         data = csv(lambda row, path, caption: (f"{path}.gone" if row % 4 == 3 else path, caption))
     else:
         data = shards(lambda row, name, content: (name, b"no" if row % 4 == 3 and ".png" in name else content))
     common = f"--epochs 1 --workers {workers} --loss clip {data}"
-    line, log = ends(f"{common} --max-bad-samples 0.1")
+    line, log = ended(f"{common} --max-bad-samples 0.1")
     # Two workers may each find one more than there may be.
     assert re.search("--max-bad-samples: more than 0.1 of the train data cannot be used: [45] sample.s. whose", line)
     assert "Epoch 0 data" not in log  # known before the epoch ended
@@ -574,27 +477,6 @@ def test_the_share_that_a_refusal_names_is_enough(refused, run, shards, tmp_path
     (counts,) = epochs(experiment.path)
     assert counts["shards_missing"] + counts["shards_damaged"] == 1 and counts["no_caption"] == counts["no_image"] == 0
     assert counts["unreadable"] == (bad is not None)
-
-
-def test_more_damaged_shards_than_allowed(ends, shards, tmp_path):
-    data = shards()
-    for shard in (1, 2):
-        zero_header(tmp_path / f"shards/{shard}.tar", 6)
-    common = f"{COMMON} --loss clip {data}"
-    line, log = ends(f"{common} --max-bad-samples 0.4")
-    assert "--max-bad-samples: more than 0.4 of the train data cannot be used: 2 damaged shard(s)" in line
-    assert "Epoch 0 data" not in log  # known before the epoch ended
-    assert not list((tmp_path / "logs").rglob("*.pt"))
-
-
-def test_a_recovery_ends_by_the_same_limit(ends, shards, tmp_path):
-    data = shards()
-    for shard in (1, 2):
-        zero_header(tmp_path / f"shards/{shard}.tar", 6)
-    common = f"{COMMON} {LOSSES['neuclip']} --osr-epochs 1 {data}"
-    line, log = ends(f"{common} --max-bad-samples 0.4")
-    assert "--max-bad-samples: more than 0.4 of the train data cannot be used" in line
-    assert "Recovering optimizer statistics" in log and "Epoch 0 1/" not in log
 
 
 def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():

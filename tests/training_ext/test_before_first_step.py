@@ -15,13 +15,9 @@ OURS = f"{SHAPES} --loss fastclip-v3"
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        ("--model ViT-B-23", ["OpenCLIP could not build the model (--model ViT-B-23 ", "RuntimeError"]),
         ("--lock-text", ["--lock-text: OpenCLIP could not lock", "; add --lock-text-freeze-layer-norm"]),
         ("--aug-cfg nonsense=1", ["--aug-cfg: nonsense=1: ", "'nonsense'; --traceback shows where"]),
-        ("--force-patch-dropout 1.0", ["build the model (--model ", "--force-patch-dropout 1.0", "Assertion"]),
         ("--pretrained none.pt", ["could not build the model", "--pretrained none.pt", "'none.pt' is not"]),
-        ("--opt lion", ["AssertionError: Unknown optimizer lion"]),
-        ("--beta1 1.0", ["could not build the optimizer", "beta"]),
         ("--opt timm/lookahead_sgd --lr 0.1", ["could not build the optimizer (--opt timm/lookahead_sgd --lr 0.1)"]),
         ("--lr-scheduler linear", ["the reason is in its own output above"]),
         ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["make a step", "--lock-image"]),
@@ -50,12 +46,12 @@ def test_a_run_without_a_name(tmp_path):
     assert not (tmp_path / "logs").exists()
 
 
-def test_a_folder_with_files_stays(run, tmp_path, capsys):
+def test_a_folder_with_files_stays(run, ends):
     whole = run("x", OURS)
     before = {path: path.stat().st_size for path in whole.path.glob("checkpoints/*")}
-    assert run_main(ext_main, f"{OURS} --epochs 2 --name x --resume latest --opt lion", tmp_path / "logs") == 2
+    assert "Unknown optimizer lion" in ends(f"{OURS} --epochs 2 --name x --resume latest --opt lion")
     assert {path: path.stat().st_size for path in whole.path.glob("checkpoints/*")} == before
-    assert "Unknown optimizer lion" in capsys.readouterr().err and (whole.path / "out.log").exists()
+    assert (whole.path / "out.log").exists()
 
 
 def test_without_loss_and_after_a_step_it_is_an_exception(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import json_shards
 import pandas as pd
 import pytest
 import torch
-from conftest import LOSSES, ext_main, run_main
+from conftest import LOSSES
 from open_clip import get_tokenizer
 from open_clip_train.data import SharedEpoch
 
@@ -109,29 +109,6 @@ def test_empty_captions_are_not_drawn(run, told, lines, captions, tmp_path):
     assert {row for row, _ in pairs} == {*range(12)} - {1} and len(pairs) == 24
 
 
-@pytest.mark.parametrize("kind", ["csv", "shards"])
-def test_repeated_captions_are_told_in_the_log_and_the_dry_run(run, datasets, capsys, tmp_path, kind):
-    if kind == "csv":
-        table = pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t")
-        table.loc[:4, "title"] = "a"
-        table.to_csv(tmp_path / "alike.csv", sep="\t", index=False)
-        data, told = f"--train-data {tmp_path}/alike.csv", "--same-caption: 5 of the 48 captions are those of"
-    else:
-        data = json_shards.write(tmp_path, 16, lambda row: {"field": "a" if row < 5 else str(row)}).format(last=1)
-        data += " --captions-field field"
-        told = f"--same-caption: 5 of the first 8 captions of '{tmp_path}/train-000000.tar' are those of"
-    flags = f"{data} {LOSSES['queue']} --workers 0 --epochs 1"
-    assert run("x", flags).log.count(told) == 1
-    capsys.readouterr()
-    assert run_main(ext_main, f"{flags} --dry-run", tmp_path) == 0
-    assert " ".join(capsys.readouterr().out.split()).count(told) == 1
-
-
-def test_with_open_clips_loss(run, lines):
-    log = run("x", f"{lines} --loss clip --epochs 1 --workers 1 --batch-size 4 --several-captions").log
-    assert "48 captions of 12 pictures" in log and "Epoch 0 3/3" in log
-
-
 def test_pictures():
     images = ["b", "a", None, "b", "c", "a", "b"]
     pictures = Pictures(images)
@@ -159,10 +136,7 @@ def test_columns_that_are_series(tmp_path):
 @pytest.mark.parametrize(
     "arguments, parts",
     [
-        ("{lines} --loss clip --captions-field a", ["--captions-field", "csv", "--several-captions"]),
         ("{lists} --loss clip --several-captions", ["--several-captions", "webdataset", "--captions-field"]),
-        ("{shapes} --loss fastclip-v3 --several-captions", ["--several-captions", "csv", "shapes"]),
-        ("{lines} --several-captions", ["--several-captions", "needs --loss"]),
         ("{lists} --loss fastclip-v3 --captions-field nope", ["--train-data", "field 'nope' of a .json"]),
         ("{lists} --loss fastclip-v3", ["--train-data", "no caption .txt but .json, .png"]),
         ("{lines} --loss fastclip-v3 --several-captions --same-key line", ["--same-key", "0.png", "'line'"]),

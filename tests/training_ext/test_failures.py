@@ -61,11 +61,7 @@ def test_a_process_that_dies_ends_the_others_in_words(start, tmp_path):
     "one, other, message, local_rank",
     [
         ("--loss queue", "--loss fastclip-v3", "--loss: process 1 has 'fastclip-v3' and process 0 'queue'", 0),
-        ("--loss queue", "--loss queue --mixing 0.3", "--mixing: process 1 has 0.3 and process 0 0.6", 0),
         ("--loss clip", "--loss clip --batch-size 4", "--batch-size: process 1 has 4 and process 0 8", 0),
-        ("--loss queue --wd 0.1", "--loss queue --wd 5", "--wd: process 1 has 5.0 and process 0 0.1", 0),
-        ("--loss queue", "--loss queue --save-frequency 2", "--save-frequency: process 1 has 2 and process 0 1", 0),
-        ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 0),
         ("--loss queue", "--loss queue SHORTER", "--train-data: process 1 has 40 rows and process 0 48", 1),
         ("--loss queue", "--loss queue OTHER", "--train-data: process 1 has 48 rows and process 0 48, or the same", 1),
         ("--loss queue", "--loss queue ABSENT", "absent.csv' does not exist", 1),

@@ -5,7 +5,6 @@ import json
 import open_clip
 import pytest
 import torch
-from conftest import ext_main, run_main
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,28 +38,11 @@ def bert(tmp_path, monkeypatch):
     return add
 
 
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        ("--aug-cfg nonsense=1", ["--aug-cfg: nonsense=1: OpenCLIP could not make the transforms", "'nonsense'"]),
-        ("--lock-text --lock-text-unlocked-layers 3", ["text tower (--lock-text --lock-text-unlocked-layers 3)"]),
-        ("--force-context-length 65", ["make a step", "--force-context-length 65"]),
-        ("--pretrained {other}", ["could not load weights", "--pretrained: "]),
-    ],
-    ids=lambda given: given.split()[0] if isinstance(given, str) else "",
-)
-def test_bad_flags(fails, bert, tmp_path, flags, parts):
-    torch.save(open_clip.create_model("ViT-test").state_dict(), tmp_path / "other.pt")
-    line = fails(f"{NEUCLIP} {bert('BERT-test')} {flags.format(other=tmp_path / 'other.pt')}")
-    assert all(part in line for part in parts), line
-
-
-def test_a_run_is_resumed_with_the_same_locks_only(run, bert, tmp_path, capsys):
+def test_a_run_is_resumed_with_the_same_locks_only(run, bert, ends):
     isogclr = f"{DATA} --loss isogclr --tau-lr 1e-3 --val-num-samples 8 {bert('BERT-test')}"
     saved = run("locks", isogclr).checkpoint(1)["state_dict"]
     assert any(name.startswith("text.transformer.") for name in saved)
-    assert run_main(ext_main, f"{isogclr} --epochs 2 --name locks --resume latest --lock-text", tmp_path / "logs") == 2
-    assert "--resume: " in capsys.readouterr().err.splitlines()[-1]
+    assert "--resume: " in ends(f"{isogclr} --epochs 2 --name locks --resume latest --lock-text")
     run("locks", f"{isogclr} --epochs 2 --resume latest")
 
 
@@ -70,34 +52,6 @@ def test_its_own_weights_are_accepted(run, bert, tmp_path):
     run("weights", f"{NEUCLIP} {model} --pretrained {tmp_path}/own.pt --lock-text --force-context-length 64")
 
 
-def test_a_tower_that_is_not_there(fails, bert, tmp_path):
-    line = fails(f"{NEUCLIP} {bert('BERT-test', tmp_path / 'nowhere')}")
-    assert "OpenCLIP could not build the model (--model BERT-test" in line
-
-
-def test_a_tower_of_an_unknown_kind(fails, bert, tmp_path):
-    (tmp_path / "gpt").mkdir()
-    transformers.GPT2Config().save_pretrained(tmp_path / "gpt")
-    line = fails(f"{NEUCLIP} {bert('BERT-test', tmp_path / 'gpt')}")
-    assert "OpenCLIP could not build the model (--model BERT-test" in line
-
-
 def test_a_tokenizer_that_is_not_there(fails, bert, tmp_path):
     line = fails(f"{NEUCLIP} {bert('BERT-test', tokenizer=tmp_path / 'nowhere')}")
     assert "--model: the tokenizer " in line and "nowhere' (hf_tokenizer_name) cannot be loaded" in line
-
-
-def test_a_tokenizer_that_cannot_be_downloaded(fails, bert, monkeypatch):
-    def no_connection(name, **options):
-        raise OSError(f"We couldn't connect to 'https://huggingface.co'\nto load {name}.")
-
-    model = bert("BERT-test", tokenizer="nobody/no-such-bert")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", no_connection)
-    line = fails(f"{NEUCLIP} {model}")
-    assert "--model: the tokenizer 'nobody/no-such-bert' (hf_tokenizer_name) cannot be loaded: We couldn't" in line
-
-
-def test_a_damaged_tower(fails, bert, tmp_path):
-    model = bert("BERT-test")
-    (tmp_path / "bert" / "model.safetensors").write_bytes(b"nothing")
-    assert "OpenCLIP could not build the model (--model BERT-test" in fails(f"{NEUCLIP} {model}")

@@ -37,12 +37,11 @@ def test_processes(variables, info, here, monkeypatch):
     assert is_using_distributed() == (info[2] > 1)
 
 
-@pytest.mark.parametrize("flag", ["--list-losses", "--list-recipes", "--loss neuclip --help"])
-def test_output_that_nobody_reads(flag):
+def test_output_that_nobody_reads():
     """As into `head`, which ends after its lines."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-m", "open_clip_ext.main", *flag.split()]
+    command = [sys.executable, "-m", "open_clip_ext.main", "--list-losses"]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")

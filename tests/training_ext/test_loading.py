@@ -71,7 +71,6 @@ def trained(tmp_path_factory):
     "main, command, number",
     [
         (ext_main, "--epochs 2 --resume {path} --name c", 0),
-        (ext_main, "--epochs 2 --resume latest --name a", 0),
         (ext_main, "--epochs 1 --pretrained {path} --name d", 2),
         (ext_main, "--epochs 1 --pretrained {path} --osr-load {path} --name e", 1),
         (report, "--checkpoint {path}", 0),

@@ -48,20 +48,6 @@ def test_what_follows_from_the_epochs(shown):
     assert "--rho-annealed-from 10 " in shown("--loss amorlip-released --help --epochs 30")
 
 
-@pytest.mark.parametrize("loss", ["drrho-clip", "isogclr", "amorlip", "tuneclip"])
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--epochs -1", "--epochs: -1 is out of range; it must be a whole number from 0 to 1000000"),
-        ("--epochs 5 --osr-epochs inf", "--osr-epochs: inf is out of range; it must be a number >= 0"),
-        ("--epochs 5 --osr-epochs nan", "--osr-epochs: nan is out of range"),
-    ],
-)
-def test_a_length_from_which_nothing_can_follow(loss, flags, message, refused):
-    for more in ("--help", "--dataset-type shapes --train-num-samples 8 --lr 1e-3"):
-        assert message in refused(f"--loss {loss} {flags} {more}")
-
-
 def test_beside_other_flags(shown):
     text = shown("--loss neuclip --normalizer mlp --npn-joint --help")
     assert "--npn-opt adamw " in text and "--npn-prototypes" not in text

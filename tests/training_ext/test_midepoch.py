@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import LOSSES, Experiment, ext_main, run_main
-from open_clip_train.main import get_latest_checkpoint
 from stop import ITERATE, Killed, StopAt, kill
 from test_training import same
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext import session
-from training_ext.core.checkpoint_files import NAME
 from training_ext.core.loader import RowLoader
 from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.features import stopping
@@ -93,12 +91,9 @@ RESUMED = [
     ("neuclip", "csv", 0, "--precision bf16", 8),
     ("fastclip-v3", "csv", 2, "", 9),
     ("neuclip", "shards", 2, "", 3),
-    ("fastclip-v3", "shards", 0, "", 8),
     ("neuclip", "resampled", 2, "--accum-freq 2", 7),
-    ("fastclip-v3", "resampled", 0, "", 1),
-    ("neuclip", "shapes", 2, "", 6),
     ("fastclip-v3", "shapes", 0, "--accum-freq 2 --lr-tau-scheduler model", 9),
-    ("sogclr", "shapes", 0, "", 2),
+    ("fastclip-v3", "shapes", 0, "--batch-size 4", 4),  # normalizer_mse is shown from the 10th step on, of 12
     ("queue", "shards", 0, "", 4),
     ("sogclr", "shards", 0, "--train-num-samples 144", 14),  # in the third pass over the shards
     ("isogclr", "csv", 0, "--accum-freq 2", 7),
@@ -112,19 +107,14 @@ RESUMED = [
 
 @pytest.mark.parametrize("loss, data, workers, extra, batch", RESUMED)
 def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datasets, loss, data, workers, extra, batch):
+    """Stopped by SIGTERM, or by Ctrl-C."""
     common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 2 --force-patch-dropout 0.25 {extra}"
     whole = run("whole", common)
-    stopped("resumed", common, StopAt(batch))
+    stopped("resumed", common, StopAt(batch, signal=signal.SIGINT if data == "csv" else signal.SIGTERM))
     resumed = run("resumed", f"{common} --resume latest")
     assert "=> resuming after step" in resumed.log and "order of the data" not in resumed.log
     equal(resumed, whole)
-
-
-def test_ctrl_c_stops_a_run_as_sigterm_does(run, stopped, datasets):
-    common = f"{datasets['csv']} {LOSSES['neuclip']} --workers 0 --epochs 2"
-    whole = run("whole", common)
-    stopped("resumed", common, StopAt(8, signal=signal.SIGINT))
-    equal(run("resumed", f"{common} --resume latest"), whole)
+    assert len(whole.logged("normalizer_mse")) == 6 or "--batch-size" not in extra
 
 
 def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, logs, monkeypatch):
@@ -141,23 +131,14 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     same(resumed.checkpoint(3), whole.checkpoint(3))
 
 
-@pytest.mark.parametrize("loss", ["fastclip-v3", "clip"])
-@pytest.mark.parametrize("schedule", ["", "--lr-scheduler const-cooldown --epochs-cooldown 0"])
+@pytest.mark.parametrize(
+    "loss, schedule", [("fastclip-v3", ""), ("clip", "--lr-scheduler const-cooldown --epochs-cooldown 0")]
+)
 def test_a_schedule_that_ends_at_the_last_step(run, datasets, loss, schedule):
     """Two batches of each epoch are left over, which after the last one are beyond the schedule."""
     common = f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 2 --accum-freq 4"  # as many steps as --warmup
     experiment = run("x", f"{common} {schedule}")
     assert len(experiment.logged()) == 2 and experiment.checkpoint(2)["epoch"] == 2
-
-
-def test_diagnostics_over_many_steps_go_on(run, stopped, datasets):
-    """normalizer_mse is shown from the 10th step on: of 12; the run is stopped after 4."""
-    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 2 --batch-size 4"
-    whole = run("whole", common)
-    stopped("resumed", common, StopAt(4))
-    resumed = run("resumed", f"{common} --resume latest")
-    assert len(whole.logged("normalizer_mse")) == 6
-    equal(resumed, whole)
 
 
 @pytest.mark.parametrize("data, workers", [("shapes", 0), ("shards", 1)])
@@ -191,17 +172,9 @@ def test_checkpoints_of_steps(run, killed, stopped, datasets, logs):
     equal(resumed, whole)
 
 
-def test_a_half_written_checkpoint_of_a_step_does_not_stay(run, killed, datasets):
-    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1 --save-every-steps 3"
-    folder = killed("x", common, 4).path / "checkpoints"
-    (folder / "epoch_0_step_5.pt.partial").write_bytes(b"the start of a file")
-    run("x", f"{common} --resume latest")
-    assert [path.name for path in folder.iterdir()] == ["epoch_1.pt"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd, number):
-    """They persist; the signal comes to the whole process group in the epoch after it."""
+def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypatch, capfd):
+    """They persist; Ctrl-C comes to the whole process group in the epoch after it."""
+    number = signal.SIGINT
     val = datasets["shards"].split()[1].replace("train-{000000..000005}", "val-000000")
     common = f"{datasets['shards']} --val-data {val} {LOSSES['fastclip-v3']} --workers 1 --epochs 2 --name x"
     others = set(multiprocessing.active_children())
@@ -219,7 +192,7 @@ def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(RowLoader, "__iter__", iterate)
         assert run_main(ext_main, common, logs) == 128 + number
-    assert capfd.readouterr().err.count("Ctrl-C again ends at once") == (number == signal.SIGINT)  # not by workers
+    assert capfd.readouterr().err.count("Ctrl-C again ends at once") == 1  # not by workers
     assert (logs / "x/checkpoints/epoch_1_step_1.pt").exists()
 
 
@@ -243,13 +216,6 @@ def test_a_stopped_run_copies_the_last_checkpoint(stopped, datasets, tmp_path, m
     for process in set(multiprocessing.active_children()) - others:
         process.join(60)
         assert process.exitcode is not None
-
-
-def test_latest_is_the_newest(tmp_path):
-    for newer in ("epoch_0_step_2.pt", "epoch_0_step_10.pt", "epoch_1.pt", "epoch_1_step_1.pt", "epoch_10_step_1.pt"):
-        (tmp_path / newer).touch()
-        assert get_latest_checkpoint(str(tmp_path), remote=False) == str(tmp_path / newer)
-    assert NAME.format(epoch=1, step=1) == "epoch_1_step_1.pt"
 
 
 def test_latest_is_of_this_folder_whatever_its_name(run, datasets):
@@ -301,7 +267,7 @@ def test_another_length_of_the_epoch_goes_on_at_the_same_step(run, stopped, data
 
 PAIRS = [
     ("fastclip-v3", "shards", "--workers 1", 4, 1),
-    ("neuclip", "shapes", "--workers 0", 2, 0),
+    ("neuclip", "shapes", "--workers 0 --ddp-static-graph --use-bn-sync", 2, 0),
     ("tuneclip", "csv", "--workers 0 --osr-epochs 1 --tau-init 0.05 --lr 1e-3", 2, 1),
 ]
 
@@ -418,24 +384,6 @@ def test_a_network_that_gloo_does_not_find(monkeypatch):
             StopRequest()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "flags, parts",
-    [
-        ("--loss neuclip --save-every-steps 0", ["--save-every-steps: 0 is out of range", "at least 1"]),
-        ("--save-every-steps 5", ["--save-every-steps: needs --loss"]),
-        ("--loss clip --save-every-steps 5", ["--save-every-steps: 5 with --loss clip"]),
-        ("--loss neuclip --save-every-steps 5 --logs none", ["--save-every-steps: 5 with --logs none"]),
-    ],
-)
-def test_flags_that_cannot_be_followed(capsys, datasets, tmp_path, flags, parts):
-    from conftest import TINY
-
-    logs = "" if "--logs" in flags else f"--logs {tmp_path}"
-    assert ext_main(f"{TINY} {datasets['shapes']} {flags} {logs}".split()) == 2
-    error = capsys.readouterr().err
-    assert all(part in error for part in parts) and error.count("\n") == 1 and not any(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_before_there_were_steps(run, datasets):

@@ -40,17 +40,6 @@ def registered(request, monkeypatch):
     return request.param
 
 
-def test_a_threshold_goes_to_the_quantile(glofnd):
-    """Of 1,000 fixed similarities, of which a tenth shall lie above it."""
-    similarities = torch.rand(1000, generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
-    m, v = torch.zeros(1), torch.zeros(1)
-    lam = torch.ones(1)
-    for _ in range(3000):
-        above = (similarities > lam).float().mean()[None]
-        lam, m, v = glofnd.glofnd_lambda(lam, m, v, above, share=0.1, epoch=30, lr=0.002)
-    assert lam.item() == pytest.approx(similarities.quantile(0.9).item(), abs=0.03)
-
-
 @pytest.mark.parametrize("start", [0, 5])
 def test_glofnd_against_loops(glofnd, float64_rows, start):
     """Steps in epoch 1: before `start` all negatives count, after it those below the threshold."""

@@ -88,45 +88,20 @@ def pickled(marker: Path, name: str) -> bytes:
     return stream.getvalue()
 
 
-@pytest.fixture
-def ends(tmp_path, capsys):
-    """ends(arguments, main) -> the one line with which a command refuses them."""
-
-    def ends(arguments: str, main=ext_main) -> str:
-        capsys.readouterr()
-        assert run_main(main, arguments, tmp_path / "logs") == 2
-        error = capsys.readouterr().err
-        assert "Traceback" not in error and error.count("open_clip_ext: error: ") == 1, error
-        return error.strip().splitlines()[-1]
-
-    return ends
-
-
-@pytest.mark.parametrize("name", ["a.pt", "a.npy", "a.pickle"])
-def test_a_payload_is_one(planted, marker, name):
-    path = planted(name)
-    if name == "a.npy":
-        np.load(path, allow_pickle=True)
-    elif name == "a.pt":
-        torch.load(path, weights_only=False)
-    else:
-        pickle.loads(path.read_bytes())
-    marker.unlink()  # raises if there is none
-
-
 # Checkpoints and weights
 
 
-@pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
-@pytest.mark.parametrize("name", ["a.pt", "a.pickle"])
-def test_a_checkpoint(refused, ends, planted, loss, name):
+@pytest.mark.parametrize("loss, name", [("", "a.pt"), (LOSSES["neuclip"], "a.pickle")])
+def test_a_checkpoint(refused, ends, planted, marker, loss, name):
     path = planted(name)
+    torch.load(path, weights_only=False) if name == "a.pt" else pickle.loads(path.read_bytes())
+    marker.unlink()  # so it is a payload
     assert f"--resume: {str(path)!r} is not a complete checkpoint" in refused(f"{SHAPES} {loss} --resume {path}")
     assert f"pretrained weights: {str(path)!r}" in ends(f"{SHAPES} {loss} --pretrained {path}")
+    assert str(path) in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {path}")
 
 
-@pytest.mark.parametrize("loss", ["", LOSSES["neuclip"]])
-@pytest.mark.parametrize("scheme", ["file", "memory"])
+@pytest.mark.parametrize("loss, scheme", [("", "file"), (LOSSES["neuclip"], "memory")])
 def test_a_checkpoint_behind_a_url(ends, planted, loss, scheme):
     path = planted("a.pt")
     if scheme == "memory":
@@ -146,16 +121,7 @@ def test_the_latest_checkpoint(refused, ends, planted, loss):
 def test_a_hub_folder(ends, planted, weights):
     path = hub_folder(planted(f"hub/{weights}").parent)
     assert weights in ends(f"{SHAPES} --model local-dir:{path}")
-
-
-def test_weights_to_distil_from(ends, planted):
-    path = planted("a.pt")
-    assert str(path) in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {path}")
-
-
-def test_weights_of_numpy(ends, planted):
-    line = ends(f"{SHAPES} --loss clip --pretrained {planted('a.npy')}")
-    assert "--pretrained: " in line and "allow_pickle=False" in line
+    assert "allow_pickle=False" in ends(f"{SHAPES} --loss clip --pretrained {planted('a.npy')}")
 
 
 def test_weights_whose_reading_fails_in_another_way(ends, tmp_path, marker):
@@ -242,10 +208,9 @@ def members(tmp_path, marker, ghostscript):
     return f"--train-data {tmp_path}/shards/{{0..1}}.tar --dataset-type webdataset --workers 0 --epochs 1 --lr 1e-3"
 
 
-@pytest.mark.parametrize("loss", ["", "--loss clip"])
-def test_members_of_shards_in_open_clips_own_training(members, tmp_path, loss):
+def test_members_of_shards_in_open_clips_own_training(members, tmp_path):
     data = members.split()[1]
-    arguments = f"{members} {loss} --train-num-samples {ROWS} --val-data {data} --val-num-samples {ROWS} --name x"
+    arguments = f"{members} --train-num-samples {ROWS} --val-data {data} --val-num-samples {ROWS} --name x"
     assert not run_main(ext_main, arguments, tmp_path / "logs")
     log = (tmp_path / "logs/x/out.log").read_text()
     # The pair whose image is PostScript is left out, and no other.
@@ -295,16 +260,6 @@ def test_sizes_of_shards(refused, datasets, planted, tmp_path):
 
 
 # What a command writes
-
-
-@pytest.mark.parametrize("name", ["../outside", "group/../../outside", "", "."])
-@pytest.mark.parametrize("extra", ["--loss clip", "--loss neuclip", "--loss clip --resume latest"])
-def test_a_name_outside_the_logs(refused, name, extra):
-    assert f"--name: {name!r} is not a folder inside --logs" in refused(f"{SHAPES} {extra} --name={name}")
-
-
-def test_an_absolute_name(refused, tmp_path):
-    assert f"--name: '{tmp_path}/outside'" in refused(f"{SHAPES} --loss clip --name {tmp_path}/outside")
 
 
 def test_a_link_under_the_temporary_name(tmp_path, monkeypatch):

@@ -72,19 +72,16 @@ def test_a_run_removes_what_a_kill_left_half_written(run, datasets):
     "loss, extra, name",
     [
         ("fastclip-v3", "", "epoch_0_step_6.pt"),
-        ("fastclip-v3", "--save-most-recent --save-frequency 0", "epoch_latest.pt"),
-        ("clip", "", "epoch_1.pt"),
         ("clip", "--save-most-recent --save-frequency 0", "epoch_latest.pt"),
     ],
 )
-def test_an_evaluation_that_fails_loses_no_epoch(datasets, tmp_path, capsys, loss, extra, name):
+def test_an_evaluation_that_fails_loses_no_epoch(datasets, tmp_path, ends, loss, extra, name):
     lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
     (tmp_path / "torn.png").write_bytes(b"torn")
     lines[5] = "\t".join([str(tmp_path / "torn.png"), *lines[5].split("\t")[1:]])
     (tmp_path / "val.csv").write_text("\n".join(lines) + "\n")
     common = f"{datasets['csv']} {LOSSES[loss]} --workers 0 --epochs 2 --name x {extra}"
-    assert run_main(ext_main, f"{common} --val-data {tmp_path}/val.csv", tmp_path / "logs") == 2
-    assert "--val-data: line 6 of" in capsys.readouterr().err
+    assert "--val-data: line 6 of" in ends(f"{common} --val-data {tmp_path}/val.csv")
     folder = tmp_path / "logs/x/checkpoints"
     assert [path.name for path in folder.iterdir()] == [name]
     assert not run_main(ext_main, f"{common} --resume latest", tmp_path / "logs")

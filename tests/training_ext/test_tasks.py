@@ -101,10 +101,6 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
     "flags, parts",
     [
         ("--fsdp --osr-epochs 1", ["--osr-epochs: 1 with --fsdp"]),
-        ("--fsdp --val-num-samples 8 --keep-best clip_val_loss", ["--keep-best: 'clip_val_loss' with --fsdp"]),
-        ("--torchcompile --torchcompile-strategy step", ["--torchcompile-strategy: 'step'", "give 'model'"]),
-        ("--loss clip --torchcompile --torchcompile-strategy step --accum-freq 2", ["'step' with --accum-freq 2"]),
-        ("--fsdp --precision pure_bf16", ["--precision: 'pure_bf16' with --fsdp and a learned", "give amp_bf16"]),
         ("--use-naflex", ["--use-naflex", "not followed"]),
         ("--legacy-loop --fsdp", ["--fsdp", "not followed", "legacy_main"]),
     ],
@@ -190,7 +186,6 @@ def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path):
 @pytest.mark.parametrize(
     "flags, parts",
     [
-        ("--text-layer-decay 2", ["--text-layer-decay: 2.0", "in (0, 1]"]),
         ("--opt-fallback-list x", ["--opt-fallback-list", "timm"]),
         ("--opt-kwargs nonsense=1", ["--opt-kwargs", "unexpected keyword"]),
         ("--opt-kwargs nonsense=1 --legacy-loop", ["--opt-kwargs", "unexpected keyword"]),

@@ -18,7 +18,7 @@ PICTURE = r"(<img src='data:image/png;base64,([^']+)' alt=''>)?"
 FIGURE = re.compile(rf"<figure>{PICTURE}<figcaption><b>(\S+)</b> row (\d+)<br>(.*?)<")
 
 
-@pytest.mark.parametrize("data", ["shapes", "csv", "shards"])
+@pytest.mark.parametrize("data", ["shapes", "shards"])
 def test_the_page_shows_the_right_samples(run, datasets, data):
     experiment = run("x", f"{datasets[data]} {LOSSES['isogclr']} --epochs 2 --workers 0 --lr 1e-3")
     page = (experiment.path / FILE).read_text()

@@ -1,7 +1,5 @@
 """Runs of the command: what OpenCLIP does it does, and a resumed run is an uninterrupted one."""
 
-import subprocess
-import sys
 
 import open_clip
 import pytest
@@ -30,7 +28,7 @@ def same(a: dict, b: dict, path: str = "") -> None:
         assert a == b, path
 
 
-@pytest.mark.parametrize("arguments", ["", "--loss clip", "--siglip", "--loss siglip"])
+@pytest.mark.parametrize("arguments", ["", "--loss siglip"])
 def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arguments):
     open_clip.add_model_config(MODEL_CONFIGS)
     common = f"{datasets['csv']} --workers 0 --epochs 2"
@@ -41,37 +39,26 @@ def test_open_clips_own_losses_train_as_open_clip_trains_them(run, datasets, arg
     same(ours.checkpoint(2), theirs.checkpoint(2))
 
 
-@pytest.mark.parametrize("loss", ["--loss clip", "--siglip", "--loss siglip"])
-def test_open_clips_own_losses_resume(run, datasets, loss):
-    common = f"{datasets['csv']} --workers 0 {loss}"
+def test_open_clips_own_losses_resume(run, datasets):
+    common = f"{datasets['csv']} --workers 0 --loss siglip"
     first = run("first", f"{common} --epochs 1")
     resumed = run("resumed", f"{common} --epochs 2 --resume {first.path}/checkpoints/epoch_1.pt").checkpoint(2)
     steps = {step["step"].item() for step in resumed["optimizer"]["state"].values()}
     assert resumed["epoch"] == 2 and steps == {12}
 
 
-RESUMED = [
-    ("neuclip", "csv", 0, ""),
-    ("fastclip-v3", "csv", 2, ""),
-    ("neuclip", "shards", 2, ""),
-    ("fastclip-v3", "shards", 0, ""),
-    ("neuclip", "resampled", 2, "--accum-freq 2"),
-    ("fastclip-v3", "resampled", 0, ""),
-    ("neuclip", "shapes", 2, ""),
-    ("fastclip-v3", "shapes", 0, "--accum-freq 3 --lr-tau-scheduler model"),
-    ("sogclr", "shapes", 0, ""),
-    ("queue", "shards", 0, ""),
-    ("isogclr", "csv", 0, "--accum-freq 2"),
-    ("fastclip-v2", "shards", 2, ""),
-    ("amorlip", "shapes", 0, "--accum-freq 2"),
-    ("joint", "shapes", 0, ""),
-    ("cyclip", "shapes", 0, ""),
-    ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1"),
-]
-
-
-@pytest.mark.parametrize("loss, data, workers, extra", RESUMED)
-def test_a_resumed_run_equals_an_uninterrupted_one(run, datasets, loss, data, workers, extra):
+@pytest.mark.parametrize(
+    "loss, data, workers, extra",
+    [
+        ("neuclip", "shapes", 0, ""),
+        ("fastclip-v3", "shards", 0, ""),
+        ("fastclip-v3", "resampled", 0, ""),
+        ("fastclip-v2", "shards", 2, ""),
+        ("amorlip", "csv", 0, "--accum-freq 2"),
+    ],
+)
+def test_a_run_resumed_after_an_epoch_equals_an_uninterrupted_one(run, datasets, loss, data, workers, extra):
+    """As test_midepoch for any step and more losses."""
     common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 3 --force-patch-dropout 0.25 {extra}"
     whole = run("whole", common)
     resumed = run("resumed", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
@@ -79,39 +66,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(run, datasets, loss, data, wo
     assert len(again) >= 4 and resumed.logged() == again
     assert len({value for _, value in again}) > 1
     same(resumed.checkpoint(3), whole.checkpoint(3))
-
-
-@pytest.mark.slow
-def test_resume_latest_goes_on_after_a_kill(datasets, run, tmp_path):
-    """kill -9 in the third epoch, in another process; then `--resume latest`."""
-    common = f"{datasets['shards']} {LOSSES['neuclip']} --workers 1 --epochs 3"
-    whole = run("whole", common)
-    script = (
-        "import os, signal\n"
-        "from training_ext import session\n"
-        "start = session.Session.train_one_epoch\n"
-        "def killed(self, original, model, data, loss, epoch, *rest, **kwargs):\n"
-        "    if epoch == 2:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return start(self, original, model, data, loss, epoch, *rest, **kwargs)\n"
-        "session.Session.train_one_epoch = killed\n"
-        "import sys\n"
-        "from conftest import run_main, ext_main\n"
-        "from pathlib import Path\n"
-        "run_main(ext_main, sys.argv[1], Path(sys.argv[2]))\n"
-    )
-    arguments = f"{common} --name killed"
-    import os
-
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", script, arguments, str(tmp_path / "logs")], env=environment)
-    assert killed.returncode == -9
-    resumed = run("killed", f"{common} --resume latest")
-    assert resumed.logged() == whole.logged()
-    same(resumed.checkpoint(3), whole.checkpoint(3))
-    again = run("killed", f"{common} --resume latest")  # as after a kill between the last save and the exit
-    assert again.logged() == resumed.logged() and "Nothing is left to train" in again.log
-    same(again.checkpoint(3), whole.checkpoint(3))
 
 
 @pytest.mark.slow
@@ -131,9 +85,8 @@ def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
         assert f"Loss neuclip: normalizers prototypes (restarted every {every} steps, adagrad at 0.0" in experiment.log
 
 
-@pytest.mark.parametrize("loss", ["fastclip-v3", "neuclip"])
-def test_unmodified_open_clip_loads_the_model(run, datasets, loss):
-    experiment = run(loss, f"{datasets['shapes']} {LOSSES[loss]} --workers 0 --epochs 1")
+def test_unmodified_open_clip_loads_the_model(run, datasets):
+    experiment = run("x", f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1")
     open_clip.add_model_config(MODEL_CONFIGS)
     model, _, _ = open_clip.create_model_and_transforms(
         "ViT-test", pretrained=str(experiment.path / "checkpoints" / "epoch_1.pt")

@@ -60,8 +60,9 @@ def written(lines: pd.DataFrame, kind: str, folder: Path, workers: int) -> tuple
     return f"{folder}/val-{{0..1}}.tar --val-num-samples 48", order
 
 
-@pytest.mark.parametrize("kind", ["csv", "shards"])
-@pytest.mark.parametrize("loss, workers", [("", 0), ("--loss neuclip --npn-prototypes 20 --rho 5", 2)])
+@pytest.mark.parametrize(
+    "kind, loss, workers", [("csv", "", 0), ("shards", "--loss clip", 0), ("shards", "--loss queue --queue-size 20", 2)]
+)
 def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypatch, kind, loss, workers):
     val_data, order = written(lines, kind, tmp_path, workers)
     flags = f"{datasets[kind]} {FLAGS} --train-num-samples 48 {loss} --workers {workers}"

@@ -7,14 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-
-class Payload:
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self):
-        return open, (str(self.marker), "w")
+from test_planted import Payload
 
 
 @pytest.fixture(autouse=True)
