@@ -100,6 +100,25 @@ def wait_for_others() -> None:
     raise RuntimeError(message)
 
 
+def gather_rows(own: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
+    """Assemble a table, (num_rows, ...), on the CPU of process 0 from each process's rows r, r + W, r + 2W, ...; None
+    elsewhere. Every process must call it. Process 0 receives `chunk_rows` at a time."""
+    wait_for_others()
+    if rank() > 0:
+        for chunk in own.split(chunk_rows):
+            dist.send(transportable(chunk.contiguous()), dst=0)
+        return None
+    table = torch.empty(num_rows, *own.shape[1:], dtype=own.dtype)
+    for owner in range(world_size()):
+        chunks = own.split(chunk_rows)  # as many as another process sends, or one more
+        for chunk, target in zip(chunks, table[owner :: world_size()].split(chunk_rows), strict=False):
+            if owner > 0:
+                chunk = transportable(own.new_empty(target.shape))
+                dist.recv(chunk, src=owner)
+            target.copy_(chunk)
+    return table
+
+
 def log_sum_over_processes(own: Tensor) -> Tensor:
     """log-sum-exp of (2, B) over processes, in the order of ranks, so that all get the same bits."""
     return all_gather(own[None]).logsumexp(dim=0)

@@ -1,22 +1,27 @@
 """Build a loss from its name and settings.
 
-A name is a preset over the replaceable parts (`presets`); each part can also be chosen separately.
+A name is a preset over the replaceable parts (`presets`); each part can also be chosen separately. Other packages add
+to both by entry points of that name:
+
+| group | the entry point is |
+|---|---|
+| `open_clip_ext.losses` | a `LossPreset` |
+| `open_clip_ext.normalizers`, `open_clip_ext.temperatures`, `open_clip_ext.surrogates` | a subclass of the base class |
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from open_clip_ext import plugins
 from open_clip_ext.errors import InputError, did_you_mean, not_one_of
 from open_clip_ext.losses import Loss
 from open_clip_ext.normalizers import NORMALIZERS, Normalizer
 from open_clip_ext.objectives import ENCODER_OBJECTIVES
-from open_clip_ext.options import Derived, Option, default_value
-from open_clip_ext.parts import Part
+from open_clip_ext.options import Derived, Option, Part, default_value
 from open_clip_ext.presets import ALIASES, PRESETS, LossPreset
 from open_clip_ext.surrogates import SURROGATES, Surrogate
 from open_clip_ext.temperatures import TEMPERATURES, Temperature
@@ -39,16 +44,35 @@ def presets() -> dict[str, LossPreset]:
         InputError: another package's entry point is broken.
     """
     for part, base in PART_CLASSES.items():
-        plugins.load(
-            f"open_clip_ext.{part}s", PARTS[part], partial(_is_class, base=base),
-            f"a subclass of {base.__module__}.{base.__name__}",
-        )
-    plugins.load("open_clip_ext.losses", PRESETS, lambda loaded: isinstance(loaded, LossPreset), "a LossPreset")
+        add_entry_points(f"open_clip_ext.{part}s", PARTS[part], base)
+    add_entry_points("open_clip_ext.losses", PRESETS)
     return PRESETS
 
 
-def _is_class(loaded: Any, base: type) -> bool:
-    return isinstance(loaded, type) and issubclass(loaded, base)
+def add_entry_points(group: str, table: dict[str, Any], base: type[Part] | None = None) -> None:
+    """Add the entry points of a group to its table: subclasses of `base`, or presets.
+
+    Raises:
+        InputError: one cannot be imported, is of another type or name, or its name is taken; the message names the
+            package to fix or uninstall.
+    """
+    for point in entry_points(group=group):
+        package = point.dist.name if point.dist is not None else point.value
+        given = f"entry point {point.name!r} of {package} in group {group}"
+        try:
+            loaded = point.load()
+        except Exception as error:
+            raise InputError(f"{given}: {point.value!r} cannot be imported: {error!r}") from None
+        if base is None:
+            fits, expected = isinstance(loaded, LossPreset), "a LossPreset"
+        else:
+            fits = isinstance(loaded, type) and issubclass(loaded, base)
+            expected = f"a subclass of {base.__module__}.{base.__name__}"
+        if not fits or loaded.name != point.name:
+            raise InputError(f"{given}: {point.value!r} must be {expected} with that name")
+        if table.get(point.name, loaded) is not loaded:
+            raise InputError(f"{given}: the name is taken; choose another")
+        table[point.name] = loaded
 
 
 def list_losses() -> list[LossPreset]:
@@ -212,29 +236,16 @@ def create_loss(
             more |= {"num_samples": num_samples, "device": device}
         return part(**{option.name: settings[option.name] for option in part.options}, **more)
 
-    calls = {"accum_freq": accum_freq, "validate": validate}
+    more: dict[str, Any] = {"accum_freq": accum_freq, "validate": validate}
     if preset.has_parts:
-        loss = _from_parts(parts, settings, build, calls)
-    else:
-        loss = build(preset.loss, **calls)
+        _, normalizer, temperature, surrogate = parts
+        more["surrogate"] = build(surrogate)
+        inputs = {"eps": settings["loss_eps"], "surrogate": more["surrogate"]} if normalizer.differentiable else {}
+        more |= {"normalizer": build(normalizer, **inputs), "temperature": build(temperature)}
+        more["objective"] = ENCODER_OBJECTIVES[settings["encoder_objective"]]
+    loss = build(preset.loss, **more)
     if steps_per_epoch is not None:
         loss.set_steps_per_pass(steps_per_epoch, epochs)
     if num_samples is not None:
         loss.limit_to(num_samples)
     return loss.to(device)
-
-
-def _from_parts(
-    parts: tuple[type[Any], ...], settings: dict[str, Any], build: Callable[..., Any], calls: dict[str, Any]
-) -> Loss:
-    loss, normalizer, temperature, surrogate_class = parts
-    surrogate = build(surrogate_class)
-    more = {"eps": settings["loss_eps"], "surrogate": surrogate} if normalizer.differentiable else {}
-    return build(
-        loss,
-        normalizer=build(normalizer, **more),
-        temperature=build(temperature),
-        objective=ENCODER_OBJECTIVES[settings["encoder_objective"]],
-        surrogate=surrogate,
-        **calls,
-    )

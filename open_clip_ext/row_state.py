@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from open_clip_ext import row_files
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import rank, transportable, wait_for_others, world_size
-from open_clip_ext.options import option
-from open_clip_ext.parts import Part
+from open_clip_ext.distributed import gather_rows, rank, wait_for_others, world_size
+from open_clip_ext.options import Part, option
 
 
 class RowState(Part, nn.Module):
@@ -197,22 +196,10 @@ class ShardedRows(nn.Module):
         Within `rows_in_files` every process writes its rows, and a small dictionary stands for the table.
         """
         self._divide()
+        if (files := row_files.current()) is None:
+            return gather_rows(self.rows[:-1], self.num_rows, row_files.CHUNK_ROWS)
         wait_for_others()
-        if (files := row_files.current()) is not None:
-            return files.write(self.rows[:-1], self.num_rows)
-        if rank() > 0:
-            for chunk in self.rows[:-1].split(row_files.CHUNK_ROWS):
-                dist.send(transportable(chunk.contiguous()), dst=0)
-            return None
-        table = torch.empty(self.num_rows, self.rows.shape[1], dtype=self.rows.dtype)
-        for owner in range(world_size()):
-            own = self.rows[:-1].split(row_files.CHUNK_ROWS)  # as many as another process sends, or one more
-            for chunk, target in zip(own, table[owner :: world_size()].split(row_files.CHUNK_ROWS), strict=False):
-                if owner > 0:
-                    chunk = transportable(self.rows.new_empty(target.shape))
-                    dist.recv(chunk, src=owner)
-                target.copy_(chunk)
-        return table
+        return files.write(self.rows[:-1], self.num_rows)
 
     def check(self, table: Any) -> None:
         """Raise ValueError unless `load` can load the table, InputError if a file of it is missing or damaged."""

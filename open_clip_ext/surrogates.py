@@ -5,8 +5,7 @@ g_i = mean over j != i of exp(l(s_ij - s_ii) / tau).
 
 from torch import Tensor
 
-from open_clip_ext.options import AT_LEAST_0, option
-from open_clip_ext.parts import Part
+from open_clip_ext.options import AT_LEAST_0, Part, option
 
 
 class Surrogate(Part):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from open_clip_ext.metrics_file import TRAIN
-from open_clip_ext.parts import WithOptions
+from open_clip_ext.options import WithOptions
 from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
 from training_ext.core.rows import DataRows

@@ -10,7 +10,9 @@ from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.losses.checks import (
-    InputErrors,
+    NOT_UNIT_VECTORS,
+    FirstSteps,
+    are_unit_vectors,
     check_equal_batches,
     check_features,
     check_int64,
@@ -71,8 +73,7 @@ class Loss(LossState):
         self.epoch = -1  # until `set_epoch`
         self._calls = 0
         self._is_float16 = False
-        self._first_problem: Tensor | None = None
-        self._input_errors = InputErrors()
+        self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
 
     def set_epoch(self, epoch: int) -> None:
@@ -161,9 +162,8 @@ class Loss(LossState):
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
         step = self.steps + update_state
-        self._input_errors.note_norms(step, image_features=image_features, text_features=text_features)
-        if reference is not None:
-            self._input_errors.note_norms(step, dist_image_features=reference[0], dist_text_features=reference[1])
+        unit = are_unit_vectors(image_features, text_features, *(reference or ()))
+        self._input_errors.note(NOT_UNIT_VECTORS, step, ~unit)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
@@ -207,13 +207,7 @@ class Loss(LossState):
         Args:
             problems: bool per name in `CHECKED`, or for the first few of them.
         """
-        problems = problems.long()
-        now = torch.where(problems.any(), torch.stack([problems.new_full((), self.steps), problems.argmax()]), -1)
-        if self._first_problem is None:
-            self._first_problem = now
-        else:
-            earlier = self._first_problem.to(now.device)
-            self._first_problem = torch.where(earlier[0] >= 0, earlier, now)
+        self._non_finite.note(self.CHECKED, self.steps, problems)
 
     def note_gradients(self, *gradients: Tensor) -> None:
         """`note` a float32 gradient that overflows the features' float16; nothing else would show it."""
@@ -231,13 +225,13 @@ class Loss(LossState):
             ValueError: a call had a row out of range, features that are not unit vectors, or other rows than the first
                 of its `accum_freq` calls.
         """
-        step, which = (-1, -1) if self._first_problem is None else self._first_problem.tolist()
-        if step < 0:
+        if (found := self._non_finite.first()) is None:
             self._raise_input_errors()
-        elif self.CHECKED[which] == "index":
+            return
+        step, what = found
+        if what == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        else:
-            raise NonFiniteError(f"step {step}: {self.CHECKED[which]} is not finite; training cannot go on from here")
+        raise NonFiniteError(f"step {step}: {what} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
@@ -269,15 +263,17 @@ class Loss(LossState):
         first = self._rows_of_step
         message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
         if first is not None and first.shape == index.shape and index.device.type != "cpu":
-            self._input_errors.note(message, self.steps, (first != index).any())
+            self._input_errors.note((message,), self.steps, (first != index).any()[None])
         elif first is None or not torch.equal(first, index):
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {self.steps}: {message}")
 
     def _raise_input_errors(self) -> None:
-        if message := self._input_errors.take():
+        if (found := self._input_errors.first()) is not None:
+            step, message = found
+            self._input_errors = FirstSteps()
             self._calls = 0  # a caller who catches this may continue with other batches
-            raise ValueError(message)
+            raise ValueError(f"step {step}: {message}" if step else message)
 
     def index_reason(self) -> str:
         """What needs `index`, for an error message."""
@@ -285,5 +281,4 @@ class Loss(LossState):
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
-        self._calls, self._first_problem = 0, None
-        self._input_errors.clear()
+        self._calls, self._non_finite, self._input_errors = 0, FirstSteps(), FirstSteps()

@@ -1,4 +1,4 @@
-"""Checks of a loss's inputs, and input errors that are recorded on the device, so that no step waits for it."""
+"""Checks of a loss's inputs; what is found on the device is recorded there, so that no step waits for it."""
 
 import logging
 from typing import Any
@@ -8,41 +8,44 @@ from torch import Tensor
 
 from open_clip_ext.distributed import all_gather
 
+FEATURES = ("image_features", "text_features", "dist_image_features", "dist_text_features")
+NOT_UNIT_VECTORS = tuple(f"{name} must be unit vectors; normalize them along dim 1" for name in FEATURES)
 NORM_ERROR = 0.02  # largest | |x| - 1 | of a unit vector; float16 and bfloat16 round by less
 LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a smaller scale is probably a logarithm
 
 
-class InputErrors:
-    """The first step of each input error."""
+class FirstSteps:
+    """The first step of each problem, recorded on the device."""
 
     def __init__(self) -> None:
-        self._first: dict[str, Tensor] = {}  # by message: the step, 0-d int64; -1: none so far
+        self._first: dict[tuple[str, ...], Tensor] = {}  # step * len(names) + which, 0-d int64; -1: none so far
 
-    def note(self, message: str, step: int, is_wrong: Tensor) -> None:
-        """Record `step` if `is_wrong`, 0-d bool, and no earlier step was."""
-        now = torch.where(is_wrong, step, -1)
-        earlier = self._first.get(message, now).to(now.device)
-        self._first[message] = torch.where(earlier >= 0, earlier, now)
+    def note(self, names: tuple[str, ...], step: int, are_wrong: Tensor) -> None:
+        """Record `step` unless an earlier one is; `are_wrong` has a bool per name, or for the first few of them."""
+        now = torch.where(are_wrong.any(), are_wrong.long().argmax() + step * len(names), -1)
+        earlier = self._first.get(names)
+        if earlier is not None:
+            earlier = earlier.to(now.device)
+            now = torch.where(earlier >= 0, earlier, now)
+        self._first[names] = now
 
-    @torch.no_grad()
-    def note_norms(self, step: int, **features: Tensor) -> None:
-        """Note features, (b, d) by name, that are not unit vectors. NaN is not noted here."""
-        for name, vectors in features.items():
-            dtype = torch.promote_types(vectors.dtype, torch.float32)
-            errors = (torch.linalg.vector_norm(vectors, dim=1, dtype=dtype) - 1).abs()
-            self.note(f"{name} must be unit vectors; normalize them along dim 1", step, (errors > NORM_ERROR).any())
-
-    def take(self) -> str | None:
-        """The message of a noted error, with its step, or None; then all are forgotten. Waits for the device."""
-        for message, first in self._first.items():
-            step = int(first)
-            if step >= 0:
-                self.clear()
-                return f"step {step}: {message}" if step else message
+    def first(self) -> tuple[int, str] | None:
+        """A recorded step and what was wrong, or None. Waits for the device."""
+        for names, first in self._first.items():
+            if (found := int(first)) >= 0:
+                step, which = divmod(found, len(names))
+                return step, names[which]
         return None
 
-    def clear(self) -> None:
-        self._first.clear()
+
+@torch.no_grad()
+def are_unit_vectors(*features: Tensor) -> Tensor:
+    """Whether the rows of each of `features`, (b, d), have norm 1, or NaN, which is not looked for here; (k,) bool."""
+    norms = [
+        torch.linalg.vector_norm(vectors, dim=1, dtype=torch.promote_types(vectors.dtype, torch.float32))
+        for vectors in features
+    ]
+    return ~((torch.stack(norms) - 1).abs() > NORM_ERROR).any(dim=1)
 
 
 def check_features(**features: Tensor) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.distributed import rank
-from open_clip_ext.parts import Part
+from open_clip_ext.options import Part
 
 STATE_FORMAT = 1  # of `full_state`
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.parts import Part
+from open_clip_ext.options import Part
 
 
 class Normalizer(Part, nn.Module):

@@ -37,49 +37,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean
-from open_clip_ext.distributed import on_first, world_size
+from open_clip_ext.distributed import gather_rows, on_first, rank, world_size
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
 from open_clip_ext.kernels.prototype_gradient import PrototypeGradient
-from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers.npn import NPN
-from open_clip_ext.normalizers.ring import EmbeddingRing
-from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum, own_part, whole
+from open_clip_ext.normalizers.ring import EmbeddingRing, RingNormalizer
+from open_clip_ext.normalizers.sharded_prototypes import ShardedLogSum
 from open_clip_ext.options import AT_LEAST_1, option
 from open_clip_ext.side_model import MOMENTS, SideModel
-from open_clip_ext.surrogates import Identity, Surrogate
 
 
-class Prototypes(NPN):
+class Prototypes(RingNormalizer, NPN):
     """The NPN of NeuCLIP. Memory: weights, gradients and ring of 2 * m * d float32 each, and the optimizer's state.
 
-    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NPN.
-
-    Raises:
-        InputError: an argument is out of range; the message names it.
+    Place i of the ring is what a reset gives prototype i.
     """
 
     name = "prototypes"
-    allows_keys = True
+    size = "npn_prototypes"
     default_optimizer = "adagrad"
     npn_prototypes: int = option(
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
 
-    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
-        super().__init__(**options)
-        self.capacity = self.npn_prototypes
-        self.eps = eps
-        self.surrogate = surrogate or Identity()
-        self.ring: EmbeddingRing  # place i is what a reset gives prototype i
-        self.keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
-
-    def limit_to(self, num_samples: int) -> None:
-        self.capacity = min(self.npn_prototypes, num_samples)
-
-    def description(self) -> str:
-        capped = f", {self.capacity} for as many samples" if self.capacity < self.npn_prototypes else ""
-        return super().description() + capped
+    keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         parts = processes if self.npn_split else 1
@@ -87,10 +69,6 @@ class Prototypes(NPN):
         moments = MOMENTS[self.optimizer_name]
         names = {"prototypes": 1, "their gradients": 1, "their optimizer's state": moments, "latest embeddings": 1}
         return {name: each * count for name, count in names.items()}
-
-    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        needed = sum(self.memory(dimension, processes).values())
-        check_fits("npn_prototypes", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def _make(self, dimension: int, device: torch.device, dtype: torch.dtype, **training: Any) -> SideModel:
         self.check_memory(dimension, device, world_size())
@@ -180,21 +158,18 @@ class Prototypes(NPN):
         return state
 
     def full_state(self) -> dict[str, Tensor]:
-        return on_first({
-            name: value if (dim := self._split_dim(name, value)) is None else whole(value, self.capacity, dim)
-            for name, value in self._state().items()
-        })
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
-        super().check_state(state, dimension)
-        if "weight" in state and state["weight"].shape[1] != self.capacity:
-            raise ValueError(f"npn_prototypes: {self.capacity} where the state has {state['weight'].shape[1]}")
+        state: dict[str, Tensor | None] = {**self._state()}
+        for name, value in self._state().items():
+            if (dim := self._split_dim(name, value)) is not None:
+                whole = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
+                state[name] = None if whole is None else whole.movedim(0, dim).contiguous()
+        return on_first(state)
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
-        state = {
-            name: value if (dim := self._split_dim(name, value)) is None else own_part(value, dim)
-            for name, value in state.items()
-        }
+        state = dict(state)
+        for name, value in state.items():
+            if (dim := self._split_dim(name, value)) is not None:
+                state[name] = value.movedim(dim, 0)[rank() :: world_size()].movedim(0, dim).contiguous()
         super().load_full_state(state)
         if state:
             self.ring.restore(state)

@@ -24,50 +24,32 @@ from open_clip_ext.batch import Batch, log_mean
 from open_clip_ext.distributed import on_first
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.log_sum import Keys, log_sum, number_of_equals
-from open_clip_ext.memory import check_fits
-from open_clip_ext.normalizers.base import Normalizer
-from open_clip_ext.normalizers.ring import EmbeddingRing
+from open_clip_ext.normalizers.ring import EmbeddingRing, RingNormalizer
 from open_clip_ext.options import AT_LEAST_1, option
-from open_clip_ext.surrogates import Identity, Surrogate
+from open_clip_ext.surrogates import Surrogate
 
 
-class Queue(Normalizer):
-    """Estimates normalizers over a ring buffer of 2 * m * d float32.
-
-    Args: `eps` and `surrogate` are the loss's; for the options see the class's body.
-
-    Raises:
-        InputError: an argument is out of range; the message names it.
-    """
+class Queue(RingNormalizer):
+    """Estimates normalizers over a ring buffer of 2 * m * d float32."""
 
     name = "queue"
-    allows_keys = True
+    size = "queue_size"
     allows_reference = True
-    differentiable = True
     queue_size: int = option(4096, "m, pairs of embeddings that the queue holds", in_state=True, **AT_LEAST_1)
 
     def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
-        super().__init__(**options)
-        self.capacity = self.queue_size
+        super().__init__(eps, surrogate, **options)
         self.num_in_data: int | None = None  # n, if known
         self.epoch = -1
         self._epoch_of_ring = -1  # of the last push
-        self.eps = eps
-        self.surrogate = surrogate or Identity()
-        self.ring: EmbeddingRing
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         return {"queue of embeddings": 4 * 2 * self.capacity * dimension}
 
     def limit_to(self, num_samples: int) -> None:
+        super().limit_to(num_samples)
         self.num_in_data = num_samples
-        self.capacity = min(self.queue_size, num_samples)
         self.follows_epochs = 2 * self.capacity >= num_samples  # it then starts every epoch empty
-
-    def description(self) -> str:
-        if self.capacity == self.queue_size:
-            return self.name
-        return f"{self.name} (of {self.capacity}, for as many samples)"
 
     def check_batch(self, size: int) -> None:
         if self.queue_size <= size:
@@ -81,10 +63,6 @@ class Queue(Normalizer):
                 f" batch to at most {self.num_in_data // 2} pairs, or use the normalizer batch",
                 "queue_size",
             )
-
-    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
-        needed = sum(self.memory(dimension, processes).values())
-        check_fits("queue_size", f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         self.check_memory(dimension, device, 1)
@@ -120,10 +98,6 @@ class Queue(Normalizer):
         if not hasattr(self, "ring"):
             return {}
         return on_first(self.ring.state() | {"epoch": torch.tensor(self._epoch_of_ring)})
-
-    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
-        if "ring" in state and state["ring"].shape[1] != self.capacity:
-            raise ValueError(f"queue_size: {self.capacity} where the state has {state['ring'].shape[1]}")
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         if "ring" not in state:

@@ -1,10 +1,15 @@
-"""A ring buffer of the latest embeddings of the training set."""
+"""A ring buffer of the latest embeddings of the training set, and the base of the estimators that have one."""
+
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import rank, world_size
+from open_clip_ext.memory import check_fits
+from open_clip_ext.normalizers.base import Normalizer
+from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class EmbeddingRing(nn.Module):
@@ -90,3 +95,45 @@ class EmbeddingRing(nn.Module):
         keys = state.get("ring_keys")  # copied: the next push writes into it
         self.keys = None if keys is None else keys.to(self.rows.device, copy=True)
         self.active, self.head = int(state["active"]), int(state["ring_head"])
+
+
+class RingNormalizer(Normalizer):
+    """Base of the estimators that compare an anchor with up to m vectors, made of a ring's embeddings.
+
+    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of the classes.
+
+    Class attributes:
+        size: name of the option that is m.
+    """
+
+    allows_keys = True
+    differentiable = True
+    size: ClassVar[str]
+    ring: EmbeddingRing  # which `materialize` makes
+
+    def __init__(self, eps: float = 1e-14, surrogate: Surrogate | None = None, **options: Any):
+        super().__init__(**options)
+        self.eps = eps
+        self.surrogate = surrogate or Identity()
+        self.capacity = self._asked
+
+    @property
+    def _asked(self) -> int:
+        """m, before `limit_to`."""
+        return getattr(self, self.size)
+
+    def limit_to(self, num_samples: int) -> None:
+        self.capacity = min(self._asked, num_samples)
+
+    def description(self) -> str:
+        capped = f", {self.capacity} for as many samples" if self.capacity < self._asked else ""
+        return super().description() + capped
+
+    def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:
+        needed = sum(self.memory(dimension, processes).values())
+        check_fits(self.size, f"{self.capacity} of dimension {dimension}", needed, device, "lower it")
+
+    def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
+        super().check_state(state, dimension)
+        if "ring" in state and state["ring"].shape[1] != self.capacity:
+            raise ValueError(f"{self.size}: {self.capacity} where the state has {state['ring'].shape[1]}")

@@ -15,37 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import SCATTER, all_gather, log_sum_over_processes, rank, wait_for_others, world_size
+from open_clip_ext.distributed import SCATTER, all_gather, log_sum_over_processes
 from open_clip_ext.kernels.log_sum import Keys, log_sums
 from open_clip_ext.surrogates import Surrogate
-
-
-def own_part(tensor: Tensor, dim: int) -> Tensor:
-    """This process's entries of `tensor`, which has all entries along `dim`."""
-    places = torch.arange(rank(), tensor.shape[dim], world_size(), device=tensor.device)
-    return tensor.index_select(dim, places)
-
-
-def whole(part: Tensor, size: int, dim: int) -> Tensor | None:
-    """Assemble the parts of all processes along `dim` of length `size`, on the CPU of process 0; None elsewhere.
-
-    Every process must call it. Besides the result, process 0 holds one other part at a time.
-    """
-    wait_for_others()
-    if rank() != 0:
-        dist.send(part.contiguous(), dst=0)
-        return None
-    shape = [*part.shape]
-    shape[dim] = size
-    result = torch.empty(shape, dtype=part.dtype)
-    for owner in range(world_size()):
-        places = torch.arange(owner, size, world_size())
-        if owner > 0:
-            shape[dim] = len(places)
-            part = part.new_empty(shape)
-            dist.recv(part, src=owner)
-        result.index_copy_(dim, places, part.cpu())
-    return result
 
 
 class ShardedLogSum(torch.autograd.Function):

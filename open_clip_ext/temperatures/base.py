@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import NOT_NEGATIVE, POSITIVE, Derived, option
-from open_clip_ext.parts import Part
+from open_clip_ext.options import NOT_NEGATIVE, POSITIVE, Derived, Part, option
 
 RHO = option(8.5, "pulls the temperature down; 6.5 on CC3M, 8.5 on CC12M, 11 on DFN in the papers", **NOT_NEGATIVE)
 TAU_MIN = option(

@@ -5,8 +5,7 @@ import pytest
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.factory import all_parts, options_of, parts_of, resolve_options
 from open_clip_ext.normalizers import MLP, MovingAverageTable, Normalizer, Prototypes, Queue
-from open_clip_ext.options import Derived, default_value, option
-from open_clip_ext.parts import Part
+from open_clip_ext.options import Derived, Part, default_value, option
 from open_clip_ext.presets import PRESETS
 from open_clip_ext.temperatures import IndividualTemperature, LearnableTemperature
 

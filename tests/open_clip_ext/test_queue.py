@@ -149,7 +149,7 @@ def fed(loss, count, size=64):
 
 def test_a_sample_never_counts_twice():
     loss = fed(create_loss("queue", num_samples=300), 300)
-    assert loss.description().startswith("normalizers queue (of 300, for as many samples)")
+    assert loss.description().startswith("normalizers queue, 300 for as many samples")
     assert loss.normalizer.ring.rows.shape[1] == 300 and loss.normalizer.ring.active == 256
     # After an epoch the queue is kept, for the report; the next one begins with none of it.
     before = loss.full_state()

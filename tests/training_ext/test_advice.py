@@ -150,7 +150,7 @@ def test_the_command_says_it_once(run, datasets):
     log = run("told", f"{datasets['shapes']} --loss queue --epochs 2 --workers 0 --batch-size 16").log
     for flag in ("--batch-size: an epoch has only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
         assert log.count(flag) == 1, flag
-    assert "normalizers queue (of 48, for as many samples)" in log and "queued 48" in log
+    assert "normalizers queue, 48 for as many samples" in log and "queued 48" in log
 
 
 def test_a_folder_with_a_configuration_alone_is_not_pretrained(tmp_path):

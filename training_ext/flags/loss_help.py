@@ -8,8 +8,7 @@ from typing import Any
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.options import Derived, Option, flag_of
-from open_clip_ext.parts import Part
+from open_clip_ext.options import Derived, Option, Part, flag_of
 
 PART_HELP = {
     "normalizer": "estimator of the normalizers",
