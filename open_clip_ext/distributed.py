@@ -4,7 +4,7 @@ Shapes: b = samples of this process, W = world size, B = b * W.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -122,15 +122,6 @@ def gather_rows(own: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
 def log_sum_over_processes(own: Tensor) -> Tensor:
     """log-sum-exp of (2, B) over processes, in the order of ranks, so that all get the same bits."""
     return all_gather(own[None]).logsumexp(dim=0)
-
-
-def copy_from_first(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Overwrite those of `tensors` that are on `device` by process 0's, against drift between processes whose hardware
-    rounds differently."""
-    if world_size() > 1:
-        for tensor in tensors:
-            if tensor.device == device:
-                dist.broadcast(tensor, 0)
 
 
 def on_first(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -4,14 +4,7 @@ from open_clip_ext.main import leave, run_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Score checkpoints on the DataComp tasks and on your own classes (`training_ext.evaluation`).
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit code, see `open_clip_ext.main.exit_code`.
-    """
+    """Score checkpoints on the DataComp tasks and on your own classes; return the exit code, see `main.exit_code`."""
     return run_module("training_ext.evaluation.command", argv)
 
 

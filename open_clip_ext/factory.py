@@ -127,10 +127,8 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
         settings: with the name of each part.
     """
     preset = find_preset(name)
-    if preset.loss is None:
-        return ()
-    if not preset.has_parts:
-        return (preset.loss,)
+    if not preset.has_parts or preset.loss is None:
+        return () if preset.loss is None else (preset.loss,)
     return (preset.loss, *(PARTS[part][settings[part]] for part in PART_CLASSES))
 
 

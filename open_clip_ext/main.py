@@ -47,11 +47,7 @@ class Trained:
 def main(argv: list[str] | None = None) -> int:
     """Run OpenCLIP's training with one of this package's losses; without `--loss`, exactly as OpenCLIP does.
 
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit code, see `exit_code`.
+    Returns the exit code, see `exit_code`.
     """
     return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
 
@@ -176,14 +172,14 @@ def exit_code(command: Callable[[], object]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RuntimeError, ValueError) as error:
-        if (fault := fault_of_machine(error)) is not None:
-            print(f"open_clip_ext: error: {fault}", file=sys.stderr, flush=True)
-            return 2
-        if not isinstance(error, RuntimeError) or not lost_another_process(error):
-            raise
-        line = str(error).strip().splitlines()[0][:300]
-        print(f"open_clip_ext: error: lost another process, whose output says why: {line}", file=sys.stderr, flush=True)
-        return 1
+        fault, code = fault_of_machine(error), 2
+        if fault is None:
+            if not isinstance(error, RuntimeError) or not lost_another_process(error):
+                raise
+            line = str(error).strip().splitlines()[0][:300]
+            fault, code = f"lost another process, whose output says why: {line}", 1
+        print(f"open_clip_ext: error: {fault}", file=sys.stderr, flush=True)
+        return code
 
 
 def run_module(name: str, argv: list[str] | None) -> int:

@@ -4,14 +4,7 @@ from open_clip_ext.main import leave, run_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Report how far a checkpoint's estimated normalizers are from the true ones (`training_ext.report`).
-
-    Args:
-        argv: the command line without the program's name.
-
-    Returns:
-        The exit code, see `open_clip_ext.main.exit_code`.
-    """
+    """Report how far a checkpoint's normalizers are from the true ones; return the exit code, see `main.exit_code`."""
     return run_module("training_ext.report", argv)
 
 

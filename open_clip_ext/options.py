@@ -32,14 +32,12 @@ class Derived:
     words: str
     from_epochs: Callable[[int], Any] | None = None
 
-    def value(self, epochs: int | None) -> Any:
-        """The value, or None while it is not known."""
-        return None if self.from_epochs is None or epochs is None else self.from_epochs(epochs)
-
 
 def default_value(default: Any, epochs: int | None = None) -> Any:
     """The value of an option that is not given; None for a `Derived` one that is not known yet."""
-    return default.value(epochs) if isinstance(default, Derived) else default
+    if not isinstance(default, Derived):
+        return default
+    return None if default.from_epochs is None or epochs is None else default.from_epochs(epochs)
 
 
 @dataclass(frozen=True)

@@ -132,11 +132,8 @@ class RowFiles:
             self._problem = f"process {rank()} does not see {self.folder!r}; give a folder that all processes share"
 
     def _write_part(self, path: str, rows: Tensor) -> int:
-        """As safetensors lays a file out, in pieces: save_file would hold the rows once more in host memory.
-
-        Returns:
-            The checksum of the file.
-        """
+        """Write a file as safetensors lays it out, and return its checksum. In pieces: save_file would hold the rows
+        once more in host memory."""
         tensor = {
             "dtype": DTYPES[rows.dtype],
             "shape": list(rows.shape),
@@ -158,28 +155,21 @@ class RowFiles:
         """The index, once every process has written its parts."""
         if not self._tables:
             return
-        every = all_gather_object((self._problem, self._checksums))
-        for problem in filter(None, (problem for problem, _ in every)):
-            if self._made:
-                shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
+        problems, checksums = zip(*all_gather_object((self._problem, self._checksums)), strict=True)
+        problem = next(filter(None, problems), None)
+        if rank() == 0 and problem is None:
+            path = os.path.join(self.folder, INDEX)
+            index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
+            index["crc32"] = list(zip(*checksums, strict=True))  # of each table's parts
+            try:
+                with whole_file(path, text=True) as file:
+                    json.dump(index, file)
+            except OSError as error:
+                problem = f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
+        if problem is not None and self._made:
+            shutil.rmtree(self.folder, ignore_errors=True)  # a full disk must not stay full
+        if (problem := object_of_first(problem)) is not None:
             raise InputError(problem)
-        by_table = list(zip(*(checksums for _, checksums in every), strict=True))
-        problem = object_of_first(self._write_index(by_table) if rank() == 0 else None)
-        if problem is not None:
-            raise InputError(problem)
-
-    def _write_index(self, checksums: list[tuple[int, ...]]) -> str | None:
-        """Write the index, or remove the folder and return what went wrong; `checksums`: of each table's parts."""
-        path = os.path.join(self.folder, INDEX)
-        index = {"format": FORMAT, "save": self._save, "processes": world_size(), "tables": self._tables}
-        index["crc32"] = checksums
-        try:
-            with whole_file(path, text=True) as file:
-                json.dump(index, file)
-        except OSError as error:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return f"{path!r} cannot be written: {error.strerror or error}; what was saved before stands"
-        return None
 
     # Reading, by any process
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from open_clip_ext.distributed import copy_from_first
+from open_clip_ext.distributed import world_size
 
 OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
@@ -68,9 +69,11 @@ class SideModel(nn.Module):
         self.optimizer.step()
 
     def broadcast(self) -> None:
-        """Overwrite the state by process 0's."""
-        state = self.state()
-        copy_from_first(state.values(), next(iter(state.values())).device)
+        """Overwrite the state by process 0's, against drift between processes whose hardware rounds differently."""
+        device = next(iter(self.named.values())).device
+        for tensor in self.state().values() if world_size() > 1 else ():
+            if tensor.device == device:  # an optimizer's count of steps stays in host memory, and is equal
+                dist.broadcast(tensor, 0)
 
     def state(self) -> dict[str, Tensor]:
         """The tensors by name, the optimizer's as `optimizer:name:key`, and gradients that are pending; no copies."""

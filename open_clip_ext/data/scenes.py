@@ -54,24 +54,14 @@ SHIFTED_BACKGROUNDS = {
     "beige": (186, 162, 124),
 }
 SIZES = {"small": (0.10, 0.12), "large": (0.19, 0.22)}
-RELATIONS = {
-    "left": "to the left of",
-    "right": "to the right of",
-    "above": "above",
-    "below": "below",
-}
+RELATIONS = {"left": "to the left of", "right": "to the right of", "above": "above", "below": "below"}
 TEMPLATES = (
     "{first} {relation} {second} on a {background} background",
     "{first} is {relation} {second}, on a {background} background",
     "on a {background} background, {first} is {relation} {second}",
     "a picture of {first} {relation} {second} against a {background} background",
 )
-OBJECT_TEMPLATES = (
-    "{object}",
-    "photo of {object}",
-    "picture of {object}",
-    "this is {object}",
-)
+OBJECT_TEMPLATES = ("{object}", "photo of {object}", "picture of {object}", "this is {object}")
 # Integer percents: sums of fractions may differ in the last bit between Python versions.
 SHIFTED_CAPTION_PERCENT = {
     "object": 40,  # one of the two objects without its size, in one of OBJECT_TEMPLATES
@@ -132,19 +122,14 @@ _CAPTIONS = tuple(kind for kind, percent in SHIFTED_CAPTION_PERCENT.items() for 
 _TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
 
-def check_whole(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """Return `value` as an int in `low..high`, without an upper bound if `high` is None.
-
-    Raises:
-        ValueError: it is not a whole number or out of range; the message names the argument and the value.
-    """
-    expected = f"a whole number of at least {low}" if high is None else f"a whole number from {low} to {high}"
+def check_whole(name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` as an int in `low..high`; raise ValueError, which names the argument, if it is none."""
     try:
         whole = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         whole = None
-    if whole is None or whole < low or (high is not None and whole > high):
-        raise ValueError(f"{name} must be {expected}, got {value!r}")
+    if whole is None or not low <= whole <= high:
+        raise ValueError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
     return whole
 
 
@@ -200,13 +185,7 @@ class Scene:
         )
 
     def render(self, image_size: int = 64, shifted: bool = False) -> Image.Image:
-        """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512).
-
-        `shifted` uses `SHIFTED_COLOURS` and `SHIFTED_BACKGROUNDS`.
-
-        Raises:
-            ValueError: `image_size` is not a whole number in that range.
-        """
+        """Draw the scene as an RGB image of `image_size` x `image_size` pixels (16 to 512)."""
         image_size = check_whole("image_size", image_size, MIN_IMAGE_SIZE, MAX_IMAGE_SIZE)
         # Drawn larger and averaged down for smooth edges; large images need a smaller factor.
         factor = 4 if image_size <= 64 else 2
@@ -254,9 +233,6 @@ def describe_scene(seed: int, row: int) -> Scene:
     """Describe scene `row` of the endless sequence of `seed`, both whole numbers in 0 .. 2**63 - 1.
 
     The result is the same on every platform and Python version, whatever the global random state.
-
-    Raises:
-        ValueError: `seed` or `row` is not a whole number in that range.
     """
     draw = _draws(seed, row)
     kind_1 = int(draw() * len(_KINDS))

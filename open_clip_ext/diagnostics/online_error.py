@@ -55,39 +55,24 @@ class OnlineError:
 
     Args:
         surrogate, eps, intra_modal, one_per_pair: as in the loss.
-        anchors: number stored at a time, the first of a global batch.
-        window: steps after which new anchors replace them.
-        least: steps before which no error is reported.
-        skip: steps of an epoch before the first anchors that are compared.
     """
 
-    def __init__(
-        self,
-        surrogate: Surrogate,
-        eps: float,
-        intra_modal: bool = False,
-        one_per_pair: bool = False,
-        anchors: int = 32,
-        window: int = 100,
-        least: int = 5,
-        skip: int = 5,
-    ):
+    anchors = 32  # stored at a time, the first of a global batch
+    window = 100  # steps after which new anchors replace them
+    least = 5  # steps before which no error is reported
+    skip = 5  # steps of an epoch before the first anchors that are compared
+
+    def __init__(self, surrogate: Surrogate, eps: float, intra_modal: bool, one_per_pair: bool):
         self.surrogate = surrogate
         self.eps = eps
         self.intra_modal = intra_modal
         self.one_per_pair = one_per_pair
-        self.anchors = anchors
-        self.window = window
-        self.least = least
-        self.skip = skip
-        self._warm = skip == 0  # whether the present anchors will be compared
-        self._watched: StoredAnchors | None = None
-        self._shown: dict[str, Tensor] = {}
+        self.restart()
 
     def restart(self) -> None:
-        self._watched = None
-        self._shown = {}
-        self._warm = self.skip == 0
+        self._watched: StoredAnchors | None = None
+        self._shown: dict[str, Tensor] = {}
+        self._warm = self.skip == 0  # whether the present anchors will be compared
 
     @torch.no_grad()
     def observe(self, batch: Batch, alpha: Tensor) -> None:
@@ -167,8 +152,7 @@ class OnlineError:
         estimate. `negatives_kl` is the mean of log N - H(p_i), the divergence of an anchor's weights p_ij, proportional
         to w_ij = exp(l_ij / tau), from equal weights of all N negatives; a learned tau rests where it is rho
         (`LearnableTemperature`). Until `least` steps they are those of the previous anchors. `effective_negatives` of
-        the present anchors in their batch is (sum w)^2 / sum w^2, from 1 to B - 1,
-        or to 2 (B - 1) with negatives of both modalities.
+        the present anchors in their batch is (sum w)^2 / sum w^2, from 1 to the number of negatives.
         """
         if self._watched is None:
             return {}

@@ -62,11 +62,6 @@ class AmorLIPLoss(Amortization):
 
     The first batch allocates the online and the target network, the second epoch the previous one, each of
     2 * (2 f_d d^2 + ...) parameters; the online one also has gradients and Adam's two moments.
-
-    Args: as in `Loss`; for the options see the bodies of this class and Amortization.
-
-    Raises:
-        InputError: an argument is out of range; the message names it.
     """
 
     name = "amorlip"

@@ -73,11 +73,7 @@ NETWORKS = ("online", "target", "previous")
 
 
 class Amortization(Loss):
-    """Stage I: the networks, the online one's optimizer, and the step of the epoch. The first step allocates them.
-
-    Raises:
-        InputError: an argument is out of range; the message names it.
-    """
+    """Stage I: the networks, the online one's optimizer, and the step of the epoch. The first step allocates them."""
 
     mlp_width: float = WIDTH
     amor_objective: str = option("l2-log", "what the network minimizes", choices=tuple(DIVERGENCES))

@@ -1,14 +1,14 @@
 """A loss with replaceable parts: it tells them what it is told, and saves their state with its own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import Objective
+from open_clip_ext.options import Part
+from open_clip_ext.side_model import below
 from open_clip_ext.surrogates import Surrogate
 from open_clip_ext.temperatures import Temperature
 
@@ -87,8 +87,5 @@ class ComposedLoss(Loss):
         for part, own in self._states_of_parts(state):
             part.load_full_state(own)
 
-    def _states_of_parts(self, state: dict[str, Any]) -> Iterator[tuple[Normalizer | Temperature, dict[str, Tensor]]]:
-        parts: tuple[tuple[str, Normalizer | Temperature], ...]
-        parts = ("state.", self.normalizer), ("temperature.", self.temperature)
-        for prefix, part in parts:
-            yield part, {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    def _states_of_parts(self, state: dict[str, Any]) -> list[tuple[Part, dict[str, Any]]]:
+        return [(self.normalizer, below(state, "state.")), (self.temperature, below(state, "temperature."))]

@@ -12,17 +12,6 @@ from open_clip_ext.options import Part
 STATE_FORMAT = 1  # of `full_state`
 
 
-def keeping_float32(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """`fn` of `Module._apply`, without its conversions to 16 bits."""
-
-    def convert(tensor: Tensor) -> Tensor:
-        converted = fn(tensor)
-        is_shorter = converted.is_floating_point() and converted.itemsize < 4 <= tensor.itemsize
-        return tensor.to(converted.device) if is_shorter else converted
-
-    return convert
-
-
 class LossState(Part, nn.Module):
     """Base of `Loss`: state that follows the batches' device and dtype, and that a checkpoint restores.
 
@@ -47,7 +36,13 @@ class LossState(Part, nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "LossState":
         """Move the state as `Module.to` does, but keep float32: a table's logarithms do not survive 16 bits."""
-        return super()._apply(keeping_float32(fn), recurse)
+
+        def convert(tensor: Tensor) -> Tensor:
+            converted = fn(tensor)
+            is_shorter = converted.is_floating_point() and converted.itemsize < 4 <= tensor.itemsize
+            return tensor.to(converted.device) if is_shorter else converted
+
+        return super()._apply(convert, recurse)
 
     # An evaluation may come first, in inference mode, whose tensors could never be trained.
     @torch.inference_mode(False)

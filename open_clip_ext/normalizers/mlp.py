@@ -26,12 +26,10 @@ from open_clip_ext.surrogates import Identity, Surrogate
 
 
 class MLP(NPN):
-    """A multi-layer perceptron that predicts each sample's log-normalizer.
-
-    Args: `eps` and `surrogate` are the loss's; for the options see the bodies of this class and NPN.
+    """A multi-layer perceptron that predicts each sample's log-normalizer; `eps` and `surrogate` are the loss's.
 
     Raises:
-        InputError: an argument is out of range, or the surrogate is not the identity.
+        InputError: the surrogate is not the identity.
     """
 
     name = "mlp"

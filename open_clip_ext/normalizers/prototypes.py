@@ -158,9 +158,10 @@ class Prototypes(RingNormalizer, NPN):
         return state
 
     def full_state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor | None] = {**self._state()}
-        for name, value in self._state().items():
-            if (dim := self._split_dim(name, value)) is not None:
+        own = self._state()
+        state: dict[str, Tensor | None] = {**own}
+        for name, value in own.items():
+            if (dim := self._split_dim(value)) is not None:
                 whole = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
                 state[name] = None if whole is None else whole.movedim(0, dim).contiguous()
         return on_first(state)
@@ -168,7 +169,7 @@ class Prototypes(RingNormalizer, NPN):
     def load_full_state(self, state: dict[str, Tensor]) -> None:
         state = dict(state)
         for name, value in state.items():
-            if (dim := self._split_dim(name, value)) is not None:
+            if (dim := self._split_dim(value)) is not None:
                 state[name] = value.movedim(dim, 0)[rank() :: world_size()].movedim(0, dim).contiguous()
         super().load_full_state(state)
         if state:
@@ -176,8 +177,6 @@ class Prototypes(RingNormalizer, NPN):
             keys = state.get("keys")
             self.keys = None if keys is None else keys.to(self.weight.device, copy=True)
 
-    def _split_dim(self, name: str, value: Tensor) -> int | None:
-        """The dimension of a tensor of the state along which the prototypes are split; None where they are not."""
-        if not self.split or value.dim() == 0:
-            return None
-        return 0 if name in ("keys", "ring_keys") else 1
+    def _split_dim(self, value: Tensor) -> int | None:
+        """The dimension of a tensor of the state, keys (m,) or (2, m, d), along which the prototypes are split."""
+        return {1: 0, 3: 1}.get(value.dim()) if self.split else None

@@ -77,16 +77,9 @@ class RowNormalizer(RowState, Normalizer):
 class MovingAverageTable(RowNormalizer):
     """A table of log u_i for n images and n texts, 8 bytes per pair, sharded over the processes.
 
-    Args:
-        num_samples: n, the data set's number of rows.
-        device: where the rows are kept, unless `rows_on` says otherwise.
-        options: see the class's body. gamma_schedule: `cosine` decreases gamma from 1 in epoch 0 to `gamma` at epoch
-            `gamma_decay_epochs` and keeps it there (FastCLIP); `constant` is `gamma` throughout (SogCLR); `proximal`
-            gives each row sigmoid(log u_i + gamma_exponent), so that a small u_i changes slowly (SCENT's proximal
-            mirror descent).
-
-    Raises:
-        InputError: an argument is out of range; the message names it.
+    `gamma_schedule` cosine decreases gamma from 1 in epoch 0 to `gamma` at epoch `gamma_decay_epochs` and keeps it
+    there (FastCLIP); constant is `gamma` throughout (SogCLR); proximal gives each row sigmoid(log u_i +
+    gamma_exponent), so that a small u_i changes slowly (SCENT's proximal mirror descent).
     """
 
     name = "table"
