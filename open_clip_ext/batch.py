@@ -21,37 +21,22 @@ class Batch:
 
     Tensors without `all_` in their names hold this process's pairs and may have an autograd graph. Tensors with `all_`
     hold the pairs of all processes in the order of ranks, are the same on every process, and have no graph.
-
-    Args:
-        image, text: unit vectors, (b, d).
-        positives: s_ii, (b,).
-        tau: temperatures, (2, b).
-        all_image, all_text: (B, d).
-        all_positives: (B,).
-        all_tau: (2, B).
-        offset: position of this process's first pair among the B.
-        index: rows of all samples in the data set, (B,) int64, or None.
-        keys: keys of all samples, (B,) int64, or None; samples with the same key are not one another's negatives.
-
-    Attributes:
-        all_log_batch: L = log(eps + g) over the batch, (2, B).
-        finite: 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the
-            batch may enter the state. A network's optimizer still steps, with gradients of 0, so that Adam's momentum
-            still moves the weights.
     """
 
-    image: Tensor
+    image: Tensor  # unit vectors, (b, d)
     text: Tensor
-    positives: Tensor
-    tau: Tensor
-    all_image: Tensor
+    positives: Tensor  # s_ii, (b,)
+    tau: Tensor  # temperatures, (2, b)
+    all_image: Tensor  # (B, d)
     all_text: Tensor
-    all_positives: Tensor
-    all_tau: Tensor
-    offset: int = 0
-    index: Tensor | None = None
-    keys: Tensor | None = None
-    all_log_batch: Tensor = field(init=False)
+    all_positives: Tensor  # (B,)
+    all_tau: Tensor  # (2, B)
+    offset: int = 0  # position of this process's first pair among the B
+    index: Tensor | None = None  # rows of all samples in the data set, (B,) int64
+    keys: Tensor | None = None  # of all samples, (B,) int64; those with the same key are not one another's negatives
+    all_log_batch: Tensor = field(init=False)  # L = log(eps + g) over the batch, (2, B)
+    # 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the batch may
+    # enter the state. A network's optimizer still steps, with gradients of 0: Adam's momentum still moves the weights.
     finite: Tensor = field(init=False)
 
     @classmethod

@@ -22,15 +22,10 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Derived:
-    """A default that is computed from something else; the part gets None until that is known.
+    """A default that is computed from something else; the part gets None until that is known."""
 
-    Args:
-        words: description for `--help`.
-        from_epochs: maps the length of the training in epochs to the value; None if the part computes it.
-    """
-
-    words: str
-    from_epochs: Callable[[int], Any] | None = None
+    words: str  # description for `--help`
+    from_epochs: Callable[[int], Any] | None = None  # of the training's length to the value; None: the part computes it
 
 
 def default_value(default: Any, epochs: int | None = None) -> Any:
@@ -42,26 +37,16 @@ def default_value(default: Any, epochs: int | None = None) -> Any:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting of a part, see `option`.
+    """One setting of a part, see `option`."""
 
-    Args:
-        default: value if neither the user nor the preset gives one; may be `Derived`.
-        help: one line for `--help`, without the default.
-        choices: the valid values of a str.
-        valid: predicate on a value; `expected` says in words what it accepts.
-        in_state: whether the shape of the part's state depends on it; a checkpoint then needs the same value to resume.
-        metavar: what stands for the value in `--help`, if not its choices or its type.
-        name, type: filled in by `WithOptions`.
-    """
-
-    default: Any
-    help: str
-    choices: tuple[str, ...] = ()
+    default: Any  # value if neither the user nor the preset gives one; may be `Derived`
+    help: str  # one line for `--help`, without the default
+    choices: tuple[str, ...] = ()  # valid values of a str
     valid: Callable[[Any], bool] | None = None
-    expected: str = ""
-    in_state: bool = False
-    metavar: str = ""
-    name: str = ""
+    expected: str = ""  # what `valid` accepts, in words
+    in_state: bool = False  # whether the shape of the part's state depends on it; resuming then needs the same value
+    metavar: str = ""  # what stands for the value in `--help`, if not its choices or its type
+    name: str = ""  # this and the type: filled in by `WithOptions`
     type: type = str
 
     @property

@@ -17,29 +17,20 @@ from open_clip_ext.options import Derived
 
 @dataclass(frozen=True)
 class LossPreset:
-    """What `--loss NAME` means.
-
-    Args:
-        name: as given to `--loss`.
-        summary: one line for `--list-losses`.
-        paper: the source of the method.
-        loss: its class; None for OpenCLIP's own losses, which are left untouched.
-        normalizer, temperature, surrogate, encoder_objective: names of the parts of a GlobalContrastiveLoss.
-        defaults: this method's defaults where they differ from the parts', by option; a value, or `Derived`.
-        lr_tau_ratio: default of `--lr-tau` divided by `--lr`.
-        training_defaults: this method's defaults of the training command's flags, by name with underscores.
-    """
+    """What `--loss NAME` means."""
 
     name: str
-    summary: str
-    paper: str
-    loss: type[Loss] | None = GlobalContrastiveLoss
-    normalizer: str = "batch"
+    summary: str  # one line for `--list-losses`
+    paper: str  # source of the method
+    loss: type[Loss] | None = GlobalContrastiveLoss  # None for OpenCLIP's own losses, which are left untouched
+    normalizer: str = "batch"  # this and the next three: names of the parts of a GlobalContrastiveLoss
     temperature: str = "learnable"
     surrogate: str = "identity"
     encoder_objective: str = "compositional"
+    # Defaults where they differ from the parts', by option; a value, or `Derived`.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    lr_tau_ratio: float = 1 / 8  # NeuCLIP, Table 3: on all five data sets
+    lr_tau_ratio: float = 1 / 8  # default of --lr-tau divided by --lr; NeuCLIP, Table 3: on all five data sets
+    # Defaults of the training command's flags, by name with underscores.
     training_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -207,17 +207,12 @@ def zero_learning_rates(
     kept = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
     for group in groups:
         group["lr"] = 0.0
-    if loss is not None:
-        loss.hold_temperatures(True)
-    other = nullcontext() if surrogate is None or loss is None else loss.with_surrogate(surrogate)
     try:
-        with other:
+        with nullcontext() if loss is None else loss.in_recovery(surrogate):
             yield
     finally:
         for group, values in zip(groups, kept, strict=True):
             group.update(values)
-        if loss is not None:
-            loss.hold_temperatures(False)
 
 
 def check_frozen(

@@ -26,17 +26,11 @@ NUM_IMAGES = "num_images"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the most similar positive of each query stands; each (q,) int64, on the CPU.
+    """Where the most similar positive of each query stands; each (q,) int64, on the CPU."""
 
-    Args:
-        above: number of candidates that are more similar.
-        equal: number of other candidates as similar, positives not counted.
-        positives: number of positives as similar, at least 1.
-    """
-
-    above: Tensor
-    equal: Tensor
-    positives: Tensor
+    above: Tensor  # number of candidates that are more similar
+    equal: Tensor  # number of other candidates as similar, positives not counted
+    positives: Tensor  # number of positives as similar, at least 1
 
     def expected(self) -> Tensor:
         """The expected rank of the first positive, from 0, (q,) float64."""

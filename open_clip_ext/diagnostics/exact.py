@@ -53,8 +53,7 @@ def exact_log_normalizers(
         eps: eps of Eq. 1, > 0.
         intra_modal: whether samples of the anchor's own modality are negatives, too.
         device: where to compute; None: where the embeddings are.
-        chunk_mib: size of a block of similarities in MiB, > 0. Memory holds one block at a time, the embeddings of its
-            rows and columns, and what a custom surrogate allocates.
+        chunk_mib: size of the one block of similarities that is in memory at a time, in MiB, > 0.
         progress: called after each block with the number of anchors it completes, a fraction; k in all.
 
     Raises:
@@ -125,11 +124,9 @@ def embedding_gradients(
 
     with image a as anchor, as text a's positive, and as a negative of all other texts; for texts, swap the modalities.
 
-    The n pairs may also be a batch: over B random pairs the sum is B times the gradient of the batch's Eq. 4, where
-    alpha has the estimates of its B anchors. If row a is in the batch, each other row is in it with probability
-    (B - 1)/(n - 1), for which the factor 1/(B - 1) in place of 1/(n - 1) compensates. So if alpha_i does not depend on
-    the batch, the conditional expectation of a batch's gradient is this function's result over all n pairs with the
-    same alpha_i; with the exact alpha_i it is the exact gradient.
+    The n pairs may also be a batch, for which this is B times the gradient of its Eq. 4, with the estimates of its B
+    anchors as alpha. If alpha_i does not depend on the batch, a batch's gradient has the expectation of this function's
+    result over all n pairs with the same alpha_i; with the exact alpha_i it is the exact gradient.
 
     Args:
         image, text: the embeddings of the n >= 2 pairs.

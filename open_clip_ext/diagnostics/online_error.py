@@ -19,31 +19,18 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class StoredAnchors:
-    """k stored anchors; images as anchors first.
+    """k stored anchors; images as anchors first."""
 
-    Args:
-        embeddings: (2, k, d).
-        positives: s_ii, (k,).
-        taus: temperatures, (2, k).
-        alpha: log-normalizers from the estimator in use, (2, k).
-        log_batch: log-normalizers from their own batch alone, (2, k).
-        log_sum: log of the sum of exp(l / tau) over the negatives seen so far, (2, k).
-        mean: mean of l / tau over these negatives with the weights exp(l / tau), (2, k).
-        effective: effective number of negatives in their own batch, 0-d.
-        negatives: number of negatives seen so far.
-        steps: number of steps seen so far.
-    """
-
-    embeddings: Tensor
-    positives: Tensor
-    taus: Tensor
-    alpha: Tensor
-    log_batch: Tensor
-    log_sum: Tensor
-    mean: Tensor
-    effective: Tensor
-    negatives: int
-    steps: int = 1
+    embeddings: Tensor  # (2, k, d)
+    positives: Tensor  # s_ii, (k,)
+    taus: Tensor  # (2, k), as the next four
+    alpha: Tensor  # log-normalizers from the estimator in use
+    log_batch: Tensor  # log-normalizers from their own batch alone
+    log_sum: Tensor  # of exp(l / tau) over the negatives seen so far
+    mean: Tensor  # of l / tau over these negatives with the weights exp(l / tau)
+    effective: Tensor  # effective number of negatives in their own batch, 0-d
+    negatives: int  # seen so far
+    steps: int = 1  # seen so far
 
 
 class OnlineError:

@@ -20,19 +20,13 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class Block:
-    """Similarities of this process's samples of one modality with all samples of a modality; never stored whole.
+    """Similarities of this process's samples of one modality with all samples of a modality; never stored whole."""
 
-    Args:
-        rows, columns: their embeddings, (b, d) and (B, d).
-        row_side, column_side: 0 for images, 1 for texts.
-        whole: whether there is one process only, so that the columns' samples are anchors here, too.
-    """
-
-    rows: Tensor
-    columns: Tensor
-    row_side: int
+    rows: Tensor  # their embeddings, (b, d)
+    columns: Tensor  # (B, d)
+    row_side: int  # 0 for images, 1 for texts
     column_side: int
-    whole: bool = False
+    whole: bool = False  # whether there is one process only, so that the columns' samples are anchors here, too
 
 
 class SimilarityBlocks:

@@ -45,13 +45,12 @@ class Loss(LossState):
             sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
             names the first step whose features were not unit vectors.
 
-    Class attributes, in addition to those of `Part`:
-        needs_index: as in `Part`; an instance may change it.
-        takes_keys: whether samples may have keys, see `forward`; an instance may change it.
+    Class attributes, in addition to those of `Part`; an instance may change them:
+        takes_keys: whether samples may have keys, see `forward`.
         takes_bias: whether `compute` takes the logit bias.
-        takes_reference: whether `forward` takes a reference model's features; an instance may change it.
-        reads_logit_scale: whether 1 / `logit_scale` is the temperature; an instance may change it.
-        trains_logit_scale: whether OpenCLIP's parameter gets a gradient; an instance may change it.
+        takes_reference: whether `forward` takes a reference model's features.
+        reads_logit_scale: whether 1 / `logit_scale` is the temperature.
+        trains_logit_scale: whether OpenCLIP's parameter gets a gradient.
         least_pairs: smallest number of pairs per process.
         CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
@@ -90,12 +89,9 @@ class Loss(LossState):
         """The parts of the loss, for the log; empty if it has none."""
         return ""
 
-    def hold_temperatures(self, hold: bool) -> None:
-        """Freeze (or release) the temperatures that the loss itself updates; their momentum still updates, as an
-        optimizer's does at learning rate 0."""
-
-    def with_surrogate(self, surrogate: Surrogate) -> AbstractContextManager:
-        """Apply `surrogate` in place of the loss's own within the block; a loss without surrogates stays as it is."""
+    def in_recovery(self, surrogate: Surrogate | None) -> AbstractContextManager:
+        """Within the block freeze the temperatures that the loss itself updates, while their momentum still updates, as
+        an optimizer's does at learning rate 0; and apply `surrogate`, if given, in place of the loss's own."""
         return nullcontext()
 
     def compute(
@@ -125,14 +121,14 @@ class Loss(LossState):
         dist_logit_bias: Tensor | None = None,
         key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Estimate of the objective, 0-d, with its gradient; float32, or float64 if the image features are.
+        """Estimate of the objective, 0-d, with its gradient; in float32 whatever autocast says, or in float64 if the
+        image features are.
 
         The gradient is of first order: a second derivative raises RuntimeError.
 
         Args:
-            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process. The loss is
-                computed in float32 whatever autocast says, or in float64 if the image features are. On CUDA, matrix
-                products follow `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets, as in its own loss.
+            image_features, text_features: (b, d) unit vectors of any float type, b equal on every process. On CUDA,
+                matrix products follow `torch.backends.cuda.matmul.allow_tf32`, which OpenCLIP sets.
             logit_scale: 1 / tau, one number (OpenCLIP's `logit_scale.exp()`).
             logit_bias: one number, SigLIP's; has no effect in the other losses, since it cancels in a softmax.
             index: rows of the samples in the data set, (b,) int64 in [0, n); required if the loss has state per sample.
@@ -250,7 +246,7 @@ class Loss(LossState):
             if self.needs_index and (may_wait or index.device.type == "cpu"):
                 check_rows(index, self.num_samples)
         elif self.needs_index:
-            raise ValueError(f"index: {self.index_reason()} needs the samples' rows, (b,) int64")
+            raise ValueError("index: this loss has state per sample and needs the samples' rows, (b,) int64")
 
     def _check_group(self, index: Tensor, is_first: bool) -> None:
         """Check that the `accum_freq` calls of a step have the same rows; on a GPU only note it, so as not to wait.
@@ -274,10 +270,6 @@ class Loss(LossState):
             self._input_errors = FirstSteps()
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {step}: {message}" if step else message)
-
-    def index_reason(self) -> str:
-        """What needs `index`, for an error message."""
-        return type(self).__name__
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)

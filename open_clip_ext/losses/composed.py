@@ -53,14 +53,6 @@ class ComposedLoss(Loss):
         self.temperature.materialize(dimension, device, dtype)
         super().materialize(dimension, device, dtype)  # last, so that after a failure the next call allocates again
 
-    def hold_temperatures(self, hold: bool) -> None:
-        self.temperature.hold = hold
-
-    def index_reason(self) -> str:
-        if self.normalizer.needs_index:
-            return f"the {self.normalizer.name} normalizer"
-        return f"the {self.temperature.name} temperature"
-
     def full_state(self) -> dict[str, Any]:
         state = {f"state.{name}": value for name, value in self.normalizer.full_state().items()}
         state |= {f"temperature.{name}": value for name, value in self.temperature.full_state().items()}

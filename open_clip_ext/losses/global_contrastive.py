@@ -139,13 +139,15 @@ class GlobalContrastiveLoss(ComposedLoss):
         self._last_consistency: dict[str, Tensor] = {}
 
     @contextmanager
-    def with_surrogate(self, surrogate: Surrogate) -> Iterator[None]:
+    def in_recovery(self, surrogate: Surrogate | None) -> Iterator[None]:
         parts = [part for part in (self, self.normalizer, self.online_error) if hasattr(part, "surrogate")]
+        self.temperature.hold = True
         for part in parts:
-            part.surrogate = surrogate
+            part.surrogate = surrogate or self._own_surrogate
         try:
             yield
         finally:
+            self.temperature.hold = False
             for part in parts:
                 part.surrogate = self._own_surrogate
 

@@ -328,7 +328,7 @@ def test_the_scale_may_be_a_number():
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(index=None), "index: the table normalizer needs"),
+        (dict(index=None), "index: this loss has state per sample and needs"),
         (dict(index=torch.tensor([0, 1, 2, 9])), r"index: rows must lie in \[0, 9\); got 9"),
         (dict(index=torch.tensor([0, 1, 2, -1])), r"got -1"),
         (dict(index=torch.tensor([0.0, 1, 2, 3])), "index must be int64"),

@@ -142,7 +142,7 @@ def test_the_network_lowers_its_objective():
     features, _, index = step_inputs(0, torch.float64)
     values = [loss(*features, torch.tensor(10.0).double(), index=index).item() for _ in range(40)]
     assert values[-1] < values[0] - 0.05
-    loss.hold_temperatures(True)
+    loss.temperature.hold = True
     before = loss.full_state()
     loss(*features, torch.tensor(10.0).double(), index=index)
     assert torch.equal(loss.full_state()["temperature.weights"], before["temperature.weights"])
