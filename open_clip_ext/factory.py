@@ -234,14 +234,16 @@ def create_loss(
             more |= {"num_samples": num_samples, "device": device}
         return part(**{option.name: settings[option.name] for option in part.options}, **more)
 
-    more: dict[str, Any] = {"accum_freq": accum_freq, "validate": validate}
+    arguments: dict[str, Any] = {"accum_freq": accum_freq, "validate": validate}
     if preset.has_parts:
-        _, normalizer, temperature, surrogate = parts
-        more["surrogate"] = build(surrogate)
-        inputs = {"eps": settings["loss_eps"], "surrogate": more["surrogate"]} if normalizer.differentiable else {}
-        more |= {"normalizer": build(normalizer, **inputs), "temperature": build(temperature)}
-        more["objective"] = ENCODER_OBJECTIVES[settings["encoder_objective"]]
-    loss = build(preset.loss, **more)
+        classes: tuple[type[Any], ...] = parts[1:]
+        normalizer, temperature, surrogate = classes
+        arguments["surrogate"] = own_surrogate = build(surrogate)
+        of_loss = {"eps": settings["loss_eps"], "surrogate": own_surrogate} if normalizer.differentiable else {}
+        arguments["normalizer"] = build(normalizer, **of_loss)
+        arguments["temperature"] = build(temperature)
+        arguments["objective"] = ENCODER_OBJECTIVES[settings["encoder_objective"]]
+    loss = build(preset.loss, **arguments)
     if steps_per_epoch is not None:
         loss.set_steps_per_pass(steps_per_epoch, epochs)
     if num_samples is not None:

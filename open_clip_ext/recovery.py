@@ -29,6 +29,7 @@ Readings fixed here:
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import islice
 from math import ceil, floor, isfinite
 from typing import Any
@@ -84,10 +85,12 @@ def recover_statistics(
             steps = len(batches)  # type: ignore[arg-type]
         except TypeError:  # also of a DataLoader over an IterableDataset, which has a __len__
             raise InputError(f"epochs: {epochs:g} with batches that have no length; give a whole number") from None
-    if step is None and loss is None:
-        raise InputError("step: needed without a loss, to compute one")
-    if step is None and loss is not None and loss.accum_freq > 1:
-        raise InputError(f"step: needed for a loss with accum_freq {loss.accum_freq}, to call it that often on a batch")
+    if step is None:
+        if loss is None:
+            raise InputError("step: needed without a loss, to compute one")
+        if loss.accum_freq > 1:
+            raise InputError(f"step: needed with accum_freq {loss.accum_freq}, to call the loss that often on a batch")
+        step = partial(_step, model, optimizer, loss)
     if loss is not None and not loss.training:
         raise InputError("loss: its state is not updated in evaluation mode; call loss.train()")
     own = getattr(loss, "surrogate", Identity()).name
@@ -105,11 +108,7 @@ def recover_statistics(
                 loss.set_epoch(epoch)
             number = -1
             for number, batch in enumerate(islice(batches, length)):
-                if step is not None:
-                    step(batch)
-                else:
-                    assert loss is not None
-                    _step(model, optimizer, loss, batch)
+                step(batch)
                 if any(group["lr"] != 0 for group in optimizer.param_groups):
                     raise InputError("step: it sets a learning rate, which is 0 here; leave the schedule out of it")
                 if epoch == number == 0:

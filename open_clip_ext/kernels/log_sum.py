@@ -80,8 +80,10 @@ def log_sums(
     if needs_grad and not linear:
         grad_positive, grad_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
-        own = (None if both is None else both[side] for both in (grad_anchor, grad_positive, grad_tau, lengths))
-        _write(values[side], *own, anchors, positives, tau[side], others[side], surrogate, seen, keys)
+        _write(
+            values[side], _one(grad_anchor, side), _one(grad_positive, side), _one(grad_tau, side), _one(lengths, side),
+            anchors, positives, tau[side], others[side], surrogate, seen, keys,
+        )
     if grad_anchor is None:
         return values, None
     if grad_positive is None or grad_tau is None:  # l is linear
@@ -90,6 +92,10 @@ def log_sums(
         means = [(anchors * gradient).sum(1) for anchors, gradient in zip((image, text), grad_anchor, strict=True)]
         grad_tau = (positives / tau - torch.stack(means)) / tau
     return values, (grad_anchor, grad_positive, grad_tau)
+
+
+def _one(tensor: Tensor | None, side: int) -> Tensor | None:
+    return None if tensor is None else tensor[side]
 
 
 def _write(

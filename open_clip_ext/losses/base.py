@@ -12,7 +12,7 @@ from open_clip_ext.kernels.autograd import scale_gradient
 from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
     FirstSteps,
-    are_unit_vectors,
+    are_not_unit_vectors,
     check_equal_batches,
     check_features,
     check_int64,
@@ -158,8 +158,8 @@ class Loss(LossState):
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
         step = self.steps + update_state
-        unit = are_unit_vectors(image_features, text_features, *(reference or ()))
-        self._input_errors.note(NOT_UNIT_VECTORS, step, ~unit)
+        wrong = are_not_unit_vectors(image_features, text_features, *(reference or ()))
+        self._input_errors.note(NOT_UNIT_VECTORS, step, wrong)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:

@@ -39,13 +39,13 @@ class FirstSteps:
 
 
 @torch.no_grad()
-def are_unit_vectors(*features: Tensor) -> Tensor:
-    """Whether the rows of each of `features`, (b, d), have norm 1, or NaN, which is not looked for here; (k,) bool."""
+def are_not_unit_vectors(*features: Tensor) -> Tensor:
+    """Whether each of `features`, (b, d), has a row of another norm than 1, which NaN is not; a bool for each."""
     norms = [
         torch.linalg.vector_norm(vectors, dim=1, dtype=torch.promote_types(vectors.dtype, torch.float32))
         for vectors in features
     ]
-    return ~((torch.stack(norms) - 1).abs() > NORM_ERROR).any(dim=1)
+    return ((torch.stack(norms) - 1).abs() > NORM_ERROR).any(dim=1)
 
 
 def check_features(**features: Tensor) -> None:

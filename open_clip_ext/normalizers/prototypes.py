@@ -60,7 +60,6 @@ class Prototypes(RingNormalizer, NPN):
         4096, "m, prototypes of the normalizer-prediction network per direction", in_state=True, **AT_LEAST_1
     )
     npn_split: bool = option(False, "shard the prototypes over the processes instead of keeping all on each")
-
     keys: Tensor | None  # of the samples that they were drawn from, (m,) int64; None while batches have none
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
@@ -91,16 +90,18 @@ class Prototypes(RingNormalizer, NPN):
         """Push the batch into the ring, and add its pairs as prototypes while k < m."""
         held = self.ring.own_active
         self.ring.push(batch)
-        self.weight[:, held : self.ring.own_active] = self.ring.rows[:, held : self.ring.own_active]
+        self._take(slice(held, self.ring.own_active))
+
+    def _restart(self, batch: Batch) -> None:
+        self._take(slice(None))
+
+    def _take(self, places: slice) -> None:
+        """Overwrite prototypes by the embeddings in the ring."""
+        self.weight[:, places] = self.ring.rows[:, places]
         if self.ring.keys is not None:
             if self.keys is None:
                 self.keys = self.ring.unlike_keys(self.weight.device)
-            self.keys[held : self.ring.own_active] = self.ring.keys[held : self.ring.own_active]
-
-    def _restart(self, batch: Batch) -> None:
-        self.weight.copy_(self.ring.rows)
-        if self.keys is not None and self.ring.keys is not None:
-            self.keys.copy_(self.ring.keys)
+            self.keys[places] = self.ring.keys[places]
 
     def _is_exact_for(self, batch: Batch) -> bool:
         # With keys an anchor's own pair does not count, and all other prototypes are the rest of the batch.
