@@ -6,7 +6,6 @@ import re
 import secrets
 import socket
 import tempfile
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -22,8 +21,8 @@ TOKEN = 4  # bytes
 OF_A_FILE = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN}}}{re.escape(PARTIAL)}")  # temporary names of `whole_file`
 LENGTH_OF_END = 2 + 2 * TOKEN + len(PARTIAL)
 
+STALE = 300.0  # seconds after which a temporary file that nobody locks is removed
 LOCK = ".lock"  # of a folder in use; what it contains names the process
-BEAT, STALE = 30.0, 300.0  # seconds between signs of life on a file system without locks, and until a lock has ended
 _held: set[int] = set()  # file descriptors
 
 
@@ -55,10 +54,8 @@ if hasattr(os, "register_at_fork"):
 def only_user(folder: str | os.PathLike) -> Iterator[None]:
     """Make `folder`, and let one process at a time into the block; a killed one leaves no lock behind.
 
-    The kernel keeps the lock. Where the file system has none, the file's modification time shows that its process
-    lives; this does not tell apart two that find a stale file in the same moment.
-
-    Folders that were made are removed at the end if nothing is in them.
+    The kernel keeps the lock; where the file system has none, all are let in. Folders that were made are removed at the
+    end if nothing is in them.
 
     Raises:
         InUseError: another process is in its block.
@@ -69,15 +66,11 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
     while not os.path.exists(made[-1]):
         made.append(os.path.dirname(made[-1]))
     path = os.path.join(folder, LOCK)
-    file, has_locks = _locked(path)
+    file = _locked(path)
     _held.add(file)
-    ended = threading.Event()
-    if not has_locks:
-        threading.Thread(target=_beat, args=(path, ended), daemon=True).start()
     try:
         yield
     finally:
-        ended.set()
         with suppress(OSError):
             os.remove(path)  # first, since whoever locks it next must find it gone
         _held.discard(file)
@@ -87,25 +80,17 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
                 os.rmdir(parent)
 
 
-def _locked(path: str) -> tuple[int, bool]:
-    """The new lock, an open file, and whether it is the kernel's."""
+def _locked(path: str) -> int:
+    """The new lock, an open file."""
     while True:
         os.makedirs(os.path.dirname(path), exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            file, is_new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
-        except FileExistsError:
-            try:
-                file, is_new = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)), False
-            except FileNotFoundError:
-                continue
-        try:
-            has_locks = _lock_of_kernel(file)
-            if not has_locks and not is_new and _age(path) < STALE:
-                raise BlockingIOError
+            _lock_of_kernel(file)
             if os.path.samestat(os.fstat(file), os.stat(path)):  # else its process has just removed it
                 os.ftruncate(file, 0)
                 os.write(file, f"process {os.getpid()} on {socket.gethostname()}".encode())
-                return file, has_locks
+                return file
         except BlockingIOError:
             holder = os.pread(file, 200, 0).decode(errors="replace") or "another process"
             os.close(file)
@@ -126,18 +111,6 @@ def _lock_of_kernel(file: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _age(path: str) -> float:
-    """Seconds since a file was last modified, by the clock of its file system."""
-    with tempfile.TemporaryFile(dir=os.path.dirname(path)) as now:
-        return os.fstat(now.fileno()).st_mtime - os.stat(path).st_mtime
-
-
-def _beat(path: str, ended: threading.Event) -> None:
-    while not ended.wait(BEAT):
-        with suppress(OSError):
-            os.utime(path)
 
 
 @contextmanager
@@ -177,9 +150,10 @@ def temporary_name(path: str) -> str:
 def _remove_left(folder: str) -> None:
     """Remove old temporary files that no process writes; where there are no locks they stay."""
     with suppress(OSError), os.scandir(folder) as entries:
-        left = [entry.path for entry in entries if OF_A_FILE.fullmatch(entry.name)]
-        for path in left:
-            if not os.path.islink(path) and _age(path) > STALE:
+        for path in [entry.path for entry in entries if OF_A_FILE.fullmatch(entry.name)]:
+            with tempfile.TemporaryFile(dir=folder) as now:  # by the clock of the file system
+                age = os.fstat(now.fileno()).st_mtime - os.lstat(path).st_mtime
+            if not os.path.islink(path) and age > STALE:
                 with suppress(BlockingIOError), open(path, "rb") as file:
                     if _lock_of_kernel(file.fileno()):
                         os.remove(path)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -91,22 +90,9 @@ def test_a_link_at_the_locks_place_is_not_followed(tmp_path):
     assert (tmp_path / "victim").read_text() == "as it was"
 
 
-def test_without_locks_a_file_shows_that_its_process_lives(tmp_path, monkeypatch):
+def test_without_locks_all_are_let_in(tmp_path, monkeypatch):
     monkeypatch.setattr(files.fcntl, "flock", no_locks)
-    monkeypatch.setattr(files, "BEAT", 0.01)
-    touched = threading.Event()
-    utime = os.utime
-    monkeypatch.setattr(os, "utime", lambda *given, **named: (utime(*given, **named), touched.set()))
-    with only_user(tmp_path):
-        assert touched.wait(60)
-        with pytest.raises(InUseError, match=f"process {os.getpid()} "), only_user(tmp_path):
-            pass
-    (tmp_path / LOCK).write_text("process 1 on a machine that was switched off")
-    with pytest.raises(InUseError, match="switched off"), only_user(tmp_path):
-        pass
-    age = (tmp_path / LOCK).stat().st_mtime - files.STALE - 1
-    utime(tmp_path / LOCK, (age, age))
-    with only_user(tmp_path):
+    with only_user(tmp_path), only_user(tmp_path):
         pass
     assert not list(tmp_path.iterdir())
 
