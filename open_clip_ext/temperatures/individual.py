@@ -33,10 +33,9 @@ class IndividualTemperature(RowState, Temperature):
     `equations.fastclip_v2_tau`.
 
     Args:
-        rho: a larger one pulls every tau_i down (iSogCLR: 5.8 to 6.4 on CC3M; FastCLIP-v2: 7).
-        tau_start: tau_i before its first visit (FastCLIP-v2: 0.03).
-        tau_min, tau_max: tau_0 (iSogCLR, Section 6.2; FastCLIP-v2: 0.01) and the upper bound.
-        tau_lr: eta; 0.03 in iSogCLR's scripts (the paper does not say), 0.0133 in FastCLIP-v2's.
+        rho: a larger one pulls every tau_i down; 5.8 to 6.4 on CC3M in iSogCLR.
+        tau_min, tau_max: tau_0 (iSogCLR, Section 6.2) and the upper bound.
+        tau_lr: eta; 0.03 in iSogCLR's scripts (the paper does not say).
         tau_lr_schedule: eta in epoch e of E, as in the authors' code: constant; cosine (a quarter of a period),
             1e-4 + (eta - 1e-4) cos(pi e / (2 E)); exponential, 1e-4 + (eta - 1e-4) 0.8^e.
         tau_beta: beta_1, the weight of the new G_i, for momentum; 0.9 in the authors' script for image-text pairs, 0.5
