@@ -44,7 +44,7 @@ setup(
     packages=find_packages(include=["open_clip_ext*", "training_ext*"]),
     package_data={
         "open_clip_ext": ["model_configs/*.json", "py.typed"],
-        "training_ext": ["flags/recipes/published/*.yaml", "py.typed"],
+        "training_ext": ["flags/published/*.yaml", "py.typed"],
     },
     install_requires=[
         "open_clip_torch[training]>=2.26,!=4.0.*,!=4.1.*,<4.3",

@@ -71,27 +71,26 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    from training_ext.openclip import hosts, versions
+    from training_ext.openclip import hosts
 
     hosts.installed()
     try:
         from training_ext import seams
         from training_ext.core import checkpoint
-        from training_ext.flags import params, preflight, recipes
-        from training_ext.flags.recipes import plan
+        from training_ext.flags import dry_run, params, preflight, recipes
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
         hosts.choose(args.legacy_loop)
         seams.check_seams()
     except ImportError as error:
-        raise InputError(versions.cannot_import(error)) from None
+        raise InputError(hosts.cannot_import(error)) from None
     if args.seams:
         print(seams.listing())
         return Trained([], None, [])
     if args.dry_run:
         with failures.in_one_line(args):
-            plan.show(args)
+            dry_run.show(args)
         return Trained([], None, [])
     flags = recipes.resolved_flags(args)  # before the session adds to them
     with ExitStack() as alone, _each_warning_once():
@@ -186,13 +185,13 @@ def run_module(name: str, argv: list[str] | None) -> int:
     """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
-        from training_ext.openclip import hosts, versions
+        from training_ext.openclip import hosts
 
         hosts.installed()
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            raise InputError(versions.cannot_import(error)) from None
+            raise InputError(hosts.cannot_import(error)) from None
         module.run(sys.argv[1:] if argv is None else argv)
 
     return exit_code(run)

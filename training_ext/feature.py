@@ -106,9 +106,7 @@ class NewTraining:
         loader: the train loader.
         rows: of the train data, where a feature or the loss needs them.
         reference: digest of the reference model of --distill-model, or None.
-        metrics: of the model as it is, {} on all processes but 0; None if it was not evaluated.
         run_epoch: runs an epoch of OpenCLIP's loop without its schedule and clamp; it appears in the log only.
-        evaluate: evaluates the model once more; every process calls it.
     """
 
     model: torch.nn.Module
@@ -118,9 +116,7 @@ class NewTraining:
     loader: Any
     rows: DataRows | None
     reference: str | None
-    metrics: dict[str, Any] | None
     run_epoch: Callable[[Epoch], None]
-    evaluate: Callable[[], dict[str, Any]]
 
 
 class Feature(WithOptions):
@@ -136,11 +132,9 @@ class Feature(WithOptions):
 
     Class attributes:
         needs_loss: whether its flags are refused without --loss.
-        files: what it writes into the run's folder: name, and what for.
     """
 
     needs_loss: ClassVar[bool] = True
-    files: ClassVar[dict[str, str]] = {}
 
     def __init__(self, run: Run):
         super().__init__(**{option.name: getattr(run.args, option.name) for option in self.options})

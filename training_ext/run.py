@@ -6,6 +6,7 @@ from typing import Any
 
 from open_clip_ext.options import Option
 from training_ext.context import Run
+from training_ext.core.flags import RowFlags, SceneFlags
 from training_ext.core.metrics import is_due, open_clip_metrics
 from training_ext.feature import Epoch, Feature
 from training_ext.features.advice import Advice
@@ -17,18 +18,19 @@ from training_ext.features.recovery.feature import Recovery
 from training_ext.features.resume import Resume
 from training_ext.features.scenes import SceneClasses
 from training_ext.features.summary import Summary
-from training_ext.features.temperature_sheet import TemperatureSheet
 
 FEATURES: tuple[type[Feature], ...] = (
-    Log, Advice, BadSamples, Resume, Recovery, SceneClasses, OwnClasses, KeepBest, TemperatureSheet, Summary
+    Log, Advice, BadSamples, Resume, Recovery, SceneClasses, OwnClasses, KeepBest, Summary
 )
 """An event reaches them in this order: a step is logged before the run ends at it, and the summary is last."""
 
 
-def options() -> Iterator[Option]:
-    """The options of all features."""
-    for feature in FEATURES:
-        yield from feature.options
+def options(needing_loss: bool = False) -> Iterator[Option]:
+    """The options of the core and of all features, or only those that are refused without --loss."""
+    owners: tuple[Any, ...] = (RowFlags, SceneFlags, *FEATURES)
+    for owner in owners:
+        if owner.needs_loss or not needing_loss:
+            yield from owner.options
 
 
 class Features(list[Feature]):

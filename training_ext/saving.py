@@ -67,8 +67,8 @@ class Saving:
     def load_into(self, loss: Loss) -> None:
         """Load the loss's state, if the run resumes."""
         if self._restored is not None:
-            given = f"--resume: {self.run.args.resume!r}"
-            row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows, given)
+            path = self.run.args.resume
+            row_folders.load_state(loss, self._restored.pop("state"), self._restored_rows, path, "--resume")
 
     def begin_epoch(self) -> dict[str, Any] | None:
         """The entry from which the run resumes, in its first epoch; None in the others."""

@@ -15,10 +15,9 @@ from training_ext.core.checkpoint_files import last_saved, latest_checkpoint, sa
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.flags.usual import likely_cause
-from training_ext.openclip.hosts import LEGACY, host
+from training_ext.openclip.hosts import LEGACY, host, open_clip_version
 from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.openclip.patching import look_up, replaced
-from training_ext.openclip.versions import open_clip_version
 from training_ext.run import FEATURES
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import RUN, Session

@@ -286,12 +286,12 @@ class Session:
             resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
             self.features.tell(Feature.begin, resumed)
             if not resumed:
-                metrics = self._evaluate_start(model, data, tb_writer)
+                self._evaluate_start(model, data, tb_writer)
                 self.features.tell(
                     Feature.before_training,
                     NewTraining(
                         model, optimizer, scaler, self.loss, data["train"].dataloader, self.data.rows,
-                        self.saving.reference, metrics, run_frozen, lambda: self._evaluate_again(model, data),
+                        self.saving.reference, run_frozen,
                     ),
                 )
         if args.save_logs:  # only on the process that saves
@@ -388,30 +388,22 @@ class Session:
                 self.features.tell(Feature.evaluated, epoch, metrics, self.unwrapped(model), data)
         return metrics
 
-    def _evaluate_start(
-        self, model: torch.nn.Module, data: dict[str, Any], tb_writer: Any
-    ) -> dict[str, Any] | None:
-        """The metrics of the weights that the training starts from, None without such weights or an evaluation."""
-        if not starts_from_weights(self.args) and not self.args.resume:
-            return None
-        if self.features.metrics():
-            return self._evaluate_now(host().main_module.evaluate, model, data, self.args, tb_writer)
-        if is_master(self.args):
-            logging.warning("Nothing is evaluated, so you will not see whether the model gets worse; give --val-data")
-        return None
-
-    def _evaluate_again(self, model: torch.nn.Module, data: dict[str, Any]) -> dict[str, Any]:
-        return self._evaluate_now(host().train_module.evaluate, model, data, self._unlogged())
-
-    def _evaluate_now(
-        self, evaluate: Callable, model: torch.nn.Module, data: dict[str, Any], args: Namespace, tb_writer: Any = None
-    ) -> dict[str, Any]:
-        """Evaluate before the first epoch, with the random state as it is; every process waits for process 0."""
+    def _evaluate_start(self, model: torch.nn.Module, data: dict[str, Any], tb_writer: Any) -> None:
+        """Evaluate the weights that the training starts from, if any; the random state stays as it is."""
+        args = self.args
+        if not starts_from_weights(args) and not args.resume:
+            return
+        if not self.features.metrics():
+            if is_master(args):
+                logging.warning(
+                    "Nothing is evaluated, so you will not see whether the model gets worse; give --val-data"
+                )
+            return
+        evaluate = host().main_module.evaluate
         with kept_random_state(args.device):
-            metrics = evaluate(self.evaluated(model), data, 0, args, tb_writer=tb_writer, tokenizer=self.tokenizer)
+            evaluate(self.evaluated(model), data, 0, args, tb_writer=tb_writer, tokenizer=self.tokenizer)
         if args.distributed and not args.horovod:
-            dist.barrier()
-        return metrics
+            dist.barrier()  # process 0 evaluates
 
     def _unlogged(self) -> Namespace:
         """The run's arguments, changed so that an epoch or evaluation appears in the log only."""

@@ -50,10 +50,6 @@ def test_nothing_is_said_where_all_fits(loss):
     "flags, steps, parts",
     [
         ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 25"]),
-        (
-            "--loss queue --rho 3 --queue-size 200 --warmup 5 --lr-tau 1 --epochs 3", 10,
-            ["--epochs: the training has 30 step(s)", "--normalizer queue", "fastclip-v3 --normalizer batch"],
-        ),
         ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps, but the training has 200", "0.2 %", "20"]),
         # exp(-200 * 1e-3 / 8), and 2 / 200
         (
@@ -64,8 +60,6 @@ def test_nothing_is_said_where_all_fits(loss):
             "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4 --batch-size 30", 10,
             ["--gamma: 0.2", "5 visits", "4 in", "gives 1"],
         ),
-        ("--loss queue --rho 3 --warmup 5 --lr-tau 1", 10, ["--queue-size: 4096 for 300 samples; 300 are used"]),
-        ("--loss neuclip --rho 3 --warmup 5 --lr-tau 1", 10, ["--npn-prototypes: 4096 for 300 samples; 300 are used"]),
         # log(299), log(63) and log(2 * 63); at the largest rho below nothing is said
         (
             "--loss neuclip --npn-prototypes 100 --rho 5.8 --warmup 5 --lr-tau 1", 10,
@@ -83,11 +77,6 @@ def test_nothing_is_said_where_all_fits(loss):
             "--loss amorlip-paper --warmup 5 --lr-tau 1", 250,
             ["--amor-denominator: target", "has 250", "--amor-denominator combined --amor-positive-weight 1e-3"],
         ),
-        (
-            "--loss neuclip --rho 3 --npn-prototypes 100 --npn-restart-every 1 --warmup 5 --lr-tau 1", 10,
-            ["--npn-restart-every: 1 ", "10 step(s)"],
-        ),
-        ("--loss cyclip --warmup 5 --lr-tau 1 --device cpu", 10, ["--precision: amp", "try --precision fp32"]),
     ],
 )  # fmt: skip
 def test_each_sentence_names_its_flag_and_what_to_try(flags, steps, parts):
@@ -148,7 +137,7 @@ def test_the_networks_rate_follows_the_training_and_its_restarts_a_pass():
 
 def test_the_command_says_it_once(run, datasets):
     log = run("told", f"{datasets['shapes']} --loss queue --epochs 2 --workers 0 --batch-size 16").log
-    for flag in ("--batch-size: an epoch has only 3", "--lr-tau: ", "--queue-size: 4096 for 48 samples"):
+    for flag in ("--batch-size: an epoch has only 3", "--lr-tau: "):
         assert log.count(flag) == 1, flag
     assert "normalizers queue, 48 for as many samples" in log and "queued 48" in log
 

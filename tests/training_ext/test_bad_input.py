@@ -41,13 +41,9 @@ def test_class_folders_of_imagenet(refused, tmp_path):
         (folder / f"n{number:08}" / "deeper").mkdir(parents=True)
         (folder / f"n{number:08}" / "deeper" / "x.JPEG").touch()
     check_imagenet(Namespace(imagenet_val=str(folder)))
-    (folder / "n00000007/deeper/x.JPEG").rename(folder / "n00000007/deeper/x.txt")
     arguments = f"{NEUCLIP} --imagenet-val {folder}"
-    assert f"--imagenet-val: '{folder}' has no image in the class folder 'n00000007'" in refused(arguments)
     shutil.rmtree(folder / "n00000007")
     assert f"--imagenet-val: '{folder}' has 999 class folders; " in refused(arguments)
-    (folder / ".cache").mkdir()  # ImageFolder takes it for a class
-    assert "has no image in the class folder '.cache'" in refused(arguments)
 
 
 # Data
@@ -69,15 +65,6 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
     assert "0 in each of 7 process(es) get 0 of the 6 shards each" in line
-
-
-def test_upsampling_factors_and_a_variable_in_the_path(refused, datasets, monkeypatch):
-    """OpenCLIP fills in ${NAME} from WDS_NAME only without factors."""
-    folder = datasets["shards"].split()[1].partition("/train-")[0]
-    monkeypatch.setenv("WDS_SHARDS", folder)
-    common = f"{datasets['shards'].replace(folder, '${SHARDS}')} --loss neuclip --workers 1 --dataset-resampled"
-    line = refused(f"{common} --train-data-upsampling-factors 1")
-    assert "--train-data: '${SHARDS}/train-" in line and line.endswith("write the paths out")
 
 
 def test_validation_shards_without_a_pair(refused, datasets, tmp_path):

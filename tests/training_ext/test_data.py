@@ -228,9 +228,8 @@ def test_cells_of_digits_keep_their_zeros(run, tmp_path, monkeypatch):
     monkeypatch.setattr(open_clip.SimpleTokenizer, "__call__", seen)
     monkeypatch.setattr(Image, "open", open_image)
     pairs = "--train-data pairs.csv --val-data pairs.csv --dataset-type csv --workers 0 --epochs 2"
-    experiment = run("a", f"{LOSSES['isogclr']} {pairs}")
+    run("a", f"{LOSSES['isogclr']} {pairs}")
     assert texts == {f"{number:06}" for number in range(8)} and paths == {f"{number:03}" for number in range(8)}
-    assert "<br>000007<" in (experiment.path / "temperatures.html").read_text()
 
 
 def batch(*rows):

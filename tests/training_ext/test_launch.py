@@ -8,7 +8,7 @@ import pytest
 from open_clip_train.distributed import is_using_distributed
 
 from open_clip_ext.main import exit_code
-from training_ext.openclip.launch import processes_here, world_info
+from training_ext.openclip.machine import processes_here, world_info
 
 NAMES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID",

@@ -1,7 +1,6 @@
 """Recipes: the published ones, one's own files, what a run saves, and --dry-run."""
 
 import re
-from functools import partial
 from math import ceil
 from pathlib import Path
 
@@ -11,11 +10,9 @@ from conftest import TINY
 
 from open_clip_ext import InputError
 from open_clip_ext.main import main as ext_main
-from training_ext.core.rows import find_rows
-from training_ext.flags import recipes
+from training_ext.flags import dry_run, recipes
 from training_ext.flags.params import parse_args
-from training_ext.flags.recipes import plan
-from training_ext.flags.recipes.recipe import PUBLISHED, TYPES
+from training_ext.flags.recipes import PUBLISHED, TYPES
 
 NAMES = recipes.names()
 MINE = "loss: neuclip, npn_prototypes: 20, npn_updates: 2, rho: 5, lr: 1e-3, epochs: 1, seed: 3, workers: 0"
@@ -54,7 +51,7 @@ def test_a_published_recipe_says_where_it_is_from_and_can_be_planned(name, eight
         assert getattr(args, key) == type(getattr(args, key))(value)
     if recipe.global_batch_size:
         assert args.batch_size * 8 == recipe.global_batch_size
-    text = "\n".join(plan.lines(args, 8))
+    text = "\n".join(dry_run.lines(args, 8))
     found = re.search(r"([\d,]+) per epoch, ([\d,]+) in total", text)
     steps, total = (int(number.replace(",", "")) for number in found.groups())
     batches = ceil(recipe.samples / (8 * args.batch_size) / args.workers) * args.workers
@@ -153,7 +150,7 @@ BAD = {
     "flags: {}\nsamples: 0": "samples is 0; it must be a whole number >= 1",
     "flags: {}\nnotes: [1]": r"notes is \[1\]; it must be a list of texts",
     "flags: {batch_size: 1}\nglobal_batch_size: 2": "both global_batch_size and the flag batch_size",
-    "flags: {lr-tau: 1}": "lr-tau is not a flag; did you mean lr_tau?",
+    "flags: {lr-tau: 1}": "lr-tau is not a flag; did you mean 'lr_tau'?",
     "flags: {recipe: x.yaml}": "recipe is not a flag",
     "flags: {lr: [1]}": r"lr is \[1\]; --lr takes one number or text",
     "flags: {lr: fast}": "argument --lr: invalid float value: 'fast'",
@@ -169,7 +166,7 @@ def test_a_bad_recipe_is_one_line(text, write, refused):
 
 
 def test_a_name_that_is_not_there(refused, tmp_path):
-    assert "'neuclip-cc12' is unknown; did you mean neuclip-cc12m?" in refused("--recipe neuclip-cc12")
+    assert "'neuclip-cc12' is unknown; did you mean 'neuclip-cc12m'?" in refused("--recipe neuclip-cc12")
     assert "see --list-recipes" in refused("--recipe xyzzy")
     assert "cannot be read: No such file" in refused(f"--recipe {tmp_path}/none.yaml")
     (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe\x00")
@@ -199,13 +196,13 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert ext_main([*TINY.split(), *f"{arguments}{shapes} --recipe {path} --dry-run --name run".split()]) == 0
     text = capsys.readouterr().out
     assert sorted(tmp_path.rglob("*")) == before
-    assert "--lr 1e-3" not in text and re.search(r"recipe .*--lr 0\.001", text) and "logs/run/out.log" in text
+    assert "--lr 1e-3" not in text and re.search(r"recipe .*--lr 0\.001", text)
     data = arguments if shapes else arguments.replace("--train-data x-{0..5}.tar", datasets["shards"])
     trained = run("trained", f"{data}{shapes} --recipe {path}")
     steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
     assert f"{steps} per epoch, {steps} in total" in text and steps == 6
     assert "total         48 samples" in text
-    about = float(re.search(r"about ([\d.]+) MiB each", " ".join(text.split()))[1]) * 2**20
+    about = float(re.search(r"a checkpoint +([\d.]+) MiB", text)[1]) * 2**20
     assert (trained.path / "checkpoints" / "epoch_1.pt").stat().st_size == pytest.approx(about, rel=0.1)
     warned = re.findall(r"WARNING \| (--\S+: .*)", trained.log)
     assert len(warned) >= 2 and " ".join(text.split("Warnings")[1].split()).startswith(" ".join(warned))
@@ -253,12 +250,6 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert "loss:" not in capsys.readouterr().out
     assert ext_main([*TINY.split(), *"--dataset-type synthetic --train-num-samples 7 --dry-run".split()]) == 0
     assert "so nothing is trained" in capsys.readouterr().out
-    # So has an evaluation.
-    for loss in ("", "--loss neuclip"):
-        assert ext_main([*TINY.split(), *f"{loss} --dataset-type shapes --val-num-samples 8 --dry-run".split()]) == 0
-        plan = capsys.readouterr().out
-        assert "No training" in plan and "results.jsonl" in plan
-        assert "gradients" not in plan and "epoch_K.pt" not in plan
 
 
 def plan_of(capsys, flags: str) -> str:
@@ -268,28 +259,20 @@ def plan_of(capsys, flags: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "flags, parts",
-    [
-        ("--warmup 10", ["32 in total, 10 of them warm-up", "logs/x/metrics.jsonl and", "epoch_K.pt of each epoch,"]),
-        ("--warmup 10 --skip-scheduler", ["32 in total epochs"]),
-        ("--save-frequency 0", ["epoch_K.pt of the last epoch, "]),
-        ("--save-frequency 2 --epochs 3", ["epoch_K.pt of every 2 epochs and the last, "]),
-        ("--save-most-recent --save-frequency 0", ["of the last epoch, ", "; epoch_latest.pt of each epoch"]),
-        ("--logs none", ["Files no checkpoints and metrics"]),
-    ],
+    "flags, part",
+    [("--warmup 10", "32 in total, 10 of them warm-up"), ("--warmup 10 --skip-scheduler", "32 in total epochs")],
 )
-def test_a_plan_has_the_steps_and_files_of_the_training(flags, parts, capsys):
-    text = plan_of(capsys, f"--dataset-type shapes --name x {flags}")
-    assert all(part in text for part in parts), text
+def test_a_plan_has_the_steps_of_the_training(flags, part, capsys):
+    assert part in plan_of(capsys, f"--dataset-type shapes --name x {flags}")
 
 
 def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, datasets):
     """The table has a row for each of the 48 samples, though an epoch has 24."""
     shards = f"{datasets['shards']} --train-num-samples 24 --workers 1".split()
     args = parse_args([*TINY.split(), *shards, "--loss", "fastclip-v3"])
-    assert plan.number_of_rows(args, 24, partial(find_rows, args)) == 48
+    assert dry_run.counted(args, None, True)[:2] == (24, 48)
     args = parse_args([*TINY.split(), *shards, "--loss", "neuclip"])
-    assert plan.number_of_rows(args, 24, partial(find_rows, args)) == 24
+    assert dry_run.counted(args, None, True)[:2] == (24, 24)
     models = "--model ViT-B-32 --distill-model ViT-B-32 --distill-pretrained openai"
     flags = f"--loss drrho-clip {models} --opt timm/lamb --lr 1e-3 --dry-run"
     assert ext_main([*TINY.split(), *shards, *flags.split()]) == 0

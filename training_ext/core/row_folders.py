@@ -73,11 +73,11 @@ def _all_see(file: str) -> bool:
     return all(seen)
 
 
-def load_state(loss: Loss, state: dict[str, Any], folder: str | None, given: str) -> None:
+def load_state(loss: Loss, state: dict[str, Any], folder: str | None, path: str, flag: str) -> None:
     """Load a state whose rows are in `folder`, or in the state itself if it is None.
 
     Args:
-        given: the file with its flag, for messages.
+        path, flag: the file and its flag, for messages.
 
     Raises:
         InputError: the state is of other settings.
@@ -86,7 +86,7 @@ def load_state(loss: Loss, state: dict[str, Any], folder: str | None, given: str
         with nullcontext() if folder is None else rows_in_files(folder):
             loss.load_full_state(state)
     except ValueError as error:
-        raise error if isinstance(error, InputError) else InputError(f"{given}: {one_line(error)}") from None
+        raise error if isinstance(error, InputError) else InputError(f"{path!r}: {one_line(error)}", flag) from None
 
 
 def folder_of(file: str, name: Any, flag: str) -> str | None:

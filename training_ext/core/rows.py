@@ -232,7 +232,7 @@ def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
             seed=args.shapes_seed,
             image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
             first_row=0 if is_train else HELD_OUT_SCENES,
-            shifted=is_train and args.shapes_shifted,
+            shifted=is_train and bool(args.shapes_shifted),
             transform=transform,
             tokenizer=tokenizer,
         )

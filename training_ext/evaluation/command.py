@@ -23,7 +23,7 @@ from training_ext.evaluation.plan import ALPHAS, LINES, Column, Plan, check, dig
 from training_ext.evaluation.results import Row, table
 from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import OWN, own_task
-from training_ext.openclip.launch import world_info
+from training_ext.openclip.machine import world_info
 
 PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")

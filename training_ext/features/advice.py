@@ -15,13 +15,11 @@ from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.feature import Feature
-from training_ext.openclip.configs import load_tokenizer
 from training_ext.openclip.hosts import starts_from_weights
-from training_ext.openclip.launch import world_info
-from training_ext.openclip.loading import without_warnings
+from training_ext.openclip.loading import load_tokenizer, without_warnings
+from training_ext.openclip.machine import world_info
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
-EARLY_STEPS = 50  # in which queue and network are worse than a minibatch's estimates: 300 scenes, docs/settings.md
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250 and 312, and trained with 3,125, docs/results.md
 PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model of icons lost 6 points of R@1 in 500 steps, docs/settings.md
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
@@ -29,6 +27,10 @@ USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 class Advice(Feature):
     """Logs the warnings on process 0, of a training with any loss."""
+
+    def check_rows(self, rows: DataRows, resumes: bool) -> None:
+        for sentence in advise_on_captions(self.run.args, rows.seen):
+            logging.warning(sentence)
 
     def data_built(self, data: dict[str, Any], rows: DataRows | None) -> None:
         if "train" in data and self.run.is_first:
@@ -41,7 +43,6 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
     """Warnings, each with the flag, its value and what to try; [] if all is well.
 
     Args:
-        args: as `params.parse_args` gives them.
         num_samples: n, rows of the train data; not used with OpenCLIP's losses.
         steps_per_epoch: optimizer steps per epoch.
     """
@@ -53,22 +54,16 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
         warnings += [
             *_on_steps(args, steps_per_epoch),
             *_on_amorlip(args, steps_per_epoch),
-            *_on_length(args, steps),
             *_on_pretrained(args, steps),
             *_on_temperature(args, steps),
             *_on_gamma(args, num_samples, steps_per_epoch),
             *_on_rho(args, num_samples),
-            *_on_sizes(args, num_samples, steps_per_epoch),
         ]
     return warnings
 
 
 def advise_on_captions(args: Namespace, seen: SeenCaptions | None) -> list[str]:
-    """Warnings about the captions of the train data; [] if all is well, or if they are not known.
-
-    Args:
-        args: as `params.parse_args` gives them.
-    """
+    """Warnings about the captions of the train data; [] if all is well, or if they are not known."""
     return [] if seen is None or not seen.first else [*_on_cut(args, seen), *_on_repeated(args, seen)]
 
 
@@ -103,8 +98,6 @@ def _of_openclip(args: Namespace, steps: int) -> Iterator[str]:
             f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
             f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
         )
-    if args.precision == "amp" and args.device.startswith("cpu"):
-        yield "--precision: amp took six times as long as fp32 on a CPU without 16-bit units; try --precision fp32"
 
 
 def global_batch(args: Namespace) -> int:
@@ -118,11 +111,6 @@ def _on_steps(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
             f"{args.epochs * steps_per_epoch}; for {FEW_STEPS} per epoch use a global batch of at most "
             f"{max(2, steps_per_epoch * global_batch(args) // FEW_STEPS)}"
         )
-        if args.normalizer == "prototypes":
-            yield (
-                f"--loss: with {steps_per_epoch} optimizer step(s) per epoch a network estimated better than a "
-                "minibatch in two of three runs (300 scenes), a queue in all three; try --loss queue"
-            )
 
 
 def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
@@ -130,14 +118,6 @@ def _on_amorlip(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
         yield (
             "--amor-denominator: target, the paper's form, collapsed with 250 steps per epoch and trained with 3,125; "
             f"this training has {steps_per_epoch}. Try --amor-denominator combined --amor-positive-weight 1e-3"
-        )
-
-
-def _on_length(args: Namespace, steps: int) -> Iterator[str]:
-    if args.normalizer in ("prototypes", "queue") and steps < EARLY_STEPS:
-        yield (
-            f"--epochs: the training has {steps} step(s), but --normalizer {args.normalizer} estimated better than a "
-            f"minibatch only after about {EARLY_STEPS}; train longer, or use --loss fastclip-v3 --normalizer batch"
         )
 
 
@@ -183,33 +163,14 @@ def _on_rho(args: Namespace, num_samples: int) -> Iterator[str]:
     if args.rho is None or args.normalizer is None:
         return
     modalities = 1 if args.negatives == "cross" else 2
-    of_data = log(modalities * max(1, num_samples - 1))
     batch = global_batch(args)
-    of_batch = log(modalities * max(1, batch - 1))
-    if args.normalizer == "batch" and args.rho >= of_batch:
-        yield (
-            f"--rho: {args.rho:g} with the estimates of batches of {batch}: at {of_batch:.2g} and above nothing keeps "
-            "the temperature from falling; give less"
-        )
-    elif args.rho >= of_data:
-        yield (
-            f"--rho: {args.rho:g} with {num_samples} samples: at {of_data:.2g} and above nothing keeps the temperature "
-            "from falling; give less"
-        )
-    elif args.temperature == "individual" and args.tau_optimizer == "momentum" and args.rho >= of_batch:
+    of_batch, of_data = (log(modalities * max(1, number - 1)) for number in (batch, num_samples))
+    limit, where, what = of_data, f"{num_samples} samples", "nothing keeps the temperature from falling"
+    if args.normalizer == "batch":
+        limit, where = of_batch, f"the estimates of batches of {batch}"
+    elif args.rho < of_data and args.temperature == "individual" and args.tau_optimizer == "momentum":
         # A first visit's estimate is the batch's own, so that the derivative in tau_i is rho - KL.
-        yield (
-            f"--rho: {args.rho:g} with batches of {batch}: at {of_batch:.2g} and above every temperature falls on its "
-            "sample's first visit; give less"
-        )
-
-
-def _on_sizes(args: Namespace, num_samples: int, steps_per_epoch: int) -> Iterator[str]:
-    for flag, size in (("--queue-size", args.queue_size), ("--npn-prototypes", args.npn_prototypes)):
-        if size is not None and size > num_samples:
-            yield f"{flag}: {size} for {num_samples} samples; {num_samples} are used, so that no sample counts twice"
-    if args.npn_restart_every == 1:
-        yield (
-            "--npn-restart-every: 1 restarts the network at every step, so it learns nothing; an epoch has "
-            f"{steps_per_epoch} step(s)"
-        )
+        limit, where = of_batch, f"batches of {batch}"
+        what = "every temperature falls on its sample's first visit"
+    if args.rho >= limit:
+        yield f"--rho: {args.rho:g} with {where}: at {limit:.2g} and above {what}; give less"

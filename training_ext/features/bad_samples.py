@@ -49,7 +49,6 @@ class BadSamples(Feature, SampleWatch):
         valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
     )  # fmt: skip
     needs_loss = False
-    files = {FILE: "samples used, by epoch"}
 
     def __init__(self, run: Run):
         super().__init__(run)
@@ -59,12 +58,6 @@ class BadSamples(Feature, SampleWatch):
         self.expect(0, 0)
         self.of_shards({})
         self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._passed_over = 0
-
-    def check(self, metrics: list[str]) -> None:
-        if self.max_bad_samples is not None and self.run.args.dataset_type in ("synthetic", "shapes"):
-            raise InputError(
-                f"--dataset-type {self.run.args.dataset_type} is made as it is read; leave it out", "--max-bad-samples"
-            )
 
     # In the loader's workers
 

@@ -30,7 +30,6 @@ class KeepBest(Feature):
         None, "keep the best weights by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
         valid=bool, expected="not empty", metavar="METRIC",
     )  # fmt: skip
-    files = {BEST: "the best weights", START: "metrics before the first step"}
 
     def __init__(self, run: Run):
         super().__init__(run)

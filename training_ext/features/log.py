@@ -32,7 +32,6 @@ class Log(Feature):
         "log OpenCLIP's own lines, with every number, and the model's structure; otherwise these numbers go to "
         "metrics.jsonl, TensorBoard and W&B only",
     )
-    files = {"out.log": "this log", FILE: "every number"}
 
     def __init__(self, run: Run):
         super().__init__(run)

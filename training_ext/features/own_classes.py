@@ -30,7 +30,6 @@ class OwnClasses(Feature):
         metavar="DIR",
     )
     needs_loss = False
-    files = {PICTURES: "confusion matrices"}
 
     def metrics(self) -> Sequence[str]:
         return () if self.zeroshot_data is None else tuple(OWN_CLASSES)

@@ -60,7 +60,6 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
                 right += KINDS[kind] == kind_of(scenes.scene(seen))
                 seen += 1
     return {SCENES: right / seen}
-    return {SCENES: right / seen}
 
 
 class SceneClasses(Feature):

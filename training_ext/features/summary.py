@@ -1,4 +1,4 @@
-"""The summary at the end of a training: best and last metrics, duration, files, and the next commands."""
+"""The summary at the end of a training: best and last metrics, duration, and the next commands."""
 
 import logging
 import os
@@ -18,9 +18,6 @@ from training_ext.feature import Feature
 from training_ext.features.log import duration
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
-WHAT = {
-    "params.txt": "all flags", "recipe.yaml": "the flags, for --recipe", "tensorboard": "tensorboard --logdir {}",
-}  # besides the files of features
 
 
 class Summary(Feature):
@@ -46,19 +43,10 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     folder = os.path.join(args.logs, args.name)
     yield f"Done: {args.epochs} epoch(s) of {args.loss}; this run took {duration(seconds)}"
     yield from _metrics(read_metrics(folder, EVAL))
-    last = f"checkpoints/epoch_{args.epochs}.pt"
-    yield f"Files in {folder}:"
-    yield f"  {last}: the last checkpoint"
-    of_features = {name: what for feature in Feature.__subclasses__() for name, what in feature.files.items()}
-    for name, what in (of_features | WHAT).items():
-        if os.path.exists(path := os.path.join(folder, name)):
-            yield f"  {name}: {what.format(shlex.quote(path))}"
     yield "Next:"
-    module, given = "  python -m open_clip_ext", shlex.quote(os.path.join(folder, last))
-    if not (zeroshot_data := getattr(args, "zeroshot_data", None)):
-        data = "--data FOLDER"
-    else:
-        data = f"--zeroshot-data {shlex.quote(zeroshot_data)}"
+    module, given = "  python -m open_clip_ext", shlex.quote(f"{folder}/checkpoints/epoch_{args.epochs}.pt")
+    zeroshot_data = getattr(args, "zeroshot_data", None)
+    data = f"--zeroshot-data {shlex.quote(zeroshot_data)}" if zeroshot_data else "--data FOLDER"
     yield f"{module}.evaluate --checkpoint {given} {data} --out scores.jsonl"
     if has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"

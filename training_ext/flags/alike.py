@@ -11,7 +11,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core import checkpoint
 from training_ext.core.rows import DataRows, find_rows
-from training_ext.flags.recipes.resolved import NOT_FLAGS
+from training_ext.flags.recipes import NOT_FLAGS
 
 # `check_alike` lets no other flag differ, so nothing that the processes do together may depend on these.
 OWN = frozenset(  # of a process or machine

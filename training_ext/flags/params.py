@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil
 from typing import Any, NoReturn
 
@@ -12,12 +13,11 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import Option, flag_of
 from training_ext import run
-from training_ext.core.row_folders import SPLIT_ABOVE
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.openclip.hosts import complete
-from training_ext.openclip.launch import world_info
+from training_ext.openclip.machine import world_info
 from training_ext.openclip.patching import replaced
 
 
@@ -45,6 +45,10 @@ class Parser(argparse.ArgumentParser):
         self._ours = group._group_actions
         others = [word for word in args if word not in ("-h", "--help")]
         first = self._parse_known(others)[0]
+        for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
+            if name in first:
+                print(listing())
+                self.exit(0)
         recipe = None if first.recipe is None else recipes.find(first.recipe)
         from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
         if len(others) < len(args):
@@ -92,7 +96,9 @@ class Parser(argparse.ArgumentParser):
         """
         own = recipe.flags.get("loss")
         if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
-            recipe = recipe.without(factory.setting_names())
+            own_settings = factory.setting_names()
+            flags = {name: value for name, value in recipe.flags.items() if name not in own_settings}
+            recipe = replace(recipe, flags=flags)
         arguments = recipes.arguments(recipe, self._actions)
         try:
             self._parse_known(arguments)
@@ -112,12 +118,13 @@ class Parser(argparse.ArgumentParser):
             metavar="NAME|FILE",
             help="use the flags of a published training or a YAML file as defaults; see --list-recipes",
         )
-        group.add_argument("--list-recipes", action=ListRecipes, help="print every recipe with its source, and exit")
+        prints: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
+        group.add_argument("--list-recipes", **prints, help="print every recipe with its source, and exit")
         group.add_argument(
             "--dry-run",
             action="store_true",
-            help="print the resulting flags, the steps, the memory of each process and the files, and exit; needs no "
-            "data if --train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
+            help="print the resulting flags, the steps and the memory of each process, and exit; needs no data if "
+            "--train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
         group.add_argument(
             "--legacy-loop",
@@ -133,7 +140,7 @@ class Parser(argparse.ArgumentParser):
             help="show Python's traceback besides the line that an error before the first step ends with",
         )
         group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
-        group.add_argument("--list-losses", action=ListLosses, help="print every loss with its paper, and exit")
+        group.add_argument("--list-losses", **prints, help="print every loss with its paper, and exit")
         for part, valid in factory.PARTS.items():
             flag, names = flag_of(part), ", ".join(valid)
             group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
@@ -142,53 +149,6 @@ class Parser(argparse.ArgumentParser):
             add_option(group, option, notes[option.name])
         for option in run.options():
             add_option(group, option)
-        group.add_argument(
-            "--shard-sizes",
-            metavar="FILE",
-            help="JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
-        )
-        group.add_argument(
-            "--shapes-seed",
-            type=int,
-            default=None,
-            metavar="INT",
-            help="seed of the scenes of --dataset-type shapes (default: 0)",
-        )
-        group.add_argument(
-            "--shapes-shifted",
-            action="store_true",
-            help="train on scenes in other colours and with noisy captions; the validation scenes are the same",
-        )
-        group.add_argument(
-            "--split-rows-above",
-            type=float,
-            metavar="MIB",
-            help="if the loss's state per sample is larger than this, each process saves its own part, in a folder "
-            f"beside the checkpoint (default: {SPLIT_ABOVE:g})",
-        )
-        group.add_argument(
-            "--same-key",
-            metavar="NAME",
-            help="column of the csv, or field of the samples' .json in shards: samples with the same entry are not "
-            "used as each other's negatives",
-        )
-        group.add_argument(
-            "--same-caption",
-            action="store_true",
-            default=None,
-            help="samples with the same caption are not used as each other's negatives",
-        )
-        group.add_argument(
-            "--several-captions",
-            action="store_true",
-            default=None,
-            help="lines of the csv with the same image are one sample, and one of their captions is drawn each epoch",
-        )
-        group.add_argument(
-            "--captions-field",
-            metavar="NAME",
-            help="field of the samples' .json in shards with a list of captions, of which one is drawn each epoch",
-        )
 
 
 def add_option(group: argparse._ArgumentGroup, option: Option, note: str = "") -> None:
@@ -215,39 +175,13 @@ FASTCLIP = {
 }
 
 
-class Print(argparse.Action):
-    """A flag that prints and exits."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None):
-        super().__init__(option_strings, dest=argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        print(self.text())
-        parser.exit(0)
-
-    def text(self) -> str:
-        raise NotImplementedError
-
-
-class ListLosses(Print):
-    def text(self) -> str:
-        losses = factory.list_losses()
-        return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
-
-
-class ListRecipes(Print):
-    def text(self) -> str:
-        return recipes.listing()
+def list_losses() -> str:
+    losses = factory.list_losses()
+    return "\n".join(f"{preset.name:16} {preset.summary}\n{'':16} {preset.paper}" for preset in losses)
 
 
 MOST_EPOCHS = 10**6
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
-OF_TRAINING = (
-    "shard_sizes", "same_key", "same_caption", "several_captions", "captions_field", "split_rows_above",
-)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -282,8 +216,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        needing_loss = [option.name for feature in run.FEATURES if feature.needs_loss for option in feature.options]
-        for name in [*given, *(name for name in (*OF_TRAINING, *needing_loss) if getattr(args, name) is not None)]:
+        needing_loss = [option.name for option in run.options(needing_loss=True)]
+        for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
             raise InputError("needs --loss; without it the loss is OpenCLIP's own", flag_of(name))
         args.uses_ext_loss = False
         return args
@@ -305,9 +239,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         args.siglip = True  # by which OpenCLIP gives the model a bias, and both parameters their start
     elif args.siglip:
         raise InputError(f"--loss {args.loss} is another loss; give one of the two", "--siglip")
-    if args.shard_sizes and not args.uses_ext_loss:
-        raise InputError(f"--loss {args.loss} keeps nothing per sample and does not use it", "--shard-sizes")
-    for name in ("same_key", "same_caption"):
+    for name in ("shard_sizes", "same_key", "same_caption"):
         if getattr(args, name) and not args.uses_ext_loss:
             raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     if trains_logit_scale(args):

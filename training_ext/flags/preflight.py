@@ -1,6 +1,5 @@
 """Check a command line on process 0, before anything is written."""
 
-import logging
 import os
 from argparse import Namespace
 from contextlib import ExitStack
@@ -21,24 +20,22 @@ from open_clip_ext.row_state import bytes_per_row
 from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
+from training_ext.core.flags import SceneFlags
 from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
 from training_ext.feature import Feature
-from training_ext.features.advice import advise_on_captions
 from training_ext.flags.data_checks import (
     check_imagenet,
     check_shards,
     check_size_known,
     check_steps,
-    check_upsampling,
     check_val_data,
 )
 from training_ext.flags.resumed import check_folder, check_resumed
 from training_ext.flags.rules import check_rules
-from training_ext.openclip.configs import known_config
 from training_ext.openclip.hosts import host
-from training_ext.openclip.launch import processes_here, world_info
-from training_ext.openclip.machine import check_device
+from training_ext.openclip.loading import known_config
+from training_ext.openclip.machine import check_device, processes_here, world_info
 from training_ext.run import Features
 
 
@@ -82,7 +79,8 @@ def check(args: Namespace) -> DataRows | None:
         if rank == 0:
             check_open_clips_own(args)
         return None
-    evaluate_once(args)
+    if not trains(args):  # evaluate all but what is never due, whatever the epoch of the checkpoint
+        args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
     needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank != 0:
         # Another machine may have other data; `check_alike` compares them.
@@ -93,27 +91,25 @@ def check(args: Namespace) -> DataRows | None:
     resumed = check_flags(args, world_size)
     check_device(args)
     check_imagenet(args)
-    if resumed is not None and trains(args):
-        checkpoint.check_entry(resumed[1], resumed[0], args, None)
-        check_resumed(resumed[0], args)
+    if not trains(args):
+        resumed = None
+    if resumed is not None:
+        path, entry = resumed
+        checkpoint.check_entry(entry, path, args, None)
+        check_resumed(path, args)
     rows = None
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
     if trains(args):
-        check_upsampling(args)
         check_size_known(args)
         found = find_rows(args)
-        for sentence in advise_on_captions(args, found.seen):
-            logging.warning(sentence)
         check_shards(args, found, world_size)
         check_steps(args, found.kind, samples_per_epoch(args, found), world_size)
         if args.uses_ext_loss:
             check_memory(args, found.num_rows, world_size)
+        Features(Run(args)).tell(Feature.check_rows, found, resumed is not None)
         rows = found if needs_rows else None
-    if rows is not None:
-        Features(Run(args)).tell(Feature.check_rows, rows, resumed is not None)
-    if resumed is not None and trains(args):
-        path, entry = resumed
+    if resumed is not None:
         checkpoint.check_entry(entry, path, args, rows)  # the data, too
         if entry is not None:
             row_folders.check(path, entry.get("rows"), entry["state"], "--resume")
@@ -154,28 +150,16 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | N
     return resumed
 
 
-def evaluate_once(args: Namespace) -> None:
-    """Without training, evaluate everything, whatever the epoch of the checkpoint; a frequency of 0 still means never.
-
-    OpenCLIP would evaluate only what is due by frequency after the checkpoint's epoch, perhaps nothing.
-    """
-    if not trains(args):
-        args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
-
-
 def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
+    for option in SceneFlags.options:
+        if (value := getattr(args, option.name)) is not None and args.dataset_type != "shapes":
+            raise InputError(f"{value} with --dataset-type {args.dataset_type}; only shapes uses it", option.flag)
+        if value is not None:
+            option.check(value)
     if args.dataset_type != "shapes":
-        if args.shapes_seed is not None:
-            raise InputError(
-                f"{args.shapes_seed} with --dataset-type {args.dataset_type}; only shapes uses it", "--shapes-seed"
-            )
-        if args.shapes_shifted:
-            raise InputError(f"with --dataset-type {args.dataset_type}; only shapes uses it", "--shapes-shifted")
         return
     args.shapes_seed = args.shapes_seed or 0
-    if not 0 <= args.shapes_seed < 2**63:
-        raise InputError(f"{args.shapes_seed} is out of range; it must be at least 0 and below 2**63", "--shapes-seed")
     if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):

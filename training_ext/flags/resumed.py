@@ -9,8 +9,8 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import LEGACY, TASKS, host
-from training_ext.openclip.launch import world_info
 from training_ext.openclip.loading import load_mapped
+from training_ext.openclip.machine import world_info
 
 
 def divides_model(args: Namespace, world_size: int) -> bool:

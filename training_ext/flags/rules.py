@@ -9,7 +9,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -21,8 +20,8 @@ from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import kind_of, needs_index, trains
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.openclip.configs import known_config
 from training_ext.openclip.hosts import TASKS, host
+from training_ext.openclip.loading import known_config
 
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",)}  # of names, by --dataset-type
 LOGGERS = ("none", "wandb", "tensorboard", "all")
@@ -74,14 +73,6 @@ def within(name: str, low: float, high: float = inf, expected: str = "") -> Rule
     return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'at least {low:g}'}")
 
 
-def one_or_three(name: str) -> Rule:
-    return Rule(
-        name,
-        lambda run: getattr(run, name) and len(getattr(run, name)) not in (1, 3),
-        f"{{{name}}}; give 1 or 3 numbers",
-    )
-
-
 def of_another_type(name: str) -> Rule:
     return Rule(
         "dataset_type",
@@ -119,21 +110,13 @@ def needs_whole_model(name: str, form: str = "!r") -> Rule:
 POSITIVE = sys.float_info.min
 RULES = (
     # Ranges
-    within("split_rows_above", 0),
-    within("train_num_samples", 1),
     within("accum_freq", 1),
     within("log_every_n_steps", 1),
-    within("lr", 0),
     within("wd", 0, expected="at least 0, since a negative one makes the weights grow"),
     within("grad_clip_norm", POSITIVE, expected="above 0: at 0 every gradient is 0; leave it out not to clip"),
-    within("force_context_length", 2, expected="at least 2, room for the tokens of a caption's start and end"),
     within("image_std", POSITIVE, expected="above 0"),
-    within("lock_image_unlocked_groups", 0),
-    within("lock_text_unlocked_layers", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
-    one_or_three("image_mean"),
-    one_or_three("image_std"),
     # Data
     Rule(
         "train_data",
@@ -202,13 +185,8 @@ RULES = (
     # Distillation
     Rule(
         "distill_model",
-        lambda run: run.distill_model is not None and run.distill_pretrained is None,
-        "{distill_model!r} needs --distill-pretrained; give both or none",
-    ),
-    Rule(
-        "distill_pretrained",
-        lambda run: run.distill_model is None and run.distill_pretrained is not None,
-        "{distill_pretrained!r} needs --distill-model; give both or none",
+        lambda run: (run.distill_model is None) != (run.distill_pretrained is None),
+        "{distill_model!r} with --distill-pretrained {distill_pretrained!r}; give both or none",
     ),
     Rule(
         "distill_model",
@@ -232,24 +210,13 @@ RULES = (
         "{distill_model!r} reads images or captions otherwise than --model {model}, whose tensors it gets: another "
         "image size, normalization (see --image-mean, --image-std) or tokenizer",
     ),
-    # Schedule and checkpoints
-    Rule(
-        "epochs_cooldown",
-        lambda run: run.lr_scheduler == "const-cooldown" and (run.epochs_cooldown or 0) > run.epochs,
-        "{epochs_cooldown} is more than --epochs {epochs}; lower it",
-    ),
+    # Checkpoints
     Rule(
         "delete_previous_checkpoint",  # also after an epoch that saves none
         lambda run: run.delete_previous_checkpoint and not run.save_most_recent
         and 1 < run.save_frequency < run.epochs - 1,
         "with --save-frequency {save_frequency} it removes the only checkpoint; give --save-frequency 1 or "
         "--save-most-recent",
-    ),
-    Rule(
-        "copy_codebase",  # three folders above OpenCLIP's code, which is the repository in a checkout only
-        lambda run: run.copy_codebase
-        and (Path(host().main_module.__file__).resolve().parents[2] / "site-packages").is_dir(),
-        "OpenCLIP is installed as a package, and everything that is installed beside it would be copied; leave it out",
     ),
     Rule(
         "split_rows_above",

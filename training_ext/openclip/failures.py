@@ -31,22 +31,18 @@ class Phase:
     """What OpenCLIP does before the first step, and the flags that it reads for that.
 
     Args:
-        called: a function that is called for it, as the end of "module.function".
+        called: functions that are called for it, as ends of "module.function".
         what: in words, to follow "could not".
         flags: names of the flags; those that were given are in the message.
         hint: a flag that helps with a failed assertion, if it was not given.
     """
 
-    called: str
+    called: str | tuple[str, ...]
     what: str
     flags: tuple[str, ...]
     hint: str | None = None
 
 
-_OPTIMIZER = (
-    "opt", "lr", "beta1", "beta2", "eps", "wd", "momentum", "opt_kwargs", "opt_fallback_list", "text_layer_decay",
-    "image_layer_decay",
-)
 # The first that is in the traceback counts, so a part stands before the whole.
 PHASES = (
     Phase(".init_distributed_device", "start the processes", ("device", "dist_backend", "dist_url", "horovod")),
@@ -60,8 +56,10 @@ PHASES = (
         "open_clip.transform.image_transform", "make the transforms of images",
         ("aug_cfg", "image_mean", "image_std", "image_interpolation", "image_resize_mode", "force_image_size"),
     ),
-    Phase("open_clip.factory.load_checkpoint", "load weights", ("pretrained", "distill_pretrained")),
-    Phase("open_clip.factory.load_state_dict", "load weights", ("pretrained", "distill_pretrained")),
+    Phase(
+        ("open_clip.factory.load_checkpoint", "open_clip.factory.load_state_dict"), "load weights",
+        ("pretrained", "distill_pretrained"),
+    ),
     Phase(".get_tokenizer", "load the tokenizer", ("model", "force_context_length", "cache_dir")),
     Phase(
         ".create_model_and_transforms", "build the model",
@@ -70,11 +68,12 @@ PHASES = (
          "torchscript", "cache_dir"),
     ),  # fmt: skip
     Phase(".trace_model", "trace the model", ("trace",)),
-    Phase(".create_optimizer", "build the optimizer", _OPTIMIZER),
-    Phase(".create_optimizer_v2", "build the optimizer", _OPTIMIZER),
-    Phase(".load_checkpoint", "load the checkpoint", ("resume",)),
-    Phase(".load_sharded", "load the checkpoint", ("resume",)),
-    Phase(".load_state_dict", "load the checkpoint", ("resume",)),
+    Phase(
+        (".create_optimizer", ".create_optimizer_v2"), "build the optimizer",
+        ("opt", "lr", "beta1", "beta2", "eps", "wd", "momentum", "opt_kwargs", "opt_fallback_list", "text_layer_decay",
+         "image_layer_decay"),
+    ),  # fmt: skip
+    Phase((".load_checkpoint", ".load_sharded", ".load_state_dict"), "load the checkpoint", ("resume",)),
     Phase(
         ".get_data", "read the data",
         ("train_data", "val_data", "dataset_type", "train_num_samples", "val_num_samples", "workers",

@@ -4,6 +4,7 @@ Nothing of OpenCLIP is imported before its version is checked, so an unsupported
 """
 
 import importlib
+import importlib.metadata
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.openclip.versions import open_clip_version, release_of
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
@@ -130,6 +130,32 @@ ABSENT = {
     "cache_dir": None, "device": "cuda", "force_context_length": None, "horovod": False, "loss_dist_impl": None,
     "momentum": None, "opt": "adamw", "torchscript": False, "trace": False,
 }
+
+
+def open_clip_version() -> str:
+    """The installed version, such as "2.32.0".
+
+    Raises:
+        InputError: open_clip_torch is not installed.
+    """
+    try:
+        return importlib.metadata.version("open_clip_torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Major and minor number of a version, for comparisons."""
+    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+
+
+def cannot_import(error: ImportError) -> str:
+    """The error line if OpenCLIP's training code, a name in it, or a package that it needs is missing."""
+    reason = " ".join(str(error).split())
+    return (
+        f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "
+        "pip install 'open_clip_torch[training]'"
+    )
 
 
 _chosen: Host | None = None

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import zipfile
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -12,10 +13,13 @@ from typing import Any
 
 import fsspec
 import numpy as np
+import open_clip
 import torch
 
 from open_clip_ext.errors import InputError
-from training_ext.openclip.launch import world_info
+from training_ext.openclip.hosts import taken
+from training_ext.openclip.machine import world_info
+from training_ext.openclip.patching import replaced
 
 PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
@@ -244,3 +248,21 @@ def without_remote_code(tokenizer: Callable) -> Callable:
             ) from None
 
     return build
+
+
+def known_config(model: str) -> dict[str, Any] | None:
+    """OpenCLIP's configuration of a model by name, also with a slash; None if it is unknown or must be downloaded."""
+    return None if ":" in model else open_clip.get_model_config(model.replace("/", "-"))
+
+
+def load_tokenizer(args: Namespace) -> Any:
+    """The model's tokenizer; None if that needs a download."""
+    if args.model.startswith("hf-hub:"):
+        return None
+    config = open_clip.get_model_config(args.model if ":" in args.model else args.model.replace("/", "-"))
+    name = config["text_cfg"].get("hf_tokenizer_name")
+    if name and not args.model.startswith("local-dir:") and not os.path.exists(name):
+        return None
+    options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
+    with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
+        return open_clip.get_tokenizer(args.model, **options)

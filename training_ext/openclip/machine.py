@@ -1,4 +1,4 @@
-"""Check what a command line needs of the machine: folders and devices; writes nothing."""
+"""The machine: how many processes were started, as OpenCLIP reads it, and whether folders and devices are there."""
 
 import os
 import tempfile
@@ -6,29 +6,40 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
-from open_clip_train.distributed import is_using_distributed
+from open_clip_train.distributed import is_using_distributed, world_info_from_env
 
 from open_clip_ext.errors import InputError
-from training_ext.openclip.launch import processes_here
-from training_ext.openclip.loading import one_line
+
+PER_MACHINE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # of torchrun and of Slurm
+
+
+def world_info() -> tuple[int, int, int]:
+    """Local rank, rank and number of processes; 0, 0 and 1 where OpenCLIP starts no process group.
+
+    A launcher of independent runs, such as srun with WORLD_SIZE=1 or mpirun, leaves ranks in the environment, too.
+    """
+    return world_info_from_env() if is_using_distributed() else (0, 0, 1)
+
+
+def processes_here() -> int:
+    """Number of processes on this machine; 1 if the launcher does not say."""
+    found = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")
+    return int(found) if is_using_distributed() else 1
 
 
 def check_writable(flag: str, path: str) -> None:
     """Raise InputError unless the folder `path` exists or can be created, and files can be written to it."""
     try:
-        whole = folder = Path(path).absolute()
+        folder = Path(path).absolute()
         while not folder.exists():
             folder = folder.parent
         if not folder.is_dir():
             raise NotADirectoryError(None, f"{str(folder)!r} is a file")
-        most = os.pathconf(folder, "PC_NAME_MAX")
-        if any(len(os.fsencode(part)) > most for part in whole.parts):
-            raise OSError(None, f"a name has at most {most} bytes")
         # By trying, since permissions do not tell: root may write where they forbid it.
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        reason = error.strerror or one_line(error)
+        reason = error.strerror or error
         raise InputError(f"{path!r} cannot be written to: {reason}; give a writable folder", flag) from None
 
 

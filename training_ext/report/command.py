@@ -18,7 +18,7 @@ from open_clip_ext.recovery import digest_of
 from training_ext.core.reading import source_of
 from training_ext.evaluation.models import MODEL_FLAGS
 from training_ext.flags import params, preflight
-from training_ext.openclip.launch import world_info
+from training_ext.openclip.machine import world_info
 from training_ext.report.embeddings import EmbeddingCache, embed
 from training_ext.report.gradients import PAIRS
 from training_ext.report.inputs import (

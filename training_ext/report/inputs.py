@@ -20,9 +20,8 @@ from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.core.shards import Shards, find_shards, is_local, local_path, shard_urls
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
-from training_ext.flags.recipes.resolved import RECIPE
-from training_ext.openclip.launch import world_info
-from training_ext.openclip.machine import check_device
+from training_ext.flags.recipes import RECIPE
+from training_ext.openclip.machine import check_device, world_info
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -82,7 +81,7 @@ class Saved:
         loss = build_loss(args, rows.num_rows, args.device)
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
         folder = row_folders.folder_of(self.path, self.entry.get("rows"), "--checkpoint")
-        row_folders.load_state(loss, self.entry["state"], folder, f"--checkpoint: {self.path!r}")
+        row_folders.load_state(loss, self.entry["state"], folder, self.path, "--checkpoint")
         loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))  # for gamma of the next step
         return loss.eval()
 

@@ -43,6 +43,8 @@ class Recovery(Feature):
     osr_save: str | None = option(None, "file to save the recovered statistics to", **GIVEN)
     osr_load: str | None = option(None, "load recovered statistics from this file instead", **GIVEN)
 
+    _in_progress: StatisticsRecovery | None = None
+
     @classmethod
     def resolve(cls, args: Namespace) -> None:
         given = args.given_flags - args.recipe_flags
@@ -70,24 +72,19 @@ class Recovery(Feature):
             raise InputError(text, "--osr-transfer")
         if args.osr_transfer == "none" and args.osr_save is not None:
             raise InputError("nothing is recovered with --osr-transfer none; leave out one of the two", "--osr-save")
-        cls._resolve_surrogate(args)
-
-    @classmethod
-    def _resolve_surrogate(cls, args: Namespace) -> None:
-        """Fill in the surrogate of the recovery; None without one, or for a loss without surrogates."""
         preset = factory.find_preset(args.loss)
-        given, own = args.osr_surrogate, (args.surrogate or preset.surrogate) if preset.has_parts else None
+        chosen, own = args.osr_surrogate, (args.surrogate or preset.surrogate) if preset.has_parts else None
         usable = (recovered.SURROGATE, own) if recovers(args) and own is not None else ()
-        if given is None or ("osr_surrogate" in args.recipe_flags and given not in usable):
+        if chosen is None or (chosen not in usable and "osr_surrogate" in args.recipe_flags):
             args.osr_surrogate = recovered.SURROGATE if usable else None
         elif not recovers(args):
             other = "--osr-transfer none" if args.osr_load is None else "--osr-load"
-            raise InputError(f"{given!r} with {other}, which recovers nothing; leave it out", "--osr-surrogate")
+            raise InputError(f"{chosen!r} with {other}, which recovers nothing; leave it out", "--osr-surrogate")
         elif own is None:
-            text = f"{given!r} with --loss {args.loss}, which has no surrogates; leave it out"
+            text = f"{chosen!r} with --loss {args.loss}, which has no surrogates; leave it out"
             raise InputError(text, "--osr-surrogate")
-        elif given not in usable:
-            raise InputError(f"{given!r} is neither identity nor the training's --surrogate {own}", "--osr-surrogate")
+        elif chosen not in usable:
+            raise InputError(f"{chosen!r} is neither identity nor the training's --surrogate {own}", "--osr-surrogate")
 
     def check(self, metrics: list[str]) -> None:
         if self.osr_epochs > 0 and not self.run.trains:
@@ -97,15 +94,11 @@ class Recovery(Feature):
         path = self.osr_save
         if path is None:
             return
-        folder, name = os.path.split(path)
-        if not os.path.isdir(folder or "."):
+        if not os.path.isdir(os.path.dirname(path) or "."):
             raise InputError(f"the folder of {path!r} does not exist", "--osr-save")
         if path.endswith(".pt"):
             instead = path.removesuffix(".pt") + ".state"
             raise InputError(f"--resume latest may take {path!r} for a checkpoint; call it {instead!r}", "--osr-save")
-        most = os.pathconf(folder or ".", "PC_NAME_MAX") - recovered.LONGEST_END
-        if len(os.fsencode(name)) > most:
-            raise InputError(f"the name {name!r} is too long; give one of at most {most} bytes", "--osr-save")
 
     def check_rows(self, rows: DataRows, resumes: bool) -> None:
         if self.osr_load is not None and not (resumes and self.run.args.uses_ext_loss):
@@ -132,10 +125,6 @@ class Recovery(Feature):
         recovered.check(content, recovered.identity(self.run.args, rows), path, flag)
         row_folders.check(path, content.get("rows"), content["loss_state"], flag)
 
-    def begin(self, resumed: bool) -> None:
-        if resumed and self.osr_save and self.run.is_first and not os.path.exists(self.osr_save):
-            logging.warning(f"--osr-save: {self.osr_save!r} is not written, since the recovery was before")
-
     def before_training(self, training: NewTraining) -> None:
         if self.osr_epochs == 0:
             return
@@ -149,11 +138,15 @@ class Recovery(Feature):
         else:
             if self.run.is_first:
                 logging.info(f"Recovering optimizer statistics for {self.osr_epochs:g} epochs; the weights are fixed")
+            self._in_progress = recovery
             with kept_random_state(self.run.args.device):
                 recovery.recover()
+            self._in_progress = None
         recovery.hand_over()
-        if self.osr_load is None and training.metrics is not None:
-            _check_unchanged(training.metrics, training.evaluate())
+
+    def step_done(self, step: int, numbers: dict[str, float]) -> None:
+        if self._in_progress is not None and step == 1:  # not after epochs
+            self._in_progress.check()
 
     @contextmanager
     def epoch(self, epoch: Epoch) -> Iterator[None]:
@@ -179,16 +172,3 @@ class Recovery(Feature):
 def recovers(args: Namespace) -> bool:
     """Whether a training from its start recovers statistics; it may also load them, or begin without."""
     return args.osr_epochs > 0 and args.osr_load is None and args.osr_transfer != "none"
-
-
-def _check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Log whether the evaluations before and after the recovery are equal; on process 0, which has them."""
-    changes = [
-        f"{name} {float(value)!r} (was {float(before[name])!r})"
-        for name, value in after.items() if name in before and float(value) != float(before[name])
-    ]
-    if changes:
-        text = "The evaluation differs after the recovery, though the weights are the same"
-        logging.warning(f"{text}: {', '.join(changes)}")
-    elif before and after:
-        logging.info("The evaluation after the recovery of statistics equals that before, to the last digit")

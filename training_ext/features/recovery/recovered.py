@@ -3,7 +3,6 @@
 It has tensors, numbers and strings, by parameter name, so it does not depend on the number of processes.
 """
 
-import logging
 import os
 from argparse import Namespace
 from math import ceil
@@ -13,9 +12,8 @@ import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import LENGTH_OF_END
 from open_clip_ext.options import flag_of
-from open_clip_ext.surrogates import Identity, PowerHinge
+from open_clip_ext.surrogates import Identity
 from training_ext.core.checkpoint import atomic_save, state_settings
 from training_ext.core.row_folders import MARK, remove_unnamed
 from training_ext.core.rows import DataRows, needs_index
@@ -23,9 +21,7 @@ from training_ext.openclip.loading import load_verified, one_line
 
 KIND = "open_clip_ext statistics recovery"
 FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
-LONGEST_END = max(LENGTH_OF_END, len(MARK) + 8)  # of the names beside the file that begin with its own
 SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
-HINGES = {option.name for option in PowerHinge.options}
 # With these flags a model of the same name and weights is another one.
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
@@ -47,23 +43,6 @@ def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
         "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }
-
-
-def settings(args: Namespace) -> dict[str, Any]:
-    """The loss's settings; when statistics are loaded, a difference is only a warning."""
-    options = factory.options_of(factory.parts_of(args.loss, vars(args)))
-    return {option.name: getattr(args, option.name) for option in options}
-
-
-def tell_differences(content: dict[str, Any], args: Namespace, path: str) -> None:
-    """Warn about settings of the loss that differ from those of the recovery."""
-    own = settings(args)
-    if content.get("surrogate") == SURROGATE:  # which has no margin
-        own = {name: value for name, value in own.items() if name not in HINGES}
-    saved = {name: value for name, value in content["settings"].items() if name in own}
-    others = [f"{name} {value}, now {own[name]}" for name, value in saved.items() if own[name] != value]
-    if others:
-        logging.warning(f"The statistics '{path}' were recovered with other settings: {'; '.join(others)}")
 
 
 def save(path: str, content: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from math import ceil
@@ -35,23 +35,15 @@ class ShortLoader:
     Args:
         loader: a train loader with `num_batches` and `num_samples`.
         num_batches: batches to take.
-        accum_freq: batches per optimizer step.
-        after_step: called once, after the optimizer's first step.
     """
 
-    def __init__(self, loader: Any, num_batches: int, accum_freq: int, after_step: Callable[[], None]):
+    def __init__(self, loader: Any, num_batches: int):
         self.num_samples = round(loader.num_samples * num_batches / loader.num_batches)
         self.num_batches = num_batches
         self._loader = loader
-        self._accum_freq = accum_freq
-        self._after_step = after_step
 
     def __iter__(self) -> Iterator[Any]:
-        left = self.num_batches - getattr(self._loader, "first", 0)
-        for number, batch in enumerate(islice(self._loader, left), 1):
-            if number == self._accum_freq + 1:
-                self._after_step()
-            yield batch
+        return islice(self._loader, self.num_batches - getattr(self._loader, "first", 0))
 
     def __len__(self) -> int:
         return self.num_batches
@@ -91,10 +83,10 @@ class StatisticsRecovery:
             for epoch in range(done, len(lengths)):
                 if loss is not None:
                     loss.set_epoch(epoch)
-                short = ShortLoader(loader, lengths[epoch], self.args.accum_freq, self._check)
+                short = ShortLoader(loader, lengths[epoch])
                 self.training.run_epoch(self._epoch(epoch, short, lengths, saved))
                 saved = None
-                self._check()
+                self.check()
                 self._save(self._unfinished, epoch + 1)
         if self.args.osr_save:
             self._save(self.args.osr_save, len(lengths))
@@ -114,7 +106,8 @@ class StatisticsRecovery:
             save=partial(self._save_within, number),
         )
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise InputError if the optimizer has changed the weights; restore them."""
         loss = None if self.loss is None else self.loss.loss
         check_frozen(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
 
@@ -149,7 +142,7 @@ class StatisticsRecovery:
         return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
 
     def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
-        self._check()
+        self.check()
         if place["position"]["batches"] == place["position"]["of"]:
             self._save(self._unfinished, epoch + 1)
         else:
@@ -172,7 +165,6 @@ class StatisticsRecovery:
             return
         content = {
             "identity": self.identity(),
-            "settings": recovered.settings(self.args),
             "epochs": self.args.osr_epochs,
             "surrogate": self.args.osr_surrogate,
             "done": done,
@@ -192,8 +184,6 @@ class StatisticsRecovery:
             InputError: they belong to another model, data set, loss or optimizer.
         """
         recovered.check(content, self.identity(), path, flag)
-        if self.args.rank == 0:
-            recovered.tell_differences(content, self.args, path)
         own = self.optimizer.state_dict()
         moments = content["moments"]
         own["state"] = {number: moments[name] for number, name in enumerate(self._trained()) if name in moments}
@@ -204,7 +194,7 @@ class StatisticsRecovery:
             self.scaler.load_state_dict(content["scaler"])
         if self.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
-            row_folders.load_state(self.loss.loss, content["loss_state"], folder, f"{flag}: {path!r}")
+            row_folders.load_state(self.loss.loss, content["loss_state"], folder, path, flag)
 
     def _resume(self) -> dict[str, Any] | None:
         """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
@@ -232,17 +222,11 @@ def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
         InputError: it cannot be read, or was to be of another length or with another surrogate.
     """
     content = recovered.read(path, "--resume")
-    epochs, surrogate = content["epochs"], content.get("surrogate", args.surrogate)
-    if surrogate != args.osr_surrogate:
-        raise InputError(
-            f"{args.osr_surrogate}, but the interrupted recovery {path!r} has {surrogate}; give that, "
-            "or remove the file",
-            "--osr-surrogate",
-        )
-    if epochs != args.osr_epochs:
-        raise InputError(
-            f"{args.osr_epochs:g}, but the interrupted recovery {path!r} has {epochs:g}; give that, or "
-            "remove the file",
-            "--osr-epochs",
-        )
+    for flag, own, saved in (
+        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
+        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
+    ):
+        if saved != own:
+            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
+            raise InputError(text, flag)
     return content

@@ -1,16 +1,12 @@
-"""`--dry-run`: the flags, schedule, memory and files of a training, computed from its flags and number of samples."""
+"""`--dry-run`: the flags, schedule and memory of a training, computed from its flags and number of samples."""
 
 import copy
-import logging
 import shlex
 import shutil
 import textwrap
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import cache, partial
+from collections.abc import Mapping
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -18,27 +14,23 @@ import torch
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import Loss
-from open_clip_ext.metrics_file import FILE
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.core import checkpoint
+from training_ext.core.captions import SeenCaptions
 from training_ext.core.loss import build_loss, samples_per_epoch
-from training_ext.core.rows import DataRows, find_rows, kind_of, look_at_first, needs_index, trains
-from training_ext.core.shards import shard_urls
+from training_ext.core.rows import find_rows, kind_of, trains
 from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
-from training_ext.flags.recipes.recipe import Recipe, find
-from training_ext.flags.recipes.resolved import resolved_flags
-from training_ext.openclip.configs import known_config
-from training_ext.openclip.launch import world_info
+from training_ext.flags.recipes import Recipe, find, resolved_flags
+from training_ext.openclip.loading import known_config, without_warnings
+from training_ext.openclip.machine import world_info
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
 
 
 def show(args: Namespace) -> None:
-    """Print the plan on process 0; of the data only the samples are counted, and only if nothing else has their number.
+    """Print the plan on process 0; of the data only the samples are counted.
 
     Raises:
         InputError: the training would refuse the flags, or the number of samples is not known.
@@ -49,42 +41,23 @@ def show(args: Namespace) -> None:
 
 
 def lines(args: Namespace, processes: int) -> list[str]:
-    """Lines of the plan of a training on `processes` processes.
-
-    Args:
-        args: as `params.parse_args` gives them.
-    """
+    """Lines of the plan of a training on `processes` processes; `args` as `params.parse_args` gives them."""
     flags = resolved_flags(args)
     recipe = None if args.recipe is None else find(args.recipe)
     open_clip.add_model_config(MODEL_CONFIGS)
     args = copy.copy(args)
     preflight.prepare_shapes(args)
     has_data = trains(args)
-    evaluates = bool(args.val_data or args.imagenet_val or args.imagenet_v2 or getattr(args, "zeroshot_data", None))
-    declared = args.train_num_samples or (None if recipe is None else recipe.samples)
-    only_evaluates = not has_data and evaluates and declared is None
-    if not has_data and not only_evaluates:
+    if not has_data:
         args.train_data = "DATA.tar"
     if args.loss is not None:
         preflight.check_flags(args, processes)
-    if only_evaluates:
-        model = {name: size for name, size in model_bytes(args).items() if name == "model"}
-        state = memory(model, left_out(args, model))
-        return [*shown_flags(args, flags), "", "No training", "", *state, "", *files(args, None)]
-    kind = kind_of(args, args.train_data or "")
-    find_once = cache(partial(find_rows, args))  # a large csv takes long to read
-    samples = number_of_samples(args, recipe, kind if has_data else None, find_once)
+    samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
     step_rule = data_checks.steps_per_epoch if args.loss is None else data_checks.check_steps
-    steps = step_rule(args, kind, samples, processes)
+    steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
-    num_rows = number_of_rows(args, samples, find_once) if has_data else samples
-    warnings = advise(args, num_rows, steps)
-    with suppress(InputError):  # the data may be on another machine
-        if has_data and kind in ("csv", "webdataset"):
-            seen = find_once().seen if kind == "csv" else look_at_first(args, shard_urls(args.train_data))
-            warnings += advise_on_captions(args, seen)
-    if warnings:
+    if warnings := advise(args, num_rows, steps) + advise_on_captions(args, seen):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
@@ -92,50 +65,37 @@ def lines(args: Namespace, processes: int) -> list[str]:
         preflight.check_batch(loss, args, processes)
     parts = model_bytes(args)
     rows = {} if loss is None else bytes_per_row(loss)
-    parts |= {f"loss: {name}": size for name, size in kept_by(loss, args, processes).items()}
+    config = known_config(args.model)
+    if loss is not None and config is not None:
+        parts |= {f"loss: {name}": size for name, size in loss.memory(config["embed_dim"], processes).items()}
     saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * num_rows
     for name, size in rows.items():
         what = "moving averages" if name.startswith("normalizer") else "temperatures"
         parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(num_rows / processes) + 1)
     if args.distill_model and (reference := model_on_meta(args, args.distill_model)) is not None:
         parts["reference model"] = bytes_of(reference)
-    return [*text, *memory(parts, left_out(args, parts)), "", *files(args, saved if "model" in parts else None)]
+    parts["total"] = sum(parts.values())
+    if "model" in parts:
+        parts["a checkpoint"] = saved
+    text += ["State of each process, without activations"]
+    text += [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in parts.items()]
+    return [*text, *(f"  not counted: {what}" for what in left_out(args, parts))]
 
 
-def number_of_samples(
-    args: Namespace, recipe: Recipe | None, kind: str | None, find: Callable[[], DataRows]
-) -> int:
-    """Number of pairs in an epoch: counted, unless --train-num-samples decides; the recipe's if there are no data here.
-
-    Args:
-        kind: of the train data; None without.
-        find: finds their rows.
-    """
-    declared = args.train_num_samples or (None if recipe is None else recipe.samples)
-    if args.train_num_samples is not None and kind != "csv":  # in a csv OpenCLIP trains on all lines
-        return args.train_num_samples
-    if kind is None:
-        if declared is None:
-            raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
-        return declared
-    try:
-        data_checks.check_size_known(args)
-        return samples_per_epoch(args, find())
-    except InputError:
-        if declared is None:
-            raise
-        return declared
-
-
-def number_of_rows(args: Namespace, samples: int, find: Callable[[], DataRows]) -> int:
-    """n of a loss with state per sample, which --train-num-samples does not change; else, and where the data cannot be
-    counted here, `samples`."""
-    if not needs_index(args):
-        return samples
-    try:
-        return find().num_rows
-    except InputError:
-        return samples
+def counted(args: Namespace, in_recipe: int | None, has_data: bool) -> tuple[int, int, SeenCaptions | None]:
+    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number."""
+    declared = args.train_num_samples or in_recipe
+    if has_data:
+        try:
+            data_checks.check_size_known(args)
+            rows = find_rows(args)
+            return samples_per_epoch(args, rows), rows.num_rows, rows.seen
+        except InputError:
+            if declared is None:
+                raise
+    if declared is None:
+        raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
+    return declared, declared, None
 
 
 def about(recipe: Recipe) -> list[str]:
@@ -178,13 +138,8 @@ def model_on_meta(args: Namespace, name: str) -> Any:
     known = known_config(name)
     if known is None or "hf_model_name" in known["text_cfg"]:
         return None
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # the warning that no weights were loaded
-    try:
-        with torch.device("meta"):
-            return open_clip.create_model(name, precision=args.precision, device="meta")
-    finally:
-        logging.disable(before)
+    with without_warnings(), torch.device("meta"):  # that no weights were loaded
+        return open_clip.create_model(name, precision=args.precision, device="meta")
 
 
 def bytes_of(model: Any) -> int:
@@ -208,58 +163,16 @@ def model_bytes(args: Namespace) -> dict[str, int]:
     return {"model": weights, "gradients": trained, **moments}
 
 
-def kept_by(loss: Loss | None, args: Namespace, processes: int) -> dict[str, int]:
-    """Bytes that each process keeps for the loss, by part, except the rows per sample."""
-    config = known_config(args.model)
-    return {} if loss is None or config is None else loss.memory(config["embed_dim"], processes)
-
-
 def left_out(args: Namespace, parts: Mapping[str, int]) -> list[str]:
     """What `parts` does not count, in words."""
     unknown = [] if "model" in parts else ["the model, which is not in OpenCLIP's list, and what the loss keeps"]
     if args.distill_model and "reference model" not in parts:
         unknown.append("the reference model, which is not in OpenCLIP's list")
-    if trains(args) and args.opt != "adamw":
+    if args.opt != "adamw":
         unknown.append(f"the state of --opt {args.opt}")
     if getattr(args, "fsdp", False):
         unknown.append("that --fsdp shards model, gradients and moments over the processes")
     return unknown
-
-
-def memory(parts: Mapping[str, int], unknown: list[str]) -> list[str]:
-    lines = [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in (*parts.items(), ("total", sum(parts.values())))]
-    return ["State of each process, without activations", *lines, *(f"  not counted: {what}" for what in unknown)]
-
-
-def files(args: Namespace, saved: int | None) -> list[str]:
-    """Lines on the files that the training would write.
-
-    Args:
-        saved: size of a checkpoint in bytes, if known.
-    """
-    folder = Path(args.logs) / (args.name or f"DATE-model_{args.model.replace('/', '-')}-...")
-    results = folder / "checkpoints" / "results.jsonl"
-    size = "" if saved is None else f", about {saved / MIB:,.1f} MiB each"
-    if not checkpoint.keeps_files(args):
-        return ["Files", "  no checkpoints and metrics, with --logs none"]
-    often = "the last epoch"
-    if not args.delete_previous_checkpoint and 0 < args.save_frequency < args.epochs:
-        often = "each epoch" if args.save_frequency == 1 else f"every {args.save_frequency} epochs and the last"
-    latest = "; epoch_latest.pt of each epoch" if args.save_most_recent else ""
-    text = [
-        _item("log", str(folder / "out.log")),
-        _item("flags", f"{folder / 'recipe.yaml'} for --recipe, and params.txt"),
-        *(
-            [_item("checkpoints", f"{folder / 'checkpoints' / 'epoch_K.pt'} of {often}{size}{latest}")]
-            if trains(args) else []
-        ),
-        _item("numbers", " and ".join([str(folder / FILE)] * (args.loss is not None) + [str(results)])),
-    ]
-    if getattr(args, "keep_best", None):
-        text.append(_item("best weights", str(folder / "best.pt")))
-    if "tensorboard" in args.report_to:
-        text.append(_item("tensorboard", str(folder / "tensorboard")))
-    return ["Files", *text]
 
 
 def _item(name: str, text: str) -> str:

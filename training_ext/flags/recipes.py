@@ -1,0 +1,232 @@
+"""Recipes: the flags of a training as defaults, which the command line overrides; published ones, and one of each run.
+
+A recipe is a YAML mapping, one of those in `published` or the user's own:
+
+    source: NeuCLIP, Tables 1, 3 and 4          # where the values are from
+    data: CC12M, 9,187,328 pairs                # the train data
+    samples: 9187328                            # its number of pairs, for --dry-run
+    score: DataComp average 31.89               # the published result
+    notes: [what the sources leave open, and where they disagree]
+    global_batch_size: 2048                     # is divided by processes and --accum-freq
+    flags: {loss: neuclip, lr: 4e-4}            # the command's flags, with underscores
+
+Only `flags` is required.
+"""
+
+import argparse
+import os
+import shutil
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import open_clip_ext
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.files import whole_file
+from open_clip_ext.options import flag_of
+from training_ext.openclip.machine import world_info
+
+PUBLISHED = Path(__file__).parent / "published"
+RECIPE = "recipe.yaml"  # in the run's folder
+NOT_IN_A_RECIPE = ("help", "list_losses", "list_recipes", "recipe", "dry_run", "seams")
+# Entries of the namespace that are not flags.
+NOT_FLAGS = frozenset(
+    {"given_flags", "recipe_flags", "given_settings", "uses_ext_loss", "epochs_before", "loss_epochs", "absent_flags"}
+)
+# These belong to one run or machine.
+OF_ONE_RUN = frozenset(
+    {"recipe", "dry_run", "seams", "traceback", "name", "logs", "resume", "osr_save", "dist_url", "dist_backend",
+     "batch_size"}
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe.
+
+    Args:
+        name: as given to `--recipe`.
+        flags: values by the flags' names with underscores; None stands for the flag's default.
+        source, data, score, notes: text for the reader.
+        samples: number of pairs in the train data.
+        global_batch_size: pairs per optimizer step, over all processes and accumulated batches.
+    """
+
+    name: str
+    flags: Mapping[str, Any]
+    source: str = ""
+    data: str = ""
+    score: str = ""
+    notes: tuple[str, ...] = ()
+    samples: int | None = None
+    global_batch_size: int | None = None
+
+    def batch_size(self, processes: int, accum_freq: int) -> int | None:
+        """Value for `--batch-size`: pairs per process and batch; None if the recipe has no global batch.
+
+        Raises:
+            InputError: the global batch cannot be divided evenly.
+        """
+        if self.global_batch_size is None:
+            return None
+        parts = processes * accum_freq
+        if self.global_batch_size % parts:
+            raise InputError(
+                f"{self.name!r} has a global batch of {self.global_batch_size}, which is not divisible by "
+                f"{processes} process(es) x --accum-freq {accum_freq}; change one of the two, or give --batch-size",
+                "--recipe",
+            )
+        return self.global_batch_size // parts
+
+
+# Reading
+
+TYPES: dict[str, tuple[type, str]] = {
+    "source": (str, "a text"), "data": (str, "a text"), "score": (str, "a text"), "notes": (list, "a list of texts"),
+    "samples": (int, "a whole number >= 1"), "global_batch_size": (int, "a whole number >= 1"),
+    "flags": (dict, "a mapping of flags"),
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """Names of the published recipes."""
+    return sorted(path.stem for path in PUBLISHED.glob("*.yaml"))
+
+
+def find(name: str) -> Recipe:
+    """The published recipe of this name, or the recipe in a file whose name ends in .yaml or .yml.
+
+    Raises:
+        InputError: there is no such recipe, or the file is not one.
+    """
+    is_file = name.endswith((".yaml", ".yml"))
+    if not is_file and name not in names():
+        near = did_you_mean(name, names(), "see --list-recipes, or give a file that ends in .yaml")
+        raise InputError(f"{name!r} is unknown{near}", "--recipe")
+    try:
+        declared: Any = yaml.safe_load((Path(name) if is_file else PUBLISHED / f"{name}.yaml").read_text("utf-8"))
+        if not isinstance(declared, dict) or "flags" not in declared:
+            raise InputError("is not a mapping with the key 'flags'; see docs/recipes.md")
+        for key, value in declared.items():
+            if key not in TYPES:
+                raise InputError(f"{key!r} is not one of {', '.join(TYPES)}; flags belong under 'flags'")
+            kind, expected = TYPES[key]
+            fits = type(value) is kind
+            if kind is int:
+                fits = fits and value >= 1
+            elif key == "notes":
+                fits = fits and all(isinstance(note, str) for note in value)
+            if not fits:
+                raise InputError(f"{key} is {value!r}; it must be {expected}"[:290])
+        if "global_batch_size" in declared and declared["flags"].get("batch_size") is not None:
+            raise InputError("has both global_batch_size and the flag batch_size; keep one of the two")
+    except OSError as error:
+        raise InputError(f"{name!r} cannot be read: {error.strerror}", "--recipe") from None
+    except InputError as error:
+        raise InputError(f"{name!r} {error}", "--recipe") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise InputError(f"{name!r} is not YAML: {' '.join(str(error).split())[:200]}", "--recipe") from None
+    return Recipe(name, **{**declared, "notes": tuple(declared.get("notes", ()))})
+
+
+def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
+    """The recipe's flags as command-line arguments.
+
+    Args:
+        actions: the command's flags, as argparse has them.
+
+    Raises:
+        InputError: a key is no flag, or its value has the wrong type.
+    """
+    flags = {action.dest: action for action in actions if action.dest not in NOT_IN_A_RECIPE}
+    given: list[str] = []
+    for key, value in recipe.flags.items():
+        if key not in flags:
+            near = did_you_mean(key, flags, "see --help")
+            raise InputError(f"{recipe.name!r}: {key} is not a flag{near}", "--recipe")
+        if value is None:
+            continue
+        action, flag = flags[key], flag_of(key)
+        if action.nargs == 0:
+            fits, expected = isinstance(value, bool), "it must be true or false"
+            more = [flag] if value else []
+        elif action.nargs is not None:  # as --aug-cfg and --image-mean
+            values = [f"{name}={item}" for name, item in value.items()] if isinstance(value, dict) else value
+            fits = isinstance(values, list) and all(type(item) in (str, int, float) for item in values)
+            expected = "it must be a list or a mapping of numbers and texts"
+            more = [flag, *map(str, values)] if fits else []
+        else:
+            fits, expected = type(value) in (str, int, float), f"{flag} takes one number or text"
+            more = [f"{flag}={value}"]  # one argument, so that a value such as -1 is not read as a flag
+        if not fits:
+            raise InputError(f"{recipe.name!r}: {key} is {value!r}; {expected}"[:300], "--recipe")
+        given += more
+    return given
+
+
+def listing() -> str:
+    """The text of `--list-recipes`: name, data, published score and source, wrapped to the terminal."""
+    width = min(100, shutil.get_terminal_size().columns)
+    lines = []
+    for name in names():
+        recipe = find(name)
+        lines.append(name)
+        for label, text in (("data", recipe.data), ("score", recipe.score), ("source", recipe.source)):
+            lines.append(textwrap.fill(text, width, initial_indent=f"    {label:8}", subsequent_indent=" " * 12))
+    return "\n".join(lines)
+
+
+# Writing that of a run
+
+
+def resolved_flags(args: Namespace) -> dict[str, Any]:
+    """The flags that repeat this run, by name with underscores, without those of one run or machine.
+
+    The batch size is left out, see `Recipe.global_batch_size`.
+
+    Args:
+        args: as `params.parse_args` gives them.
+    """
+    own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN | args.absent_flags}
+    values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
+    if not args.epochs_before:
+        values.pop("osr_transfer", None)
+    settings = set(factory.setting_names())
+    kept = dict(args.given_settings) if args.loss is not None else {}
+    for name in sorted(settings & values.keys() - kept.keys()):
+        try:
+            factory.resolve_options(args.loss, {**kept, name: values[name]}, args.loss_epochs)
+        except InputError:
+            continue  # has no effect beside the others, so the command would refuse it
+        kept[name] = values[name]
+    return {name: value for name, value in values.items() if name not in settings or name in kept}
+
+
+def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | None) -> None:
+    """Write the run's recipe as recipe.yaml.
+
+    Args:
+        folder: the run's folder.
+        flags: result of `resolved_flags`, taken before OpenCLIP added to `args`.
+        samples: number of rows of the train data, if known.
+    """
+    base = None if args.recipe is None else find(args.recipe)
+    if "device" not in args.given_flags:  # of a missing default a run only warns
+        flags = {name: value for name, value in flags.items() if name != "device"}
+    recipe = {
+        "source": f"the run {args.name} with open_clip_ext {open_clip_ext.__version__}"
+        + (f", from the recipe {base.name}" if base else ""),
+        "data": args.train_data or "",
+        **({"notes": list(base.notes)} if base and base.notes else {}),
+        **({"samples": samples} if samples else {}),
+        "global_batch_size": args.batch_size * world_info()[2] * args.accum_freq,
+        "flags": flags,
+    }
+    with whole_file(os.path.join(folder, RECIPE), text=True) as file:
+        yaml.safe_dump(recipe, file, sort_keys=False, allow_unicode=True, width=100)
