@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.batch import Batch, add_eps, log_mean_of_directions
+from open_clip_ext.side_model import below
 from open_clip_ext.surrogates import Surrogate
 
 
@@ -79,7 +80,8 @@ class OnlineError:
         if watched is None or (watched.embeddings.dtype, watched.embeddings.device) != kind:
             self._watched = self._begin(batch, alpha)
             return
-        met, mean = log_sum_and_mean(self._exponents(watched, batch))
+        exponents = self._exponents(watched.embeddings, watched.positives, watched.taus, batch)
+        met, mean = log_sum_and_mean(exponents)
         both = torch.logaddexp(watched.log_sum, met)
         mean = watched.mean * (watched.log_sum - both).exp() + mean * (met - both).exp()
         watched.log_sum = torch.where(batch.finite, both, watched.log_sum)
@@ -92,33 +94,27 @@ class OnlineError:
 
     def _begin(self, batch: Batch, alpha: Tensor) -> StoredAnchors:
         k = min(self.anchors, batch.size)
-        anchors = StoredAnchors(
-            embeddings=torch.stack([batch.all_image[:k], batch.all_text[:k]]),
-            positives=batch.all_positives[:k],
-            taus=batch.all_tau[:, :k].clone(),
-            alpha=alpha[:, :k].clone(),
-            log_batch=batch.all_log_batch[:, :k].clone(),
-            log_sum=alpha.new_empty(0),
-            mean=alpha.new_empty(0),
-            effective=alpha.new_empty(()),
-            negatives=self._columns(batch) - (2 if self.intra_modal else 1),
-        )
-        exponents = self._exponents(anchors, batch)
+        embeddings = torch.stack([batch.all_image[:k], batch.all_text[:k]])
+        positives, taus = batch.all_positives[:k], batch.all_tau[:, :k].clone()
+        exponents = self._exponents(embeddings, positives, taus, batch)
         own = torch.arange(k, device=alpha.device)
         for first in range(0, exponents.shape[2], batch.size):
             exponents[:, own, own + first] = -math.inf
-        anchors.log_sum, anchors.mean = log_sum_and_mean(exponents)
-        anchors.effective = (2 * anchors.log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
-        return anchors
+        log_sum, mean = log_sum_and_mean(exponents)
+        effective = (2 * log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
+        return StoredAnchors(
+            embeddings, positives, taus, alpha[:, :k].clone(), batch.all_log_batch[:, :k].clone(), log_sum, mean,
+            effective, negatives=self._columns(batch) - (2 if self.intra_modal else 1),
+        )
 
-    def _exponents(self, anchors: StoredAnchors, batch: Batch) -> Tensor:
-        """l(s_ij - s_ii) / tau of the anchors against the batch, (2, k, B), or (2, k, 2 B) with intra-modal pairs."""
+    def _exponents(self, embeddings: Tensor, positives: Tensor, taus: Tensor, batch: Batch) -> Tensor:
+        """l(s_ij - s_ii) / tau of k anchors against the batch, (2, k, B), or (2, k, 2 B) with intra-modal pairs."""
         others, own = (batch.all_text, batch.all_image), (batch.all_image, batch.all_text)
         similarities = [
             torch.cat([anchor @ side.T for side in sides], dim=1)
-            for anchor, *sides in zip(anchors.embeddings, others, *([own] if self.intra_modal else []), strict=True)
+            for anchor, *sides in zip(embeddings, others, *([own] if self.intra_modal else []), strict=True)
         ]
-        return self.surrogate.value(torch.stack(similarities) - anchors.positives[:, None]) / anchors.taus[:, :, None]
+        return self.surrogate.value(torch.stack(similarities) - positives[:, None]) / taus[:, :, None]
 
     def _compare(self, anchors: StoredAnchors) -> dict[str, Tensor]:
         exact = add_eps(anchors.log_sum - math.log(anchors.negatives), self.eps)
@@ -156,9 +152,9 @@ class OnlineError:
     def load_state(self, state: dict[str, Any]) -> None:
         """Load the result of `state`."""
         self._warm = bool(state.get("warm", True))
-        watched = {name.removeprefix("watched."): v for name, v in state.items() if name.startswith("watched.")}
+        watched = below(state, "watched.")
         self._watched = StoredAnchors(**watched) if "mean" in watched else None  # states from before it start over
-        self._shown = {name.removeprefix("shown."): v for name, v in state.items() if name.startswith("shown.")}
+        self._shown = below(state, "shown.")
 
 
 def log_sum_and_mean(exponents: Tensor) -> tuple[Tensor, Tensor]:
