@@ -82,30 +82,18 @@ def shard_list(datasets: dict[str, str]) -> list[str]:
 
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2"
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
-
-
-@WORKERS
-def test_csv(run, datasets, seen, workers):
-    path = shlex.split(datasets["csv"])[1]
-    run("x", f"{datasets['csv']} {COMMON} --workers {workers}")
-    rows = seen.rows(pd.read_csv(path, sep="\t").title.tolist())
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", ["csv", "shapes", "shards"])
+def test_every_row_comes_once_an_epoch(run, datasets, seen, data, workers):
+    run("x", f"{datasets[data]} {COMMON} --workers {workers} {'--shapes-seed 3' if data == 'shapes' else ''}")
+    captions = {
+        "csv": lambda: pd.read_csv(shlex.split(datasets["csv"])[1], sep="\t").title.tolist(),
+        "shapes": lambda: [caption for _, caption in Scenes(48, seed=3)],
+        "shards": lambda: read_captions(*shard_list(datasets)),
+    }
+    rows = seen.rows(captions[data]())
     assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
     assert rows[:48] != rows[48:] and rows[:48] != sorted(rows[:48])
-
-
-def test_shapes(run, datasets, seen):
-    run("x", f"{datasets['shapes']} {COMMON} --workers 0 --shapes-seed 3")
-    rows = seen.rows([caption for _, caption in Scenes(48, seed=3)])
-    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
-
-
-@WORKERS
-def test_shards(run, datasets, seen, workers):
-    run("x", f"{datasets['shards']} {COMMON} --workers {workers}")
-    rows = seen.rows(read_captions(*shard_list(datasets)))
-    assert sorted(rows[:48]) == sorted(rows[48:]) == list(range(48))
-    assert rows[:48] != rows[48:]
 
 
 @pytest.mark.parametrize("workers, accum_freq", [(0, 3), (2, 1)])

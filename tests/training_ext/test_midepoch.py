@@ -92,6 +92,7 @@ RESUMED = [
     ("fastclip-v3", "csv", 2, "", 9),
     ("neuclip", "shards", 2, "", 3),
     ("neuclip", "resampled", 2, "--accum-freq 2", 7),
+    ("fastclip-v3", "resampled", 0, "", 1),
     ("fastclip-v3", "shapes", 0, "--accum-freq 2 --lr-tau-scheduler model", 9),
     ("fastclip-v3", "shapes", 0, "--batch-size 4", 4),  # normalizer_mse is shown from the 10th step on, of 12
     ("queue", "shards", 0, "", 4),
@@ -107,7 +108,7 @@ RESUMED = [
 
 @pytest.mark.parametrize("loss, data, workers, extra, batch", RESUMED)
 def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datasets, loss, data, workers, extra, batch):
-    """Stopped by SIGTERM, or by Ctrl-C."""
+    """Stopped by SIGTERM, or by Ctrl-C; and one that goes on from the file of an epoch."""
     common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 2 --force-patch-dropout 0.25 {extra}"
     whole = run("whole", common)
     stopped("resumed", common, StopAt(batch, signal=signal.SIGINT if data == "csv" else signal.SIGTERM))
@@ -115,6 +116,9 @@ def test_a_run_stopped_at_a_step_equals_an_uninterrupted_one(run, stopped, datas
     assert "=> resuming after step" in resumed.log and "order of the data" not in resumed.log
     equal(resumed, whole)
     assert len(whole.logged("normalizer_mse")) == 6 or "--batch-size" not in extra
+    again = run("again", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
+    assert again.logged() == [line for line in whole.logged() if line[0] == 1]
+    same(again.checkpoint(2), whole.checkpoint(2))
 
 
 def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, logs, monkeypatch):

@@ -6,10 +6,8 @@ import open_clip
 import pytest
 import torch
 from conftest import ext_main
-from open_clip_train import params as open_clip_params
 from open_clip_train.main import main as open_clip_main
 
-from open_clip_ext.errors import InputError
 from training_ext.flags.params import Parser, parse_args
 
 DATA = "--dataset-type shapes --train-num-samples 32 --workers 0 --epochs 1 --lr 1e-3"
@@ -100,17 +98,6 @@ def test_an_abbreviation_means_what_it_means_to_open_clip(monkeypatch):
         for abbreviation in {flag[:length] for length in range(3, len(flag))} - theirs - ours:
             found = {name for _, name, *_ in made._get_option_tuples(abbreviation)}
             assert found == {other for other in theirs if other.startswith(abbreviation)}, abbreviation
-
-
-def test_a_recipe_with_abbreviations():
-    argv = "--se 5 --no --ca there --ga --zeroshot 3".split()
-    parsed = vars(parse_args(argv))
-    assert {name: parsed[name] for name in vars(open_clip_params.parse_args(argv))} == vars(
-        open_clip_params.parse_args(argv)
-    )
-    for abbreviation in ("--fastclip", "--normali table", "--dry"):
-        with pytest.raises(InputError, match=f"unknown: {abbreviation}"):
-            parse_args(abbreviation.split())
 
 
 SYNTHETIC = "--dataset-type synthetic --train-num-samples 16 --workers 0 --epochs 1 --lr 1e-3"

@@ -246,16 +246,6 @@ def test_images_of_a_csv(ends, tmp_path, ghostscript):
     assert (tmp_path / "logs/x/out.log").read_text().count("Ghostscript") == 1
 
 
-def test_sizes_of_shards(refused, datasets, planted, tmp_path):
-    sizes = planted("given.json")
-    common = f"{LOSSES['fastclip-v3']} --workers 0"
-    assert f"--shard-sizes {str(sizes)!r}" in refused(f"{datasets['shards']} {common} --shard-sizes {sizes}")
-    (tmp_path / "0.tar").touch()
-    sizes = planted("sizes.json")
-    line = refused(f"--train-data {tmp_path}/0.tar {common}")
-    assert f"--train-data: sizes file {str(sizes)!r}" in line
-
-
 # What a command writes
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
-from open_clip_ext import InputError, create_loss, recover_statistics
+from open_clip_ext import create_loss, recover_statistics
 from training_ext.core.loader import RowLoader
 from training_ext.core.tags import ROW
 
@@ -74,17 +73,3 @@ def test_moments_and_table_are_the_commands(run, datasets, weights, monkeypatch,
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_fraction_of_an_epoch_needs_a_length():
-    """A DataLoader has a __len__, which raises TypeError where its data set has none."""
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(torch.zeros(4))
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for batches in (iter([]), DataLoader(Stream())):
-        with pytest.raises(InputError, match="epochs: 0.5 with batches that have no length; give a whole number"):
-            recover_statistics(model, optimizer, None, batches, epochs=0.5, step=print)

@@ -25,12 +25,6 @@ def draw() -> tuple[float, float, float]:
     return random.random(), np.random.random(), torch.rand(1).item()
 
 
-class Draws(IterableDataset):
-    def __iter__(self):
-        for _ in range(3):
-            yield draw()
-
-
 def test_every_place_has_its_own_seed():
     places = [*product(range(3), repeat=4), *product(range(3), repeat=3)]
     seeds = [seed_of(*place) for place in places]
@@ -56,28 +50,6 @@ class Seeds(IterableDataset):
 def test_resampled_shards_differ():
     assert len({seed_of_shards(seed, rank) for seed in range(3) for rank in range(3)}) == 9
     assert len(set(DataLoader(Seeds(), batch_size=None, num_workers=2))) == 2
-
-
-def epochs(numbers: list[int], workers: int, seed: int = 0, rank: int = 0) -> dict[int, list]:
-    """What each epoch draws, in a loader whose workers stay."""
-    dataset = SeededEpochs(Draws(), seed, rank, SampleStream(seed, rank))
-    dataset.shared_epoch = SharedEpoch(0)
-    loader = DataLoader(dataset, batch_size=None, num_workers=workers, persistent_workers=workers > 0)
-    drawn = {}
-    for number in numbers:
-        dataset.shared_epoch.set_value(number)
-        drawn[number] = [tuple(item) for item in loader]
-    return drawn
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_epoch_draws_the_same_whatever_came_before(workers):
-    whole = epochs([0, 1, 2], workers)
-    random.seed()  # another process
-    assert epochs([2], workers)[2] == whole[2]
-    assert len({item for items in whole.values() for item in items}) == 3 * 3 * max(1, workers)
-    for other in (epochs([2], workers, seed=1), epochs([2], workers, rank=1)):
-        assert not set(other[2]) & set(whole[2])
 
 
 class Samples(IterableDataset):

@@ -254,15 +254,6 @@ def test_an_interrupted_recovery_goes_on(run, datasets, pretrained, killed, tmp_
     assert not (broken.path / UNFINISHED).exists() and (tmp_path / "x.state").exists()
 
 
-def test_a_training_after_a_recovery_resumes(run, datasets, pretrained, epochs):
-    common = f"{datasets['shapes']} {TUNE} --pretrained {pretrained} --osr-epochs 1 --workers 0"
-    whole = run("whole", f"{common} --epochs 3")
-    epochs.clear()
-    resumed = run("again", f"{common} --epochs 3 --resume {whole.path}/checkpoints/epoch_1.pt")
-    assert [epoch.number for epoch in epochs] == [1, 2]
-    assert equal(whole.checkpoint(3)["state_dict"], resumed.checkpoint(3)["state_dict"])
-
-
 def test_an_optimizer_that_moves_at_learning_rate_0(datasets, pretrained, ends, monkeypatch):
     """Found after its first step, not after epochs."""
     original = torch.optim.AdamW.step

@@ -1,5 +1,6 @@
-"""Runs of the command: what OpenCLIP does it does, and a resumed run is an uninterrupted one."""
+"""Runs of the command: what OpenCLIP does it does; test_midepoch has resumed ones."""
 
+import math
 
 import open_clip
 import pytest
@@ -47,27 +48,6 @@ def test_open_clips_own_losses_resume(run, datasets):
     assert resumed["epoch"] == 2 and steps == {12}
 
 
-@pytest.mark.parametrize(
-    "loss, data, workers, extra",
-    [
-        ("neuclip", "shapes", 0, ""),
-        ("fastclip-v3", "shards", 0, ""),
-        ("fastclip-v3", "resampled", 0, ""),
-        ("fastclip-v2", "shards", 2, ""),
-        ("amorlip", "csv", 0, "--accum-freq 2"),
-    ],
-)
-def test_a_run_resumed_after_an_epoch_equals_an_uninterrupted_one(run, datasets, loss, data, workers, extra):
-    """As test_midepoch for any step and more losses."""
-    common = f"{datasets[data]} {LOSSES[loss]} --workers {workers} --epochs 3 --force-patch-dropout 0.25 {extra}"
-    whole = run("whole", common)
-    resumed = run("resumed", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
-    again = [line for line in whole.logged() if line[0] >= 1]
-    assert len(again) >= 4 and resumed.logged() == again
-    assert len({value for _, value in again}) > 1
-    same(resumed.checkpoint(3), whole.checkpoint(3))
-
-
 @pytest.mark.slow
 def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
     """Of a pass over the data, 48 pairs, however long an epoch is made; what was not recovered does so, too."""
@@ -97,26 +77,18 @@ def test_unmodified_open_clip_loads_the_model(run, datasets):
 
 
 def test_the_log_carries_the_diagnostics(run, datasets):
-    neuclip = run("n", f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1 --report-to tensorboard")
+    neuclip = run("n", f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1")
     fastclip = run("f", f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 3")
     for name in (None, "tau", "alpha_image_mean", "alpha_image_std", "alpha_text_mean", "alpha_text_std"):
         assert len(neuclip.logged(name)) == 6 and len(fastclip.logged(name)) == 18
     assert len(neuclip.logged("npn_unified_before")) == len(neuclip.logged("npn_unified_after")) == 6
     assert [value for _, value in fastclip.logged("gamma")] == pytest.approx([1.0] * 6 + [0.6] * 6 + [0.2] * 6)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(neuclip.path / "tensorboard"))
-    events.Reload()
-    names = {"tau", "alpha_image_mean", "npn_unified_after", "objective_learnable"}
-    assert {f"train/{name}" for name in names} <= set(events.Tags()["scalars"])
 
 
 def test_the_temperature_has_its_own_learning_rate(run, datasets):
     common = f"{datasets['shapes']} --workers 0 --epochs 1 --lr 1e-3"
     groups = run("a", f"{common} {LOSSES['neuclip']}").checkpoint(1)["optimizer"]["param_groups"]
     # The last of 6 steps, 2 of them warm-up: cosine at 3/4.
-    import math
-
     cosine = 0.5 * (1 + math.cos(math.pi * 3 / 4))
     assert [group["lr"] for group in groups] == pytest.approx([1e-3 * cosine] * 2 + [1.25e-4 * cosine])
     assert len(groups[-1]["params"]) == 1 and groups[-1]["weight_decay"] == 0

@@ -319,7 +319,6 @@ def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, ref
     for wrong in ("0,1.5", "-0.1", "nan", "half", "", "0,,1"):
         assert f"--alphas: {wrong!r} must be numbers in [0, 1]" in refused(f"{both} --alphas={wrong}")
     assert "@0.5, run/epoch_2@0.5 must differ" in refused(f"{both} --alphas 0.5,0.50")
-    assert "--alphas: 0.5 has no effect without --interpolate" in refused(f"{good} --alphas 0.5")
     assert "--save-best: x.pt has no effect without --interpolate" in refused(f"{good} --save-best x.pt")
     assert "--checkpoint: 2 files with --interpolate" in refused(f"{both} --checkpoint {end} {start}")
     assert "is one file for 5 checkpoints; give a folder" in refused(f"{both} --out {tmp_path}/new.jsonl")
@@ -374,7 +373,6 @@ def test_two_processes_find_the_same(pair, evalset, checkpoints, results, tmp_pa
 
 def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, refused):
     good = f"--checkpoint {checkpoints[0]} --data {evalset} --out {tmp_path}/new.jsonl"
-    assert "--checkpoint: 'no.pt' is not a file" in refused(good.replace(str(checkpoints[0]), "no.pt"))
     assert "--data: there is no folder" in refused(good.replace(str(evalset), str(tmp_path / "no")))
     assert "such as wds_vtab-caltech101_test" in refused(good.replace(str(evalset), str(tmp_path)))
     assert "--out: " in refused(good.replace("--data", f"{checkpoints[1]} --data"))
@@ -385,13 +383,10 @@ def test_what_is_wrong_with_the_command_line(evalset, checkpoints, tmp_path, ref
     file.symlink_to(checkpoints[0])
     line = refused(f"{good.replace('--data', f'{file} --data').replace('.jsonl', '')} --model ViT-test")
     assert "names run/epoch_1, run-epoch_1 must differ" in line
-    assert "--batch-size: 0 is out of range" in refused(good + " --batch-size 0")
     assert "--device: 'nonsense' is not on this machine" in refused(good + " --device nonsense")
-    assert "--device: 'cuda:99' is not on this machine" in refused(good + " --device cuda:99")
     inside = f"{checkpoints[0]}/new.jsonl"
     assert f"--out: '{checkpoints[0]}' cannot be written to" in refused(good.replace(f"{tmp_path}/new.jsonl", inside))
     assert "--tasks: 'cifar' is not one of Background" in refused(good + " --tasks cifar")
-    assert "--zeroshot-data" in refused(f"--checkpoint {checkpoints[0]} --out {tmp_path}/new.jsonl")
     assert "unrecognized arguments: --zero" in refused(good + " --zero 1")
 
 
