@@ -20,7 +20,8 @@ from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import kind_of, needs_index, trains
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.openclip.hosts import TASKS, host
+from training_ext.flags.resumed import divides_model
+from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
 
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",)}  # of names, by --dataset-type
@@ -35,7 +36,7 @@ class Given(Namespace):
         self.processes = processes
         self.trains = trains(args)
         self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
-        self.shards_model = host().loop == TASKS and self.fsdp and processes > 1
+        self.shards_model = divides_model(args, processes)
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
 
     @property
@@ -164,7 +165,8 @@ RULES = (
     ),
     Rule(
         "batch_size",
-        lambda run: run.uses_ext_loss and run.batch_size * run.accum_freq < least_pairs(run.loss),
+        lambda run: run.uses_ext_loss
+        and run.batch_size * run.accum_freq < factory.find_preset(run.loss).loss.least_pairs,  # type: ignore[union-attr]
         "{batch_size}; --loss {loss} needs more pairs per step in each process",
     ),
     Rule(
@@ -270,11 +272,6 @@ def check_rules(args: Namespace, processes: int) -> None:
     for rule in RULES:
         if rule.wrong(run):
             raise InputError(rule.text.format_map(vars(run)), flag_of(rule.flag))
-
-
-def least_pairs(name: str) -> int:
-    loss = factory.find_preset(name).loss
-    return 1 if loss is None else loss.least_pairs
 
 
 def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
