@@ -1,13 +1,10 @@
-"""Exact log-normalizers and the gradient of the global objective, over the whole data set.
-
-Log-normalizers (NeuCLIP, Eq. 1 and 9):
+"""Exact log-normalizers over the whole data set (NeuCLIP, Eq. 1 and 9):
 
     alpha_1i = log(eps + g_1i),    g_1i = mean over all j != i of exp(l(s_ij - s_ii) / tau_i)    image i as anchor
     alpha_2i = log(eps + g_2i),    g_2i = mean over all j != i of exp(l(s_ji - s_ii) / tau_i)    text i as anchor
 
-for a sample of anchors, as in NeuCLIP, Appendix B.6. `embedding_gradients` is the gradient (Eq. 2). Similarities are
-float32, each block is summed in float32, and the blocks in float64, relative to each anchor's largest exponent, so that
-no temperature overflows.
+for a sample of anchors, as in NeuCLIP, Appendix B.6. Similarities are float32, each block is summed in float32, and the
+blocks in float64, relative to each anchor's largest exponent, so that no temperature overflows.
 
 Shapes: n = pairs of the data set, k = anchors, d = embedding dimension. Values of both directions are stacked along the
 first axis, (2, k), images as anchors first. Embeddings are (n, d) float32 unit vectors: one tensor, or a sequence of
@@ -96,84 +93,6 @@ def block_width(chunk_mib: float, height: int) -> int:
     if chunk_mib * 2**18 < 1:
         raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
     return max(1, int(chunk_mib * 2**18) // height)
-
-
-@torch.no_grad()
-def embedding_gradients(
-    image: Embeddings,
-    text: Embeddings,
-    rows: Tensor,
-    alpha: Tensor,
-    tau: Tensor | float,
-    scale: Tensor | float | None = None,
-    surrogate: Surrogate | None = None,
-    intra_modal: bool = False,
-    device: torch.device | str | None = None,
-    chunk_mib: float = CHUNK_MIB,
-) -> Tensor:
-    """n times the gradient of the global objective in the embeddings of k pairs, (2, k, d) float64, images first.
-
-    This is NeuCLIP, Eq. 2 with respect to the embeddings instead of the encoders' weights. With
-
-        w_1ij = exp(l(s_ij - s_ii) / tau_1i - alpha_1i) l'(s_ij - s_ii)    image i as anchor, text j as negative
-        w_2ij = exp(l(s_ji - s_ii) / tau_2i - alpha_2i) l'(s_ji - s_ii)    text i as anchor, image j as negative
-
-    the gradient in image a's embedding e_1a is
-
-        n dF/de_1a = 1/(n - 1) sum_(j != a) [ w_1aj (e_2j - e_2a) - w_2aj e_2a + w_2ja e_2j ]
-
-    with image a as anchor, as text a's positive, and as a negative of all other texts; for texts, swap the modalities.
-
-    The n pairs may also be a batch, for which this is B times the gradient of its Eq. 4, with the estimates of its B
-    anchors as alpha. If alpha_i does not depend on the batch, a batch's gradient has the expectation of this function's
-    result over all n pairs with the same alpha_i; with the exact alpha_i it is the exact gradient.
-
-    Args:
-        image, text: the embeddings of the n >= 2 pairs.
-        rows: the k pairs, as rows of the data set, (k,) int64.
-        alpha: log-normalizers of all pairs as anchors, (2, n).
-        tau: temperatures > 0 of all pairs, 0-d or (2, n).
-        scale: factor of each log(eps + g_i) in the objective, 0-d or (2, n); None: tau, as in Eq. 1.
-        surrogate, intra_modal, device, chunk_mib: as in `exact_log_normalizers`.
-
-    Raises:
-        ValueError: shapes, rows, temperatures or `chunk_mib` do not fit; the message names the argument.
-    """
-    pairs = Pairs(image, text, device)
-    if tuple(alpha.shape) != (2, len(pairs)):
-        raise ValueError(f"alpha must be (2, {len(pairs)}); got {tuple(alpha.shape)}")
-    place = pairs.device
-    tau = _expanded(tau, len(pairs), place)
-    picked = Anchors(pairs, rows, tau[:, rows.to(place)], surrogate, intra_modal)
-    # The factors of a weight go into its exponent.
-    shift = alpha.to(place, torch.float32) + math.log((2 if intra_modal else 1) * (len(pairs) - 1))
-    if scale is not None:
-        shift = shift - (torch.as_tensor(scale, dtype=torch.float32).to(place) / tau).log()
-    own_tau, own_shift = (values[:, rows.to(place), None] for values in (tau, shift))
-
-    def weights(gaps: Tensor, tau: Tensor, shift: Tensor, own: tuple[Tensor, Tensor]) -> Tensor:
-        slope = picked.surrogate.slope(gaps)
-        found = picked.surrogate.value(gaps).div_(tau).sub_(shift).exp_().mul_(slope)
-        found[own] = 0
-        return found
-
-    gradients = torch.zeros(2, len(rows), pairs.dimension, dtype=torch.float64, device=place)
-    by_positive = torch.zeros(len(rows), dtype=torch.float64, device=place)
-    with full_precision():
-        for first, columns in pairs.chunks(block_width(chunk_mib, len(rows))):
-            here = slice(first, first + len(columns[0]))
-            own = picked.own_places(first, len(columns[0]))
-            positives = (columns[0] * columns[1]).sum(dim=1)
-            for side, other in picked.sides:
-                similarities = picked.embeddings[side] @ columns[other].T
-                gaps = similarities - picked.positives[:, None]
-                as_anchors = weights(gaps, own_tau[side], own_shift[side], own)
-                as_negatives = weights(similarities - positives, tau[other, here], shift[other, here], own)
-                gradients[side] += (as_anchors + as_negatives) @ columns[other]
-                by_positive += as_anchors.sum(dim=1)
-    for gradient, partner in zip(gradients, reversed(picked.embeddings), strict=True):
-        gradient.sub_(by_positive[:, None] * partner)
-    return gradients
 
 
 @torch.no_grad()

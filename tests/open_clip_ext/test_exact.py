@@ -1,6 +1,5 @@
 """The true log-normalizers against the papers' equations in plain float64 loops, and the minibatch estimates."""
 
-import itertools
 import math
 
 import pytest
@@ -11,7 +10,6 @@ from torch.nn.functional import normalize
 
 from open_clip_ext.diagnostics.embeddings import Pairs
 from open_clip_ext.diagnostics.exact import (
-    embedding_gradients,
     exact_log_normalizers,
     group_size,
     minibatch_log_normalizers,
@@ -160,52 +158,6 @@ def test_rows_are_taken_from_blocks_in_any_order():
         pairs.take(torch.tensor([10]))
 
 
-def objective(image, text, tau, scale, surrogate, both=False):
-    """n times NeuCLIP's Eq. 1 without rho, 0-d float64; tau and scale (2, n)."""
-    total = 0.0
-    for i in range(len(image)):
-        for side, (own, others) in enumerate([(image, text), (text, image)]):
-            negatives = [others[j] for j in range(len(image)) if j != i]
-            negatives += [own[j] for j in range(len(image)) if j != i and both]
-            gaps = torch.stack([torch.dot(own[i], other) for other in negatives]) - torch.dot(own[i], others[i])
-            total = total + scale[side, i] * torch.log(EPS + (surrogate(gaps) / tau[side, i]).exp().mean())
-    return total
-
-
-@pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(margin=0.3, margin_power=2.0)])
-def test_the_exact_gradient_is_that_of_the_objective(surrogate, both):
-    image, text = embeddings(12, noise=1.0)
-    generator = torch.Generator().manual_seed(1)
-    tau, scale = 0.05 + torch.rand(2, 12, generator=generator), torch.rand(2, 12, generator=generator)
-    leaves = [side.double().requires_grad_() for side in (image, text)]
-    plain = (lambda gap: gap) if isinstance(surrogate, Identity) else (lambda gap: (gap + 0.3).clamp(min=0) ** 2)
-    expected = torch.stack(torch.autograd.grad(objective(*leaves, tau, scale, plain, both), leaves))
-    alpha = exact_log_normalizers(image, text, torch.arange(12), tau, surrogate, intra_modal=both)
-    rows = torch.tensor([11, 0, 5, 6])
-    blocks = [tuple(side.tensor_split(2)) for side in (image, text)]
-    # Blocks of 5 columns divide neither the rows nor the blocks.
-    found = embedding_gradients(*blocks, rows, alpha, tau, scale, surrogate, both, chunk_mib=20 / 2**18)
-    torch.testing.assert_close(found, expected[:, rows], rtol=0, atol=2e-5 * expected.abs().max().item())
-
-
-def test_a_batch_of_true_normalizers_has_the_exact_gradient_in_expectation():
-    """Over all batches of 4 of 12 pairs that hold a row; the minibatch's own normalizers do not."""
-    image, text = embeddings(12, noise=1.0)
-    everyone, tau = torch.arange(12), 0.2
-    alpha = exact_log_normalizers(image, text, everyone, tau)
-    exact = embedding_gradients(image, text, everyone, alpha, tau)
-    sums = {name: torch.zeros_like(exact) for name in ("true", "minibatch")}
-    for places in map(torch.tensor, itertools.combinations(range(12), 4)):
-        pairs, four = (image[places], text[places]), torch.arange(4)
-        sums["true"][:, places] += embedding_gradients(*pairs, four, alpha[:, places], tau)
-        own = exact_log_normalizers(*pairs, four, tau)
-        sums["minibatch"][:, places] += embedding_gradients(*pairs, four, own, tau)
-    with_row = math.comb(11, 3)
-    bias = {name: float((total / with_row - exact).norm() / exact.norm()) for name, total in sums.items()}
-    assert bias["true"] < 1e-5 and bias["minibatch"] > 0.1
-
-
 @pytest.mark.parametrize(
     "change, error, message",
     [
@@ -232,5 +184,3 @@ def test_a_chunk_of_nothing_is_refused():
     image, text = embeddings(4)
     with pytest.raises(ValueError, match="chunk_mib"):
         exact_log_normalizers(image, text, torch.arange(4), 0.1, chunk_mib=0)
-    with pytest.raises(ValueError, match="chunk_mib"):
-        embedding_gradients(image, text, torch.arange(4), torch.zeros(2, 4), 0.1, chunk_mib=0)

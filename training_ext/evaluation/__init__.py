@@ -1,1 +1,1 @@
-"""Zero-shot evaluation of checkpoints: the DataComp tasks, and classification of the user's own classes."""
+"""Zero-shot evaluation of checkpoints: the DataComp tasks, and the user's own classes and pairs."""

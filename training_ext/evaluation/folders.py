@@ -39,7 +39,7 @@ class Sample:
         place: its file, for error messages.
         image: contents of the image file.
         target: class number, list of captions, or for several labels (C,) of 0 and 1.
-        fields: contents of its .npy, (columns,) int64, or None.
+        fields: contents of its .npy, (columns,) int64, or None; in `PairShards` the digest of the image.
     """
 
     place: str

@@ -7,18 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def top_k_accuracy(ranked: NDArray, labels: NDArray, k: int) -> float:
-    """Fraction of the samples whose label is among the first k predictions.
+def is_among(ranked: NDArray, labels: NDArray, k: int) -> NDArray:
+    """Whether each label is among the first k predictions, (N,) float64 of 0 and 1.
 
     Args:
         ranked: (N, at least k) classes, the best prediction first.
         labels: (N,).
     """
-    return float(is_among(ranked, labels, k).mean())
-
-
-def is_among(ranked: NDArray, labels: NDArray, k: int) -> NDArray:
-    """Whether each label is among the first k predictions, (N,) float64 of 0 and 1."""
     return (ranked[:, :k] == labels[:, None]).any(axis=1).astype(np.float64)
 
 

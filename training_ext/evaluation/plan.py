@@ -8,11 +8,12 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
+from training_ext.evaluation.arguments import numbers
 from training_ext.evaluation.folders import Source
 from training_ext.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
 from training_ext.evaluation.results import Results
 from training_ext.evaluation.scores import open_task
-from training_ext.evaluation.tasks import DATACOMP, OWN, Task, own_task, read_tasks
+from training_ext.evaluation.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 from training_ext.openclip.machine import check_device, check_writable
 
 LINES = ".jsonl"
@@ -27,16 +28,21 @@ class Column:
         checkpoint: its weights.
         results: its file of results; only process 0 writes it.
         todo: the tasks to evaluate.
-        stale: the tasks that are not to be evaluated, though their data or definition have changed.
     """
 
     checkpoint: Checkpoint
     results: Results
     todo: list[Task] = field(default_factory=list)
-    stale: list[Task] = field(default_factory=list)
 
     def confusion_path(self, name: str) -> str:
         return f"{self.results.path.removesuffix(LINES)}-{name}.png"
+
+    def lacks(self, task: Task, digest: str) -> bool:
+        """Whether a task has no result, or one of other data, or lacks its picture."""
+        row = self.results.rows.get(task.key)
+        if row is None or row.data != digest:
+            return True
+        return task.kind == OWN and not os.path.exists(self.confusion_path(task.name))
 
 
 @dataclass
@@ -66,24 +72,26 @@ def check(args: Namespace) -> Plan:
         if (value := getattr(args, setting)) < least:
             raise InputError(f"{value} is out of range; it must be at least {least}", flag_of(setting))
     check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
-    if args.data is None and args.zeroshot_data is None:
-        raise InputError("is missing, and there is nothing to evaluate on; give it, or --zeroshot-data", "--data")
+    if args.data is args.zeroshot_data is args.val_data is None:
+        what = "is missing, and there is nothing to evaluate on; give it, --zeroshot-data or --val-data"
+        raise InputError(what, "--data")
     if args.data is None and args.tasks:
         raise InputError(
             f"{' '.join(args.tasks)} has no effect without --data; give the folder of the tasks", "--tasks"
         )
     columns = [Column(one, Results(out, about(args, one))) for one, out in find_checkpoints(args)]
     name, tasks, wanted, folders = (DATACOMP, [], [], {}) if args.data is None else find_tasks(args)
-    if args.zeroshot_data is not None:
-        own = own_task(args.zeroshot_data)
-        wanted, folders = [*wanted, own], folders | {own.key: args.zeroshot_data}
-    sources = {task.key: open_task(task, folders[task.key]) for task in wanted}
-    for source in sources.values():
+    for path, kind in ((args.zeroshot_data, OWN), (args.val_data, OWN_PAIRS)):
+        if path is not None:
+            own = own_task(path, kind)
+            wanted, folders = [*wanted, own], folders | {own.key: path}
+    for task in wanted:
+        source = open_task(task, folders[task.key], args)
         source.warn()
-    digests = {task.key: digest_of(task, sources[task.key]) for task in wanted}
-    for column in columns:
-        column.todo = [task for task in wanted if is_to_do(task, column, sources[task.key], digests[task.key])]
-        column.stale = [task for task in tasks if task not in wanted and is_stale(task, column.results, folders)]
+        digest = digest_of(task, source)
+        for column in columns:
+            if column.lacks(task, digest):
+                column.todo.append(task)
     return Plan(columns, name, tasks, folders)
 
 
@@ -119,12 +127,7 @@ def alphas_of(args: Namespace) -> list[float]:
     if len(args.checkpoint) > 1:
         raise InputError(f"{len(args.checkpoint)} files with --interpolate; give one, the end", "--checkpoint")
     text = ALPHAS if args.alphas is None else args.alphas
-    try:
-        alphas = [float(word) for word in text.split(",")]
-    except ValueError:
-        alphas = [-1.0]
-    if not all(0 <= alpha <= 1 for alpha in alphas):
-        raise InputError(f"{text!r} must be numbers in [0, 1] with commas between them, such as {ALPHAS}", "--alphas")
+    alphas = numbers(text, float, "--alphas", f"numbers in [0, 1], such as {ALPHAS}", lambda one: 0 <= one <= 1)
     if (path := args.save_best) is not None:
         if not path.endswith(".pt") or os.path.isdir(path):
             raise InputError(f"{path!r} must be a file whose name ends in .pt", "--save-best")
@@ -165,31 +168,4 @@ def find_tasks(args: Namespace) -> tuple[str, list[Task], list[Task], dict[str, 
 
 def digest_of(task: Task, source: Source) -> str:
     """Digest of a data set and of what its task measures."""
-    return source.digest() if task.kind == OWN else f"{task.digest()}-{source.digest()}"
-
-
-def is_to_do(task: Task, column: Column, source: Source, digest: str) -> bool:
-    """Whether a task has no result, or one of other data, or lacks its picture.
-
-    Raises:
-        InputError: the result is of the user's own classes in another folder with the same name.
-    """
-    row = column.results.rows.get(task.key)
-    if row is None or task.kind != OWN:
-        return row is None or row.data != digest
-    if row.data != digest and row.folder != os.path.abspath(source.folder):
-        raise source.wrong(
-            f"{source.folder!r} has the name of {row.folder!r}, whose result is in {column.results.path!r}; "
-            "choose another --out, or rename the folder"
-        )
-    return row.data != digest or not os.path.exists(column.confusion_path(task.name))
-
-
-def is_stale(task: Task, found: Results, folders: dict[str, str]) -> bool:
-    """Whether a result that is not evaluated now is of other data, or of another definition of its task."""
-    if task.key not in found.rows or task.key not in folders:
-        return False
-    try:
-        return found.rows[task.key].data != digest_of(task, open_task(task, folders[task.key]))
-    except InputError:
-        return True
+    return f"{task.digest()}-{source.digest()}" if task.main_metric else source.digest()

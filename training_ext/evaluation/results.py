@@ -8,8 +8,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import locked_folder, whole_file
-from training_ext.evaluation.aggregates import averages
-from training_ext.evaluation.tasks import Task
+from training_ext.evaluation.tasks import Task, averages
 from training_ext.openclip.loading import one_line
 
 
@@ -22,7 +21,6 @@ class Row:
         metrics: by DataComp's names; `main_metric` is the score, None to keep it out of the averages.
         samples: number of samples.
         data: digest of the data set and of what the task measures.
-        folder: absolute path of the data set, for the user's own classes.
     """
 
     key: str
@@ -30,7 +28,6 @@ class Row:
     metrics: dict[str, Any]
     samples: int
     data: str
-    folder: str | None = None
 
 
 class Results:
@@ -58,10 +55,7 @@ class Results:
             with open(self.path, encoding="utf-8") as file:
                 lines = [json.loads(line) for line in file if line.strip()]
             rows = [
-                Row(
-                    line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"],
-                    line.get("folder"),
-                )
+                Row(line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"])
                 for line in lines
             ]
             others = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
@@ -83,8 +77,7 @@ class Results:
             with whole_file(self.path, text=True) as file:
                 for row in self.rows.values():
                     line = {"key": row.key, "dataset": row.name, "metrics": row.metrics, **self.about}
-                    line |= {"samples": row.samples, "data": row.data} | ({"folder": row.folder} if row.folder else {})
-                    file.write(json.dumps(line) + "\n")
+                    file.write(json.dumps(line | {"samples": row.samples, "data": row.data}) + "\n")
 
     def scores(self) -> dict[str, float]:
         """Scores in [0, 1] by task key, without those that are kept out of the averages."""

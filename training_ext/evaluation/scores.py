@@ -1,5 +1,6 @@
 """Compute a task's metrics, under DataComp's names."""
 
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,15 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import RECALLS, retrieval_ranks
+from training_ext.core.metrics import standard_error
 from training_ext.evaluation import metrics
 from training_ext.evaluation.class_folders import open_own_classes
 from training_ext.evaluation.folders import Candidates, Shards, Source
 from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.tasks import OWN, Task
+from training_ext.evaluation.pairs import open_pairs
+from training_ext.evaluation.tasks import OWN, OWN_PAIRS, Task
 
+NO_FLAGS = Namespace()
 RANKED = 5  # top classes kept for each sample, or more if a task asks for them
 
 
@@ -25,7 +29,7 @@ class Score:
     """The result of a task.
 
     Args:
-        metrics: in [0, 1]; `main_metric` is the score, None for the user's own classes.
+        metrics: in [0, 1]; `main_metric` is the score, None for the user's own data.
         samples: number of samples.
         confusion: matrix (C, C) of counts for the user's own classes: row the class, column the prediction.
     """
@@ -35,12 +39,17 @@ class Score:
     confusion: NDArray | None = None
 
 
-def open_task(task: Task, folder: str) -> Source:
+def open_task(task: Task, folder: str, args: Namespace = NO_FLAGS) -> Source:
     """Open the data set of a task.
+
+    Args:
+        args: the command's flags, of which `--val-data` and the names of its columns are used.
 
     Raises:
         InputError: the folder is incomplete, or not of the task's kind.
     """
+    if task.kind == OWN_PAIRS:
+        return open_pairs(args)
     if task.kind == OWN:
         return open_own_classes("--zeroshot-data", folder)
     if task.kind == "winogavil":
@@ -67,7 +76,7 @@ def score(encoder: Encoder, task: Task, source: Source) -> Score | None:
     if found is None:
         return None
     main = found.metrics.get(task.main_metric)
-    if main is None and task.kind != OWN:
+    if main is None and task.main_metric:
         raise source.wrong(
             f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(found.metrics)}"
         )
@@ -94,11 +103,11 @@ def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
     if several:
         return Score({"mean_average_precision": metrics.mean_average_precision(answers, labels)}, len(labels))
     predicted, number = answers[:, 0], len(source.classes)
-    accuracy = metrics.top_k_accuracy(answers, labels, 1)
+    accuracy = float(metrics.is_among(answers, labels, 1).mean())
     recall = metrics.mean_per_class_recall(predicted, labels)
     found: dict[str, Any] = {
         "acc1": accuracy,
-        "acc5": metrics.top_k_accuracy(answers, labels, 5) if number >= 5 else None,
+        "acc5": float(metrics.is_among(answers, labels, 5).mean()) if number >= 5 else None,
         "mean_per_class_recall": recall,
     }
     if task.macro:
@@ -140,7 +149,7 @@ def group_metrics(task: Task, right: NDArray, fields: Sequence[NDArray | None], 
 
 
 def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
-    """Recalls in both directions, under clip_benchmark's names; any of an image's texts counts."""
+    """Recalls in both directions with standard errors, under clip_benchmark's names; any of an image's texts counts."""
 
     def answer(features: Tensor, captions: Sequence[list[str]]) -> Iterable[tuple[NDArray, NDArray]]:
         texts = encoder.embed_texts([caption for own in captions for caption in own]).cpu()
@@ -151,12 +160,19 @@ def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
     if columns is None:
         return None
     image, text = (list(map(torch.from_numpy, own)) for own in zip(*columns[2], strict=True))
-    of = torch.arange(len(text)).repeat_interleave(torch.tensor([len(own) for own in text]))
-    images, texts = retrieval_ranks(torch.stack(image), torch.cat(text), of)
+    # The same file in several samples of own shards is one image.
+    keys = [number if own is None else bytes(own) for number, own in enumerate(columns[1])]
+    first = {key: number for number, key in reversed(list(enumerate(keys)))}
+    place = {key: place for place, key in enumerate(first)}
+    of = torch.tensor([place[key] for key in keys]).repeat_interleave(torch.tensor([len(own) for own in text]))
+    images, texts = retrieval_ranks(torch.stack([image[number] for number in first.values()]), torch.cat(text), of)
     found: dict[str, Any] = {}
-    for k in RECALLS:
-        found |= {f"image_retrieval_recall@{k}": texts.recall(k), f"text_retrieval_recall@{k}": images.recall(k)}
-    return Score(found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(image))
+    for name, ranks, number in (("image", texts, len(of)), ("text", images, len(first))):
+        for k in RECALLS:
+            recall = ranks.recall(k)
+            found[f"{name}_retrieval_recall@{k}"] = recall
+            found[f"{name}_retrieval_recall@{k}_error"] = standard_error(recall, number)
+    return Score(found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(first))
 
 
 def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:

@@ -1,17 +1,18 @@
-"""The tables of tasks: DataComp's 38, or those in a folder's tasks.json; and the task of the user's own classes."""
+"""The tables of tasks: DataComp's 38, or those in a folder's tasks.json; the averages over them as DataComp and the
+papers define them; and the tasks of the user's own data."""
 
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_origin
 
 from open_clip_ext.errors import InputError
 
 TASKS_FILE = "tasks.json"
 DATACOMP = "DataComp"
-OWN = "zeroshot-data"
+OWN, OWN_PAIRS = "zeroshot-data", "val-data"  # kinds of the user's own data, after their flags
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,11 @@ class Task:
         key: DataComp's key, under which results are kept.
         name: DataComp's name; unique, too.
         size: number of samples, or of instances of WinoGAViL; None if it is not known.
-        main_metric: the metric that is the score, one of the names in `scores`.
+        main_metric: the metric that is the score, one of the names in `scores`; "" for the user's own data, which no
+            average includes.
         folders: names of its folder, see `folder_names`; derived from the key if empty.
-        kind: "classification" (of one label or several, as its folder says), "retrieval", "winogavil", or `OWN`.
+        kind: "classification" (of one label or several, as its folder says), "retrieval", "winogavil", `OWN` or
+            `OWN_PAIRS`.
         fields: names of the columns of each sample's .npy.
         group_by: the fields by whose groups accuracy is reported.
         top_k: the k of that top-k accuracy.
@@ -54,10 +57,10 @@ class Task:
         return hashlib.sha256(repr(measured).encode()).hexdigest()[:16]
 
 
-def own_task(folder: str) -> Task:
-    """The task of the user's own classes in a folder; it has no score that averages include."""
-    name = os.path.basename(os.path.abspath(folder))
-    return Task(f"{OWN}/{name}", name, main_metric="", kind=OWN)
+def own_task(path: str, kind: str = OWN) -> Task:
+    """The task of the user's own classes or pairs."""
+    name = os.path.basename(os.path.abspath(path))
+    return Task(f"{kind}/{name}", name, main_metric="", kind=kind)
 
 
 PER_CLASS = "mean_per_class_recall"
@@ -114,18 +117,6 @@ DATACOMP_TASKS = (
 )
 
 
-# What a field of this type accepts in tasks.json, and the words for it.
-ACCEPTED: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    str: (lambda value: isinstance(value, str) and value != "", "a text"),
-    int: (lambda value: type(value) is int and value > 0, "an integer of at least 1"),
-    int | None: (lambda value: value is None or type(value) is int and value > 0, "an integer of at least 1 or null"),
-    bool: (lambda value: isinstance(value, bool), "true or false"),
-    tuple[str, ...]: (
-        lambda value: isinstance(value, tuple) and all(isinstance(one, str) for one in value), "a list of texts"
-    ),
-}
-
-
 def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     """Name and tasks of the table: that of FOLDER/tasks.json if it exists, else DataComp's.
 
@@ -161,8 +152,52 @@ def task_of(row: dict[str, Any]) -> Task:
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     task = Task(**given)
     for field in fields(Task):
-        value = getattr(task, field.name)
-        is_accepted, words = ACCEPTED[field.type]
-        if not is_accepted(value):
-            raise ValueError(f"{field.name} of {task.key!r} is {value!r}, not {words}")
+        kind: Any = tuple if get_origin(field.type) is tuple else field.type
+        if not isinstance(getattr(task, field.name), kind):
+            raise ValueError(f"{field.name} of {task.key!r} is {getattr(task, field.name)!r}, not {kind}")
     return task
+
+
+SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
+VTAB = tuple(
+    f"vtab/{name}"
+    for name in (
+        "caltech101", "cifar100", "clevr_count_all", "clevr_closest_object_distance", "dtd", "eurosat",
+        "kitti_closest_vehicle_distance", "flowers", "pets", "pcam", "resisc45", "svhn",
+    )
+) + ("sun397",)
+PAIRS = ("retrieval/flickr_1k_test_image_text_retrieval", "retrieval/mscoco_2014_5k_test_image_text_retrieval")
+
+
+def aggregates(table: str, tasks: Sequence[Task]) -> dict[str, tuple[str, ...]]:
+    """By name the keys of the tasks that each average is over: those of DataComp and the papers, or one over all tasks
+    of another table."""
+    every = tuple(task.key for task in tasks)
+    if table != DATACOMP:
+        return {f"{table}: average of {len(every)}": every}
+    return {
+        "Papers and DataComp: average of 38": every,
+        "Papers: ImageNet & variants": ("imagenet1k", *SHIFTS),
+        "Papers: retrieval (Flickr, MSCOCO)": PAIRS,
+        "DataComp: ImageNet": ("imagenet1k",),
+        "DataComp: ImageNet dist. shifts": SHIFTS,
+        "DataComp: VTAB": VTAB,
+        "DataComp: retrieval (and WinoGAViL)": (*PAIRS, "misc/winogavil"),
+    }
+
+
+def averages(table: str, tasks: Sequence[Task], scores: Sequence[Mapping[str, float]]) -> list[tuple[str, list[float]]]:
+    """Name and values of each average, over the tasks that all of `scores` have, so that the values compare.
+
+    The name of one over fewer tasks says how many there are; one over none is left out.
+
+    Args:
+        scores: of each checkpoint, by task key, in [0, 1].
+    """
+    found = []
+    for name, keys in aggregates(table, tasks).items():
+        there = [key for key in keys if all(key in own for own in scores)]
+        if there:
+            part = "" if len(there) == len(keys) else f"[{len(there)} of {len(keys)} tasks] "
+            found.append((part + name, [sum(own[key] for key in there) / len(there) for own in scores]))
+    return found

@@ -1,7 +1,10 @@
 """What a report reads: the checkpoint, its model and loss, and the data."""
 
+import hashlib
+import json
 import math
 import os
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,15 +16,16 @@ from torch import Tensor
 from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from open_clip_ext.losses import AmorLIPLoss, GlobalContrastiveLoss
-from open_clip_ext.options import flag_of
+from open_clip_ext.losses import GlobalContrastiveLoss
+from open_clip_ext.recovery import digest_of
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.core.shards import Shards, find_shards, is_local, local_path, shard_urls
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
+from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
-from training_ext.openclip.machine import check_device, world_info
+from training_ext.openclip.machine import check_device, check_writable, world_info
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -82,113 +86,110 @@ class Saved:
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
         folder = row_folders.folder_of(self.path, self.entry.get("rows"), "--checkpoint")
         row_folders.load_state(loss, self.entry["state"], folder, self.path, "--checkpoint")
-        loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))  # for gamma of the next step
+        loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))
         return loss.eval()
 
 
 @dataclass
-class Job:
-    """What process 0 has checked and sends to all.
+class Data:
+    """The train data.
 
     Args:
-        rows: the rows of the train data, as the training finds them.
-        shards: the shards of the train data, or None if they are not in shards.
-        trained_with: the training's global batch size.
-        sizes: batch sizes of the minibatch estimates.
+        rows: as the training finds them.
+        shards: those of a webdataset, also of a loss that does not need their sizes; else None.
     """
 
     rows: DataRows
     shards: Shards | None
-    trained_with: int
-    sizes: list[int]
 
     @property
     def num_rows(self) -> int:
         return self.rows.num_rows if self.shards is None else self.shards.num_rows
 
+    @classmethod
+    def find(cls, options: Namespace, args: Namespace) -> "Data":
+        in_shards = kind_of(args, args.train_data) == "webdataset"
+        looks = not in_shards or args.train_num_samples is None or needs_index(args)
+        args.shard_sizes = options.shard_sizes if looks else None
+        rows = find_rows(args)
+        if rows.shards is not None or not in_shards:
+            return cls(rows, rows.shards)
+        return cls(rows, find_shards(args.train_data, options.shard_sizes, max_bad=args.max_bad_samples))
 
-def check(options: Namespace, args: Namespace, saved: Saved) -> Job:
-    """Check the command line against the checkpoint and the data.
+    def files(self, args: Namespace) -> list[list[int]]:
+        """Size and modification time, in ns, of the csv or of each local shard.
+
+        The digest by which a training resumes has neither: there moved images and repaired shards are the same data.
+        """
+        # Of a csv a plain name is taken as it is; a URL such as file:/data/0.tar names a file, too.
+        given = args.train_data or ""
+        plain = given if os.path.exists(given) else local_path(given)
+        paths = [plain] if self.shards is None else map(local_path, self.shards.urls)
+        found = [os.stat(path) for path in paths if path and os.path.exists(path)]
+        return [[file.st_size, file.st_mtime_ns] for file in found]
+
+
+def training_batch(args: Namespace) -> int:
+    """The training's global batch size."""
+    return args.batch_size * args.accum_freq * world_info()[2]
+
+
+def batch_sizes(options: Namespace, args: Namespace, num_rows: int) -> list[int]:
+    """Batch sizes of the minibatch estimates; InputError if a given one does not fit `num_rows`."""
+    if options.batch_sizes is None:
+        return [size for size in sorted({*BATCH_SIZES, training_batch(args)}) if 2 <= size <= num_rows]
+    for size in options.batch_sizes:
+        if not 2 <= size <= num_rows:
+            raise InputError(f"{size} is out of range; it must be from 2 to the {num_rows} rows", "--batch-sizes")
+    return list(options.batch_sizes)
+
+
+def check(options: Namespace, args: Namespace) -> Data:
+    """Check the command line against the checkpoint and the data, on process 0.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
+    saved = Saved.read(options.checkpoint)
     check_device(args)
+    check_writable("--out", options.out)
     if not trains(args):
         raise InputError("is missing, and the report needs it; repeat the flags of the training", "--train-data")
-    if args.horovod:
-        raise InputError("the report runs under torch.distributed only; use torchrun", "--horovod")
-    if args.loss is not None and issubclass(factory.find_preset(args.loss).loss or object, AmorLIPLoss):
+    if args.uses_ext_loss and not has_report(args):
         raise InputError(
-            f"the networks of {args.loss!r} predict a partition function that depends on the batch size, so "
-            "there is no exact value over all data; give a checkpoint of another loss",
-            "--loss",
+            f"the normalizers of this training with {args.loss!r} are not sums over all pairs, as with amorlip, "
+            "--reference-gap, --same-key and --same-caption; give a checkpoint of another",
+            "--checkpoint",
         )
-    if args.uses_ext_loss and getattr(args, "reference_gap", None):
-        raise InputError(
-            f"the normalizers of {args.loss!r} also depend on the reference model, and the report has the "
-            "checkpoint's embeddings only; give a checkpoint of another loss",
-            "--loss",
-        )
-    for name in ("same_key", "same_caption"):
-        if args.uses_ext_loss and getattr(args, name):
-            raise InputError(
-                "the normalizers of this training leave out pairs of equal keys, and the report sums over all; "
-                "give a checkpoint of a training without it",
-                flag_of(name),
-            )
     if args.batch_size < 1:
         raise InputError(f"{args.batch_size} is out of range; it must be at least 1", "--batch-size")
-    rows, shards = find_all_rows(options, args)
+    data = Data.find(options, args)
     if saved.entry is None and saved.epoch is None and args.uses_ext_loss:  # as the best.pt of --keep-best
         raise InputError(
             f"{saved.path!r} has weights only, without the state of --loss {args.loss}; give a file of checkpoints/",
             "--checkpoint",
         )
     instead = "repeat the flags of its training"
-    checkpoint.check_entry(saved.entry, saved.path, args, rows, flag="--checkpoint", instead=instead)
+    checkpoint.check_entry(saved.entry, saved.path, args, data.rows, flag="--checkpoint", instead=instead)
     if saved.entry is not None:
         row_folders.check(saved.path, saved.entry.get("rows"), saved.entry["state"], "--checkpoint")
-    job = Job(rows, shards, args.batch_size * args.accum_freq * world_info()[2], [])
-    if job.num_rows < 2:
-        raise InputError(f"{job.num_rows} row has no negatives; at least 2 are needed", "--train-data")
-    if options.batch_sizes is None:
-        job.sizes = [size for size in sorted({*BATCH_SIZES, job.trained_with}) if 2 <= size <= job.num_rows]
-    else:
-        job.sizes = options.batch_sizes
-    for size in job.sizes:
-        if not 2 <= size <= job.num_rows:
-            raise InputError(f"{size} is out of range; it must be from 2 to the {job.num_rows} rows", "--batch-sizes")
-    if options.gradient_batches > 0 and not job.sizes:
-        raise InputError(f"is empty, but --gradient-batches {options.gradient_batches} needs a size", "--batch-sizes")
-    if os.path.exists(options.out) and not os.path.isdir(options.out):
-        raise InputError(f"{options.out!r} is a file; give a folder", "--out")
-    return job
+    batch_sizes(options, args, data.num_rows)
+    return data
 
 
-def find_all_rows(options: Namespace, args: Namespace) -> tuple[DataRows, Shards | None]:
-    """The rows as the training finds them, and the shards, even if the training's loss does not read their sizes."""
-    in_shards = kind_of(args, args.train_data) == "webdataset"
-    looks = not in_shards or args.train_num_samples is None or needs_index(args)
-    args.shard_sizes = options.shard_sizes if looks else None
-    rows = find_rows(args)
-    if rows.shards is not None or not in_shards:
-        return rows, rows.shards
-    return rows, find_shards(args.train_data, options.shard_sizes, max_bad=args.max_bad_samples)
-
-
-def files_of(args: Namespace, shards: Shards | None) -> list[list[int]]:
-    """Size and modification time, in ns, of the csv or of each local shard.
-
-    The digest by which a training resumes has neither: there moved images and repaired shards are the same data. Here
-    other images under the same names must not get the embeddings of the old ones.
-    """
-    # Of a csv a plain name is taken as it is; a URL such as file:/data/0.tar names a file, too.
-    given = args.train_data or ""
-    plain = given if os.path.exists(given) else local_path(given)
-    paths = [plain] if shards is None else [local_path(url) for url in shards.urls]
-    found = [os.stat(path) for path in paths if path and os.path.exists(path)]
-    return [[file.st_size, file.st_mtime_ns] for file in found]
+def embeddings_digest(args: Namespace, data: Data, saved: Saved, transform: Any) -> str:
+    """Digest of all that the embeddings depend on, 16 hex digits; not of the images of a csv."""
+    captions = ("captions_field", "several_captions", "csv_img_key", "csv_caption_key")
+    key = {
+        "weights": digest_of(saved.weights),
+        "data": data.rows.digest if data.shards is None else data.shards.digest,
+        "files": data.files(args),
+        "flags": {name: getattr(args, name, None) for name in ("model", "precision", *MODEL_FLAGS, *captions)},
+        "seed": args.seed if args.captions_field or args.several_captions else None,  # which draws among several
+        # In words: before OpenCLIP 3.3 it contains a function, with its address.
+        "transform": re.sub(r" at 0x[0-9a-f]+", "", str(transform)),
+    }
+    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def default_folder(path: str) -> str:

@@ -1,7 +1,7 @@
-"""The global objective of a checkpoint's loss over embedded pairs: its log-normalizers and its gradient."""
+"""The log-normalizers of a checkpoint's loss over embedded pairs: true ones, minibatch estimates and its own."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,63 +9,53 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch, log_mean_of_directions
 from open_clip_ext.diagnostics import exact
-from open_clip_ext.diagnostics.embeddings import Embeddings, Pairs
+from open_clip_ext.diagnostics.embeddings import Pairs, full_precision
 from open_clip_ext.losses import GlobalContrastiveLoss
-from open_clip_ext.surrogates import Identity, Surrogate
+from open_clip_ext.normalizers import Queue
+from open_clip_ext.surrogates import Identity
 from training_ext.report.embeddings import Embedded
 
 EPS = 1e-14  # for losses that have none
 AT_ONCE = 4096  # pairs whose temperatures are looked up together
+ESTIMATED_AT_ONCE = 1024  # anchors
 
 
-@dataclass
 class Objective:
-    """The global objective of n pairs.
+    """The global objective over all embedded pairs; for losses without parts (None) that of NeuCLIP's Eq. 1.
+
+    Shapes: n = embedded pairs, k = anchors. Log-normalizers are (2, k), images as anchors first. With
+    `--negatives views` all of them are those of a pair, the log of the mean of g over its two directions.
 
     Args:
-        image, text: unit embeddings of the pairs, (n, d), in one tensor or in blocks.
-        index: their rows in the data set, (n,).
-        tau, scale: temperatures, and the factors of log(eps + g_i), 0-d or (2, n), on the device that computes.
-        surrogate, eps, intra_modal, one_per_pair: as in the loss. With `one_per_pair` all log-normalizers are those of
-            a pair, the log of the mean of g over its two directions.
+        tau: the checkpoint's temperature, 0-d, on the device that computes.
+
+    Attributes:
+        tau: temperatures, 0-d or (2, n).
     """
 
-    image: Embeddings
-    text: Embeddings
-    index: Tensor
-    tau: Tensor
-    scale: Tensor
-    surrogate: Surrogate
-    eps: float = EPS
-    intra_modal: bool = False
-    one_per_pair: bool = False
-
-    @classmethod
-    def of(cls, loss: GlobalContrastiveLoss | None, embedded: Embedded, tau: Tensor) -> "Objective":
-        """The objective over all embedded rows; for losses without parts (None) that of NeuCLIP's Eq. 1.
-
-        Args:
-            tau: the checkpoint's temperature, 0-d, on the device that computes.
-        """
-        image, text, index = embedded.image, embedded.text, embedded.rows
-        if loss is None:
-            return cls(image, text, index, tau, tau, Identity())
-        parts: list[Tensor] = []
-        for first, (images, texts) in Pairs(image, text, tau.device).chunks(AT_ONCE):
-            batch = Batch.of_process(images, texts, tau, index[first : first + len(images)].to(tau.device))
-            parts.append(loss.temperature.taus(tau, loss.temperature.lookup(batch)))
-            if parts[0].dim() == 0:
-                break
-        taus = torch.cat(parts, dim=1) if parts[0].dim() else parts[0]
-        scale = loss.temperature.scale(taus)
-        return cls(image, text, index, taus, scale, loss.surrogate, loss.eps, loss.intra_modal, loss.one_per_pair)
+    def __init__(self, loss: GlobalContrastiveLoss | None, embedded: Embedded, tau: Tensor):
+        self.loss = loss
+        self.index = embedded.rows
+        self.pairs = Pairs(embedded.image, embedded.text, tau.device)
+        self.blocks = embedded.image, embedded.text
+        self.surrogate = Identity() if loss is None else loss.surrogate
+        self.eps = EPS if loss is None else loss.eps
+        self.tau = tau
+        if loss is not None:
+            parts: list[Tensor] = []
+            for first, (images, texts) in self.pairs.chunks(AT_ONCE):
+                batch = Batch.of_process(images, texts, tau, self.index[first : first + len(images)].to(tau.device))
+                parts.append(loss.temperature.taus(tau, loss.temperature.lookup(batch)))
+                if parts[0].dim() == 0:
+                    break
+            self.tau = torch.cat(parts, dim=1) if parts[0].dim() else parts[0]
 
     def tau_of(self, places: Tensor) -> Tensor:
         """Temperatures of the pairs at `places` (k,), (2, k), or 0-d if there is only one."""
         return self.tau[:, places] if self.tau.dim() else self.tau
 
     def exact(self, places: Tensor, tau: Tensor | None = None, **more: Any) -> Tensor:
-        """Exact log-normalizers of the pairs at `places`, (2, k) float64, see `exact.exact_log_normalizers`.
+        """True log-normalizers of the pairs at `places`, (2, k) float64, see `exact.exact_log_normalizers`.
 
         Args:
             tau: another temperature, 0-d.
@@ -78,35 +68,65 @@ class Objective:
 
     def _compute(self, function: Callable, places: Tensor, tau: Tensor, more: dict[str, Any]) -> Tensor:
         found = function(
-            self.image, self.text, places, tau, surrogate=self.surrogate, eps=self.eps, intra_modal=self.intra_modal,
-            device=self.tau.device, **more,
+            *self.blocks, places, tau, surrogate=self.surrogate, eps=self.eps, device=self.tau.device,
+            intra_modal=self.loss is not None and self.loss.intra_modal, **more,
         )
-        return log_mean_of_directions(found) if self.one_per_pair else found
+        return log_mean_of_directions(found) if self.loss is not None and self.loss.one_per_pair else found
 
-    def gradients(self, places: Tensor, alpha: Tensor) -> Tensor:
-        """Gradients in the embeddings of the pairs at `places`, (2, k, d), see `exact.embedding_gradients`.
+    @torch.no_grad()
+    def estimates(self, loss: GlobalContrastiveLoss, places: Tensor, minibatch: Tensor, batch_size: int) -> Tensor:
+        """alpha from the checkpoint's normalizer, (2, k) float64; NaN where it has no estimate.
+
+        Every process computes all of them in the same order, since a normalizer may communicate.
 
         Args:
-            alpha: log-normalizers of all pairs, (2, n).
+            minibatch: the anchors' L in batches of `batch_size`, the training's, (2, k), for normalizers that use it.
         """
-        return exact.embedding_gradients(
-            self.image, self.text, places, alpha, self.tau, self.scale, self.surrogate, self.intra_modal,
-            device=self.tau.device,
-        )
+        normalizer, queued, step = loss.normalizer, None, ESTIMATED_AT_ONCE
+        if isinstance(normalizer, Queue) and normalizer.ring.active:
+            texts, images = normalizer.ring.rows[:, : normalizer.ring.active]
+            queued, step = nearest_pairs(self.pairs, images, texts), min(step, batch_size)
+        parts = []
+        with full_precision():
+            for some, own in zip(places.split(step), minibatch.split(step, dim=1), strict=True):
+                if queued is not None:
+                    normalizer = queue_without(loss.normalizer, torch.isin(queued, some))
+                own = own.to(self.tau)
+                index = self.index[some].to(self.tau.device)
+                nothing = own.new_full(own.shape, math.nan)
+                batch = Batch.of_process(*self.pairs.take(some), self.tau_of(some), index, nothing)
+                alone = normalizer(batch)  # NaN where it uses the batch's own estimate, beside one of its own or not
+                batch.all_log_batch = own
+                alpha = normalizer(batch)
+                parts.append(alpha.where((alpha != own) | ~alone.isnan(), math.nan).double().cpu())
+        return torch.cat(parts, dim=1)
 
-    def at(self, places: Tensor) -> "Objective":
-        """The objective over the pairs at `places` (B,) only."""
-        image, text = Pairs(self.image, self.text, self.tau.device).take(places)
-        tau, scale = (values[:, places] if values.dim() else values for values in (self.tau, self.scale))
-        settings = (self.surrogate, self.eps, self.intra_modal, self.one_per_pair)
-        return Objective(image, text, self.index[places].to(self.tau.device), tau, scale, *settings)
 
-    def batch(self, log_batch: Tensor | None = None) -> Batch:
-        """All pairs as the batch of a step of one process, with their own estimates `log_batch`, (2, n).
+def nearest_pairs(pairs: Pairs, images: Tensor, texts: Tensor, chunk_mib: float = exact.CHUNK_MIB) -> Tensor:
+    """The most similar of all pairs to each of images and texts (m, d), by the sum of both cosines, (m,) int64.
 
-        Only for embeddings in one tensor, see `at`.
-        """
-        assert isinstance(self.image, Tensor) and isinstance(self.text, Tensor)
-        if log_batch is None:
-            log_batch = self.exact(torch.arange(len(self.index))).float()
-        return Batch.of_process(self.image, self.text, self.tau, self.index, log_batch)
+    A queue does not say which pairs it holds; their embeddings are those of slightly older weights.
+    """
+    images, texts = (side.to(pairs.device, torch.float32) for side in (images, texts))
+    best = torch.full((len(images),), -math.inf, device=pairs.device)
+    nearest = torch.zeros(len(images), dtype=torch.int64, device=pairs.device)
+    with full_precision():
+        for first, columns in pairs.chunks(exact.block_width(chunk_mib, len(images))):
+            highest, place = torch.addmm(images @ columns[0].T, texts, columns[1].T).max(dim=1)
+            nearest = torch.where(highest > best, place + first, nearest)
+            best = torch.maximum(best, highest)
+    return nearest.cpu()
+
+
+def queue_without(queue: Queue, left_out: Tensor) -> Queue:
+    """A copy of the queue without the entries that `left_out` (m,) bool marks.
+
+    As in a training step, the pairs of the step's own batch are no negatives: with an anchor's own positive among them
+    no log-normalizer could be below -log m.
+    """
+    kept = queue.ring.rows[:, : queue.ring.active][:, ~left_out.to(queue.ring.rows.device)]
+    smaller = Queue(queue_size=max(1, kept.shape[1]), eps=queue.eps, surrogate=queue.surrogate)
+    smaller.materialize(kept.shape[2], kept.device, kept.dtype)
+    smaller.ring.rows[:, : kept.shape[1]] = kept
+    smaller.ring.active = kept.shape[1]
+    return smaller.eval()

@@ -1,28 +1,54 @@
-"""The files that a report writes and the table that it prints."""
+"""What a report writes, and the table that it prints."""
 
 import json
 import os
-from typing import Any
+from typing import IO, Any
 
 import safetensors.torch
+import torch
 
 from open_clip_ext.files import whole_file
-from training_ext.report.figure import draw
-from training_ext.report.numbers import QUANTILES, SIDES, Result
+from training_ext.report.numbers import SIDES, Result
 
 REPORT, PICTURE, VALUES = "normalizers.json", "normalizers.png", "normalizers.safetensors"
 
 
 def write(folder: str, result: Result) -> None:
-    """Write the figure, the anchors' values and, last, the JSON file; each is complete or absent."""
-    values = {"anchors": result.anchors, "exact": result.exact, **result.estimates}
+    """Write the picture, the anchors' values and, last, the JSON file; each is complete or absent."""
     with whole_file(os.path.join(folder, PICTURE)) as file:
-        draw(file, result.exact, result.estimates, title(result.summary), result.summary.get("gradients"))
+        draw(file, result)
     with whole_file(os.path.join(folder, VALUES)) as file:
-        file.write(safetensors.torch.save({name: value.contiguous() for name, value in values.items()}))
+        file.write(safetensors.torch.save({name: value.contiguous() for name, value in result.values.items()}))
     with whole_file(os.path.join(folder, REPORT), text=True) as file:
         json.dump(result.summary, file, indent=1, allow_nan=False)
         file.write("\n")
+
+
+def draw(file: IO[bytes], result: Result) -> None:
+    """Write a PNG: how many anchors have this true log-normalizer and this estimate, by the first estimator that has
+    any."""
+    from matplotlib.figure import Figure  # here because it is slow, and a refused run draws nothing
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    axis = figure.subplots()
+    names = [estimator["name"] for estimator in result.summary["estimators"] if estimator["both"]["anchors"]]
+    if names:
+        estimate = result.values[names[0]]
+        known = ~estimate.isnan()
+        true, given = result.values["exact"][known], estimate[known]
+        low, high = (float(f(torch.cat([true, given]))) for f in (torch.min, torch.max))
+        margin = 0.03 * (high - low) or 0.5
+        limits = (low - margin, high + margin)
+        *_, shown = axis.hist2d(
+            true.numpy(), given.numpy(), bins=80, range=[limits, limits], cmin=1, norm="log", cmap="viridis_r"
+        )
+        figure.colorbar(shown, ax=axis, label="anchors")
+        axis.plot(limits, limits, color="black", linewidth=1, linestyle="--")
+        axis.set(xlabel="true log-normalizer", ylabel=f"estimate: {names[0]}", aspect="equal")
+        axis.grid(color="#d9d9d9", linewidth=0.6)
+        axis.set_axisbelow(True)
+    axis.set_title(title(result.summary).replace(": ", ":\n"), fontsize=10)
+    figure.savefig(file, dpi=140, format="png")
 
 
 def title(summary: dict[str, Any]) -> str:
@@ -41,43 +67,16 @@ def table(result: Result, folder: str) -> str:
     lines = [title(summary)]
     if summary["rows_left_out"]:
         lines.append(f"{summary['rows_left_out']} of {summary['rows']} rows left out: {summary['first_problem']}")
-    columns = ("mse", "bias", "spread", *(f"{name} %" for name in QUANTILES))
+    columns = ("mse", "bias", "spread")
     lines.append(f"{'estimator':16}{'anchors':8}" + "".join(f"{name:>11}" for name in columns))
     for estimator in summary["estimators"]:
         for side in SIDES:
-            error = estimator[side]
-            numbers = [error[name] for name in ("mse", "bias", "spread")]
-            numbers += [(error["quantiles"] or {}).get(str(name)) for name in QUANTILES]
-            cells = "".join(f"{number(value):>11}" for value in numbers)
+            values = [estimator[side][name] for name in columns]
+            cells = "".join(f"{'-' if value is None else f'{value:.3g}':>11}" for value in values)
             lines.append(f"{estimator['name'] if side == 'image' else '':16}{side:8}{cells}")
         if missing := estimator["both"]["without_estimate"]:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
     if "rho_of_tau" in summary:
         held = ", ".join(f"{one['tau']:g} with {one['rho']:.2f}" for one in summary["rho_of_tau"])
         lines.append(f"A learned temperature would rest at tau {held} as --rho")
-    if "gradients" in summary:
-        lines += gradient_table(summary["gradients"])
-    lines += [summary["verdict"], os.path.join(folder, REPORT)]
-    return "\n".join(lines)
-
-
-def gradient_table(gradients: dict[str, Any]) -> list[str]:
-    """Lines of the gradients' table, with standard errors in brackets."""
-    lines = [
-        f"Gradients ({gradients['encoder_objective']}) in the embeddings of {gradients['pairs']} pairs, each in "
-        f"{gradients['batches']} batches, against the exact ones (standard errors)",
-        f"{'estimator':16}{'batch':>6}{'bias':>20}{'noise':>10}{'variance':>20}{'cosine':>20}{'of one batch':>20}",
-    ]
-    for row in gradients["estimators"]:
-        cells = [
-            f"{number(row[name])} ({number(row[f'{name}_error'])})"
-            for name in ("bias", "variance", "cosine", "batch_cosine")
-        ]
-        bias, *others = (f"{cell:>20}" for cell in cells)
-        noise = number(row["bias_noise"])
-        lines.append(f"{row['name']:16}{row['batch_size']:6}{bias}{noise:>10}{''.join(others)}")
-    return lines
-
-
-def number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    return "\n".join([*lines, summary["verdict"], os.path.join(folder, REPORT)])

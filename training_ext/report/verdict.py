@@ -3,6 +3,8 @@
 from math import exp, log, sqrt
 from typing import Any
 
+import numpy as np
+
 # What to change if the estimates are worse than those of a small batch.
 INSTEAD = {
     "queue": "lower --queue-size, whose oldest embeddings are stale",
@@ -42,18 +44,12 @@ def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
     """The batch size whose own estimates have the same error, interpolated in logs between those compared."""
     if not batches:
         return "no batch was compared"
-    (small, most), (large, least) = min(batches.items()), max(batches.items())
-    if mse > most:
-        instead = INSTEAD.get(normalizer, "take another --normalizer")
-        return f"worse than a batch of {small:,}: {instead}, or raise --mixing"
-    if mse <= least:
-        return f"worth more than a batch of {large:,}, the largest compared ({GOOD})"
     sizes = sorted(batches)
-    for one, other in zip(sizes, sizes[1:], strict=False):
-        high, low = batches[one], batches[other]
-        if low < mse <= high:
-            if low == 0:  # a batch of all rows
-                return f"worth a batch between {one:,} and all {other:,} rows ({GOOD})"
-            equal = exp(log(one) + (log(high) - log(mse)) / (log(high) - log(low)) * (log(other) - log(one)))
-            return f"worth a batch of {float(f'{equal:.2g}'):,.0f} ({GOOD})"
-    return f"worth about a batch of {small:,} ({GOOD})"
+    if mse > batches[sizes[0]]:
+        instead = INSTEAD.get(normalizer, "take another --normalizer")
+        return f"worse than a batch of {sizes[0]:,}: {instead}, or raise --mixing"
+    if mse <= batches[sizes[-1]]:
+        return f"worth more than a batch of {sizes[-1]:,}, the largest compared ({GOOD})"
+    least = np.minimum.accumulate([max(batches[size], 1e-12) for size in sizes])  # 0 for a batch of all rows
+    equal = exp(np.interp(-log(mse), -np.log(least), np.log(sizes)))
+    return f"worth a batch of {float(f'{equal:.2g}'):,.0f} ({GOOD})"

@@ -194,11 +194,9 @@ def test_other_data_or_another_task_have_another_score(tasks, checkpoints, tmp_p
     change_task(tasks, "evalset/colour", main_metric="acc5")
     (tasks / "wds_evalset-background_test" / "zeroshot_classification_templates.txt").write_text("{c}\n")
     capsys.readouterr()
-    run(f"{arguments} --tasks Background")
-    assert "run/epoch_1: evaluate again, since data or task have changed: Colour\n" in capsys.readouterr().out
-    run(f"{arguments} --tasks Colour")
-    after, shown = lines_of(tmp_path / "results.jsonl"), capsys.readouterr().out
-    assert "[2 of 9 tasks] evalset: average of 9" in shown and "evaluate again" not in shown
+    run(f"{arguments} --tasks Colour Background")
+    after = lines_of(tmp_path / "results.jsonl")
+    assert "[2 of 9 tasks] evalset: average of 9" in capsys.readouterr().out
     old, new = (lines["evalset/colour"]["metrics"] for lines in (before, after))
     assert new["main_metric"] == old["acc5"] != old["main_metric"]
     old, new = (lines["evalset/background"] for lines in (before, after))
@@ -270,8 +268,6 @@ def test_several_checkpoints_are_compared(tasks, checkpoints, tmp_path, capsys):
     first, second = (lines_of(out / f"run-epoch_{epoch}.jsonl") for epoch in (1, 2))
     assert list(first) == list(second) and len(first) == 8
     assert first["evalset/retrieval"]["checkpoint"] != second["evalset/retrieval"]["checkpoint"]
-    with Image.open(out / "comparison.png") as picture:
-        assert picture.size[0] > 500
 
 
 def test_weights_between_two_checkpoints(evalset, checkpoints, tmp_path, capsys):
@@ -325,11 +321,6 @@ def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, ref
     assert "must be a file whose name ends in .pt" in refused(f"{both} --save-best {tmp_path}/best.safetensors")
     assert "is one of the two that are interpolated" in refused(f"{both} --save-best {start}")
     assert "--save-best: " in refused(f"{both} --save-best {start}/best.pt")
-    (tmp_path / "params.txt").write_text("model: ViT-B-32\n")
-    other = tmp_path / "other.pt"
-    other.symlink_to(start)
-    assert "is of 'ViT-B-32' and --checkpoint of 'ViT-test'" in refused(f"{good} --interpolate {other}")
-    (tmp_path / "params.txt").unlink()
     weights = torch.load(start, weights_only=True)["state_dict"]
     torch.save({**weights, "module.visual.proj": torch.zeros(3, 3)}, tmp_path / "reshaped.pt")
     line = refused(f"{good} --interpolate {tmp_path}/reshaped.pt")

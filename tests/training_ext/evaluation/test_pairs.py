@@ -1,0 +1,81 @@
+"""Retrieval on one's own pairs: a csv, shards and a folder give the scores of the task with the same pairs."""
+
+import csv
+import io
+import json
+import math
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from open_clip_ext.evaluate import main as evaluate
+from training_ext.evaluation.folders import Shards
+
+
+@pytest.fixture(scope="module")
+def pairs(evalset, tmp_path_factory) -> Path:
+    """The shards' pairs, two captions an image, as a csv with commas; lines of an image are apart."""
+    folder = tmp_path_factory.mktemp("pairs")
+    lines = []
+    for number, sample in Shards("--data", str(evalset / "wds_evalset-retrieval_test")).samples(lambda number: True):
+        path = folder / f"{number}.png"
+        path.write_bytes(sample.image)
+        lines += [(place, path, caption) for place, caption in enumerate(sample.target)]
+    with open(folder / "pairs.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("image", "text"), *(line[1:] for line in sorted(lines, key=lambda line: line[0]))])
+    return folder / "pairs.csv"
+
+
+COLUMNS = ["--csv-separator", ",", "--csv-img-key", "image", "--csv-caption-key", "text"]
+
+
+def scored(arguments: list[object], out: Path) -> dict:
+    flags = ["--device", "cpu", "--workers", "0", "--batch-size", "16", "--out", out]
+    assert not evaluate([str(one) for one in (*arguments, *flags)])
+    (line,) = map(json.loads, out.read_text().splitlines())
+    return line
+
+
+def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_path, capsys):
+    """Also shards with a sample for each caption."""
+    given = ["--checkpoint", checkpoints[0]]
+    folder = evalset / "wds_evalset-retrieval_test"
+    task = scored([*given, "--data", evalset, "--tasks", "evalset/retrieval"], tmp_path / "task.jsonl")["metrics"]
+    with tarfile.open(tmp_path / "pairs.tar", "w") as tar, open(pairs, newline="") as file:
+        for number, line in enumerate(csv.DictReader(file)):
+            for suffix, content in (("png", Path(line["image"]).read_bytes()), ("txt", line["text"].encode())):
+                member = tarfile.TarInfo(f"{number}.{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    shards = f"{folder}/test/{{0..{len(list(folder.glob('test/*.tar'))) - 1}}}.tar"
+    for number, data in enumerate(([pairs, *COLUMNS], [shards], [tmp_path / "pairs.tar"], [folder])):
+        capsys.readouterr()
+        line = scored([*given, "--val-data", *data], tmp_path / f"{number}.jsonl")
+        assert line["samples"] == 42 and line["key"].startswith("val-data/")
+        assert line["metrics"] == pytest.approx({**task, "main_metric": None})  # in no average
+    shown = capsys.readouterr().out
+    recall, error = (100 * task[f"text_retrieval_recall@10{end}"] for end in ("", "_error"))
+    assert f", {recall:.2f} ± {error:.2f}; text to image R@1,5,10 " in shown
+    share = (task["image_retrieval_recall@5"] * 84 + 1) / 86
+    assert task["image_retrieval_recall@5_error"] == pytest.approx(math.sqrt(share * (1 - share) / 84))
+
+
+def test_the_best_of_interpolated_weights(pairs, checkpoints, tmp_path, capsys):
+    given = ["--checkpoint", checkpoints[1], "--interpolate", checkpoints[0], "--val-data", pairs, *COLUMNS]
+    more = ["--alphas", "0,1", "--save-best", tmp_path / "best.pt", "--out", tmp_path / "out", "--device", "cpu"]
+    assert not evaluate([str(one) for one in (*given, *more, "--workers", "0")])
+    assert f"{tmp_path}/best.pt: run/epoch_2@" in capsys.readouterr().out
+
+
+def test_what_is_wrong(evalset, pairs, checkpoints, tmp_path, refused):
+    good = f"--checkpoint {checkpoints[0]} --out {tmp_path}/out.jsonl {' '.join(COLUMNS)} --val-data"
+    assert "--csv-img-key: 'image' is not a column of" in refused(f"{good} {pairs} --csv-separator ;")
+    assert "--val-data: " in refused(f"{good} {tmp_path}/no.csv")
+    assert "no.tar' is not a file on this machine" in refused(f"{good} {tmp_path}/no.tar")
+    assert "s3://x/0.tar' is not a file on this machine" in refused(f"{good} s3://x/0.tar")
+    assert "is of type classification; give images" in refused(f"{good} {evalset}/wds_evalset-background_test")
+    (tmp_path / "empty.csv").write_text(pairs.read_text() + f"{pairs.parent}/0.png,\n")
+    assert "has no text in line 86" in refused(f"{good} {tmp_path}/empty.csv")
+    (tmp_path / "gone.csv").write_text(f"image,text\n{tmp_path}/gone.png,a\n")
+    assert f"'{tmp_path}/gone.png' cannot be read" in refused(f"{good} {tmp_path}/gone.csv")

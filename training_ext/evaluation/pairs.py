@@ -1,0 +1,79 @@
+"""Read the user's own pairs for `--val-data`: a csv, shards as for a training, or a folder as of a retrieval task."""
+
+import hashlib
+import os
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from open_clip_ext.errors import InputError
+from training_ext.core.captions import is_empty
+from training_ext.core.shards import local_path, shard_urls
+from training_ext.evaluation.folders import Sample, Shards, Source
+
+FLAG = "--val-data"
+
+
+class CsvPairs(Source):
+    """A csv as OpenCLIP reads it; the lines with the same image are its captions."""
+
+    def __init__(self, args: Namespace):
+        super().__init__(FLAG, args.val_data)
+        self.type = "retrieval"
+        columns = [args.csv_img_key, args.csv_caption_key]
+        with self.reading(repr(self.folder)):
+            table = pd.read_csv(self.folder, sep=args.csv_separator, dtype=str)
+        for flag, column in zip(("--csv-img-key", "--csv-caption-key"), columns, strict=True):
+            if column not in table:
+                names = ", ".join(map(repr, table.columns))
+                raise InputError(
+                    f"{column!r} is not a column of {self.folder!r}, which has {names} with --csv-separator "
+                    f"{args.csv_separator!r}",
+                    flag,
+                )
+            empty = table[column].map(is_empty)
+            if empty.any():
+                raise self.wrong(f"{self.folder!r} has no {column} in line {int(empty.argmax()) + 2}")
+        self.images = [
+            (image, own.tolist()) for image, own in table.groupby(columns[0], sort=False)[columns[1]]
+        ]
+
+    def files(self) -> list[str]:
+        return [self.folder, *super().files()]
+
+
+class PairShards(Shards):
+    """Shards as for a training, of local files; captions are the lines of a `.txt`, and those of other samples with the
+    same image file."""
+
+    def __init__(self, data: str):
+        Source.__init__(self, FLAG, data)
+        self.type = "retrieval"
+        self.shards = []
+        for url in shard_urls(data, FLAG):
+            path = local_path(url)
+            if path is None or not os.path.isfile(path):
+                raise self.wrong(f"{url!r} is not a file on this machine")
+            self.shards.append(path)
+
+    def _sample(self, *place: Any) -> Sample:
+        sample = super()._sample(*place)
+        return replace(sample, fields=np.frombuffer(hashlib.sha256(sample.image).digest(), np.int64))
+
+
+def open_pairs(args: Namespace) -> Source:
+    """Open the pairs of `--val-data`.
+
+    Raises:
+        InputError: there are none.
+    """
+    if os.path.isdir(args.val_data):
+        source = Shards(FLAG, args.val_data)
+        if source.type != "retrieval":
+            raise source.wrong(f"{args.val_data!r} is of type {source.type}; give images with captions")
+        return source
+    # OpenCLIP's rule, but for what it cannot tell.
+    return CsvPairs(args) if args.val_data.endswith((".csv", ".tsv", ".txt")) else PairShards(args.val_data)
