@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from typing import Any
 
 import open_clip
 import torch.distributed as dist
@@ -102,6 +103,7 @@ def run(argv: list[str]) -> None:
     preflight.prepare_shapes(args)
     with checked_by_first(args, lambda: check(options, args)) as (_, data):
         saved = Saved.read(options.checkpoint)
+        model: Any
         model, transform, tokenizer = saved.load_model(args)
         loss = saved.load_loss(args, data.rows)
         folder = os.path.join(options.out, CACHE, embeddings_digest(args, data, saved, transform))

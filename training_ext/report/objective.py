@@ -89,12 +89,12 @@ class Objective:
         parts = []
         with full_precision():
             for some, own in zip(places.split(step), minibatch.split(step, dim=1), strict=True):
-                if queued is not None:
+                if queued is not None and isinstance(loss.normalizer, Queue):
                     normalizer = queue_without(loss.normalizer, torch.isin(queued, some))
                 own = own.to(self.tau)
-                index = self.index[some].to(self.tau.device)
-                nothing = own.new_full(own.shape, math.nan)
-                batch = Batch.of_process(*self.pairs.take(some), self.tau_of(some), index, nothing)
+                image, text = self.pairs.take(some)
+                index, nothing = self.index[some].to(self.tau.device), own.new_full(own.shape, math.nan)
+                batch = Batch.of_process(image, text, self.tau_of(some), index, nothing)
                 alone = normalizer(batch)  # NaN where it uses the batch's own estimate, beside one of its own or not
                 batch.all_log_batch = own
                 alpha = normalizer(batch)
