@@ -22,11 +22,6 @@ class ChunkedCLIPLoss(Loss):
     The gradients, once averaged over processes, are exact for the global batch: those that `ClipLoss` gives with
     `local_loss` and `gather_with_grad`, or with neither and one process. Beyond the features of the global batch and
     its own gradients a step takes memory that does not depend on B.
-
-    Args: as in `Loss`; for the options see the class's body.
-
-    Raises:
-        InputError: an argument is out of range.
     """
 
     name = "clip-chunked"
