@@ -95,7 +95,7 @@ def test_a_checkpoint(refused, ends, planted, marker, loss, name):
     marker.unlink()  # so it is a payload
     assert f"--resume: {str(path)!r} is not a complete checkpoint" in refused(f"{SHAPES} {loss} --resume {path}")
     assert f"pretrained weights: {str(path)!r}" in ends(f"{SHAPES} {loss} --pretrained {path}")
-    assert str(path) in ends(f"{SHAPES} --distill-model ViT-shapes-tiny --distill-pretrained {path}")
+    assert str(path) in ends(f"{SHAPES} --name b --distill-model ViT-shapes-tiny --distill-pretrained {path}")
 
 
 @pytest.mark.parametrize("loss, scheme", [("", "file"), (LOSSES["neuclip"], "memory")])
