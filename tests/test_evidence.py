@@ -103,25 +103,6 @@ def test_order_and_choice(evidence):
     assert small.next_run(results, set(), None, 100, ["plain"]).name == "plain-clip-s0"
 
 
-def test_the_declared_grid(evidence):
-    grid, _, _ = evidence
-    declared = grid.Grid(EVIDENCE / "grid.yaml")
-    assert len({run.name for run in declared.runs}) == len(declared.runs)
-    for run in declared.runs:
-        assert (run.seed >= 100) == (run.cell == "tune")
-        is_chosen = "chosen" in declared.methods[run.method]
-        assert (run.candidate is None) == (run.cell not in ("tune", "short") and not is_chosen)
-        if run.cell == "short":
-            rate = float(run.candidate.split()[1])
-            assert rate == pytest.approx(1e-3 * declared.methods[run.method].get("batches", 1) ** 0.5, rel=0.02)
-    for method, about in declared.methods.items():
-        is_tuned = any(run.method == method and run.candidate is None for run in declared.runs)
-        tried = 3 if method == "queue, consistency" else 5  # at the queue's own flags
-        assert len(about.get("candidates", [])) == len(declared.tuning(method)) == (tried if is_tuned else 0)
-    for cell in declared.cells.values():
-        assert cell["rows"] == 10_000 * cell["shards"]
-
-
 def test_a_gallery_of_icons_that_no_run_has_used(evidence, monkeypatch):
     """Of 5 new images one is a near duplicate of a training row, one of an earlier one, and one has a caption again."""
     import gallery
@@ -195,17 +176,6 @@ def test_runs_leave_one_line_each_and_do_not_run_again(evidence, monkeypatch, ca
     call(run, monkeypatch, "--data . --jobs 2 --torchcompile")
     assert len(begun) == 8
     assert "0.0 h left" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("compiled", (False, True))
-def test_the_command_of_a_run(evidence, compiled):
-    grid, run, _ = evidence
-    args = Namespace(data=Path("icons"), logs=Path("logs"))
-    flags = "--train-data {data}/a.tar --lr 1e-3"
-    words = run.command(grid.Run("main", "clip", 0), flags, args, resumed=True, compiled=compiled)
-    assert words[words.index("--train-data") + 1] == "icons/a.tar"
-    end = words[words.index("--name") :]
-    assert end == ["--name", "main-clip-s0", "--resume", "latest", *["--torchcompile"] * compiled]
 
 
 def test_a_row_names_the_commit_that_pip_installed(evidence, monkeypatch, tmp_path):
