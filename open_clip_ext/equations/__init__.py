@@ -14,22 +14,22 @@ method      | functions here, in the order of a step  | fast classes            
 ----------- | --------------------------------------- | ----------------------------------------- | ------------------
 clip        | clip                                    | ChunkedCLIPLoss                           | chunked
 siglip      | siglip                                  | ChunkedSigLIPLoss                         | chunked
-cyclip      | cyclip                                  | CyCLIPLoss                                | cyclip
-dcl         | dcl                                     | BatchNormalizer, UnscaledTemperature      | temperature
-sogclr      | sogclr_u, sogclr                        | MovingAverageTable, FixedTemperature      | temperature
-isogclr     | isogclr_s, isogclr, isogclr_tau         | MovingAverageTable, IndividualTemperature | temperature
-fastclip-v0 | sogclr_u, fastclip_v0                   | MovingAverageTable, UnscaledTemperature   | temperature
-fastclip-v1 | sogclr_u, fastclip_v1                   | MovingAverageTable, FixedTemperature      | temperature
-fastclip-v2 | sogclr_u, fastclip_v2, fastclip_v2_tau  | MovingAverageTable, IndividualTemperature | temperature
+cyclip      | cyclip                                  | CyCLIPLoss                                | global_contrastive
+dcl         | dcl                                     | BatchNormalizer, UnscaledTemperature      | global_contrastive
+sogclr      | sogclr_u, sogclr                        | MovingAverageTable, FixedTemperature      | global_contrastive
+isogclr     | isogclr_s, isogclr, isogclr_tau         | MovingAverageTable, IndividualTemperature | global_contrastive
+fastclip-v0 | sogclr_u, fastclip_v0                   | MovingAverageTable, UnscaledTemperature   | global_contrastive
+fastclip-v1 | sogclr_u, fastclip_v1                   | MovingAverageTable, FixedTemperature      | global_contrastive
+fastclip-v2 | sogclr_u, fastclip_v2, fastclip_v2_tau  | MovingAverageTable, IndividualTemperature | global_contrastive
 fastclip-v3 | sogclr_u, fastclip_v3                   | MovingAverageTable, LearnableTemperature  | global_contrastive
 neuclip     | neuclip_w, neuclip_algorithm_1          | Prototypes                                | prototypes
 neuclip     | neuclip_alpha, neuclip                  | Prototypes, Unified                       | global_contrastive
 amorlip     | amorlip_z, amorlip_lambda, amorlip      | Amortization, AmorLIPLoss                 | amorlip
-tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | temperature
+tuneclip    | tuneclip_phi, tuneclip_u, tuneclip      | MovingAverageTable, PowerHinge            | global_contrastive
 queue       | queue_alpha, queue                      | Queue, Unified                            | queue
-scent       | scent_gamma, scent_u, scent             | MovingAverageTable, LearnableTemperature  | neighbours
-drrho-clip  | drrho_gaps, sogclr_u, drrho_clip        | GlobalContrastiveLoss, MovingAverageTable | neighbours
-tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, MovingAverageTable    | neighbours
+scent       | scent_gamma, scent_u, scent             | MovingAverageTable, LearnableTemperature  | global_contrastive
+drrho-clip  | drrho_gaps, sogclr_u, drrho_clip        | GlobalContrastiveLoss, MovingAverageTable | global_contrastive
+tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, MovingAverageTable    | temperature
 
 The last column names the file of tests/open_clip_ext that compares the two. `test_equations.py` compares the functions
 here with double loops over the pairs. "Fast" in a docstring names the class that computes the same in training.

@@ -49,21 +49,17 @@ LOSSES = {
     "split, joint": ("neuclip", dict(npn_prototypes=30, npn_joint=True, npn_split=True)),
     "split, hinge": ("neuclip", {**NPN, "npn_split": True, "surrogate": "hinge", "margin": 0.3}),
     "split, individual": ("neuclip", {**NPN, **INDIVIDUAL, "npn_split": True}),
-    "split, compositional": ("neuclip", {**COMPLETE, "npn_split": True, "encoder_objective": "compositional"}),
     "joint": ("neuclip", dict(npn_prototypes=30, npn_joint=True)),
     "mlp": ("neuclip", dict(normalizer="mlp", npn_restart_every=2, npn_updates=2)),
     "unified individual": ("neuclip", {**NPN, **INDIVIDUAL, "consistency": 0.7}),
-    "unscaled": ("fastclip-v0", TABLE),
-    "fastclip code": ("fastclip-v3", {**TABLE, "fastclip_code": True}),
     "fastclip code, individual": ("fastclip-v2", {**TABLE, "tau_start": 0.05, "tau_lr": 0.01, "fastclip_code": True}),
     "views": ("isogclr", dict(num_samples=ROWS, negatives="views", tau_start=0.05)),
-    "both sides": ("sogclr", dict(num_samples=ROWS, negatives="both")),
     "tuneclip": ("tuneclip", dict(num_samples=ROWS, gamma_schedule="constant", margin=1.0)),
     "cyclip": ("cyclip", dict(cyclip_inmodal=0.7)),
     "clip-chunked": ("clip-chunked", {}),
     "siglip-chunked": ("siglip-chunked", {}),
 }
-ACCUMULATIONS = {2: (1, 4), 3: (1, 2), 4: (1,)}  # by the number of processes
+ACCUMULATIONS = {2: (1, 4), 3: (2,), 4: (1,)}  # by the number of processes
 # Three divides neither the 101 rows nor 80 or 83 prototypes.
 WORLDS = [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))]
 GLOBAL_BATCH, DIMENSION, STEPS, MORE_STEPS = 48, 8, 4, 2
@@ -376,10 +372,9 @@ def same_state(actual, expected):
             torch.testing.assert_close(actual[key], value, **FLOAT64)
 
 
-@pytest.mark.parametrize("accum_freq", [2, 4])
 @pytest.mark.parametrize("name", LOSSES)
-def test_accumulation_alone(name, accum_freq, alone):
-    agree(train(name, 0, 1, accum_freq), alone[name])
+def test_accumulation_alone(name, alone):
+    agree(train(name, 0, 1, accum_freq=4), alone[name])
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -394,7 +389,7 @@ def test_processes_agree_with_one(name, world, several, alone):
 def test_a_state_goes_from_one_process_to_several_and_back(name, world, several, resumed):
     for rank, results in enumerate(several):
         agree(results[f"{name}, resumed"], resumed[name], has_state=rank == 0)
-    agree(train(name, 0, 1, start=several[0][f"{name}, 1"]), resumed[name])
+    agree(train(name, 0, 1, start=several[0][f"{name}, {ACCUMULATIONS[world][0]}"]), resumed[name])
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -1,7 +1,8 @@
-"""What happens to a loss beside training: evaluation first, other devices, copies, states that do not fit."""
+"""What happens to a loss beside training: evaluation first, resuming, bad batches, states that do not fit."""
 
 import copy
 import json
+import math
 import pickle
 
 import pytest
@@ -10,27 +11,34 @@ import torch.distributed as dist
 from numerics import unit
 from torch import nn
 
-from open_clip_ext import InputError, create_loss
+from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.batch import add_eps
 from open_clip_ext.distributed import transportable
 from open_clip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
-from open_clip_ext.recovery import recover_statistics
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import ShardedRows
 from open_clip_ext.temperatures import FixedTemperature
 
+MLP = {"normalizer": "mlp"}
 LOSSES = {
-    "fastclip-v3": {}, "isogclr": {"rho": 1.0}, "cyclip": {}, "amorlip": {}, "tempnet": {},
-    "neuclip": {"npn_prototypes": 4}, "queue": {"queue_size": 6},
+    "fastclip-v3": {}, "fastclip-v2": {"rho": 1.0}, "isogclr": {"rho": 1.0}, "cyclip": {}, "tempnet": {},
+    "amorlip": {"amor_online_every": 2}, "queue": {"queue_size": 6},
+    "neuclip": {"npn_prototypes": 4, "npn_restart_every": 3}, "neuclip, growing": {"npn_prototypes": 20},
+    "neuclip, adamw": {"npn_prototypes": 4, "npn_opt": "adamw"},
+    "neuclip, joint": {"npn_prototypes": 4, "npn_joint": True}, "neuclip, mlp": MLP,
+    "neuclip, mlp, joint": {**MLP, "npn_joint": True},
 }  # fmt: skip
+ALL = pytest.mark.parametrize("name", LOSSES)
+ONE_OF_EACH = pytest.mark.parametrize(
+    "name", ["fastclip-v3", "isogclr", "cyclip", "amorlip", "tempnet", "neuclip", "queue"]
+)
 
 
 def make(name: str, **options):
     """A loss of 8 rows for batches of 4."""
-    options = {"num_samples": 8, "epochs": 3} | LOSSES.get(name, {}) | options
-    loss = create_loss(name, **{key: value for key, value in options.items() if value != "leave out"})
+    loss = create_loss(name.split(",")[0], **{"num_samples": 8, "epochs": 3} | LOSSES.get(name, {}) | options)
     loss.set_epoch(0)
     return loss
 
@@ -41,27 +49,49 @@ def features(seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple:
     return image, text, torch.tensor(20.0, dtype=dtype)
 
 
+def rows(seed: int = 0) -> torch.Tensor:
+    return torch.randperm(8, generator=torch.Generator().manual_seed(seed))[:4]
+
+
 def step(loss, seed: int = 0) -> float:
-    return loss(*features(seed), index=torch.arange(4)).item()
+    return loss(*features(seed), index=rows(seed)).item()
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "mlp"])
-def test_an_evaluation_in_inference_mode_may_come_first(name):
-    options = {"normalizer": "mlp", "npn_prototypes": "leave out"} if name == "mlp" else {}
-    loss = make("neuclip" if name == "mlp" else name, **options)
+def same_state(one: dict, other: dict, but: tuple = ()) -> None:
+    assert one.keys() == other.keys()
+    for key in one.keys() - set(but):
+        a, b = one[key], other[key]
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, key
+
+
+# Order of calls
+
+
+@ALL
+def test_an_evaluation_may_come_first_and_moves_nothing(name):
+    """In inference mode; and in training mode without gradients, as where a validation forgets `eval()`, with the same
+    value, for other samples too than those of the step before."""
+    loss = make(name)
     with torch.inference_mode():
         loss.eval()
         step(loss)
     loss.train()
-    for seed in range(2):
+    for seed in range(4):  # the second visits move individual temperatures
         step(loss, seed)
+    before = copy.deepcopy(loss.full_state())
+    with torch.no_grad():
+        forgot = step(loss, 9)
+        scale = nn.Parameter(torch.tensor(3.0)).exp()  # which has a graph
+        assert loss(*features(9)[:2], scale, index=rows(9)).isfinite()
+        assert forgot == step(loss.eval(), 9) or name == "tempnet" and math.isfinite(forgot)  # has dropout
+    same_state(loss.full_state(), before)
 
 
 @pytest.mark.parametrize(
     "name, options",
     [
         ("fastclip-v3", {}), ("fastclip-v2", {"gamma_schedule": "constant"}), ("amorlip", {}), ("tempnet", {}),
-        ("isogclr", {"tau_lr_schedule": "cosine"}), ("queue", {"num_samples": 8, "queue_size": 4096}),
+        ("isogclr", {"tau_lr_schedule": "cosine"}), ("queue", {"queue_size": 4096}),
     ],
 )  # fmt: skip
 def test_a_loss_that_follows_the_epoch_does_not_train_without_it(name, options):
@@ -74,56 +104,216 @@ def test_a_loss_that_follows_the_epoch_does_not_train_without_it(name, options):
         step(loss)  # an evaluation needs no epoch
     loss.set_epoch(0)
     step(loss)
+    for other in ("sogclr", "isogclr", "neuclip", "cyclip"):
+        step(create_loss(other, num_samples=8))
 
 
-@pytest.mark.parametrize(
-    "name, options",
-    [("sogclr", {}), ("isogclr", {}), ("neuclip", {}), ("cyclip", {}), ("queue", {"num_samples": 1000})],
-)
-def test_other_losses_need_no_epoch(name, options):
-    step(create_loss(name, **{"num_samples": 8, **LOSSES.get(name, {}), **options}))
+def fail(loss, seed: int = 0) -> None:
+    """A step whose computation raises."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+        step(loss, seed)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@ONE_OF_EACH
+def test_a_step_that_failed_may_be_tried_again(name):
+    """The try begins a step; as a step's second call it would get the normalizers of the step before. An evaluation
+    that fails ends none."""
+    loss, twin = (make(name, accum_freq=2) for _ in range(2))
+    for one in (loss, twin):
+        for seed in (0, 0):
+            step(one, seed)
+    fail(loss, 1)
+    assert step(loss, 1) == step(twin, 1)
+    fail(loss.eval(), 2)
+    loss.train()
+    assert step(loss, 1) == step(twin, 1)
+    assert loss.steps == twin.steps == 2
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_the_first_step_is_checked_when_it_is_tried_again(calls):
+    """Whichever of its calls failed."""
+    loss = make("queue", accum_freq=2)
+    for _ in range(calls):
+        step(loss)
+    fail(loss)
+    image, text, scale = features()
+    with pytest.raises(ValueError, match="image_features must be unit vectors"):
+        loss(2 * image.detach(), text, scale, index=rows())
+
+
+@pytest.mark.parametrize("name", ["neuclip", "queue", "fastclip-v3"])
+def test_a_short_group_of_accumulation_is_found_not_mixed_with_the_next_batch(name):
+    """With a loss that keeps nothing per sample, too, if rows are passed."""
+    loss = make(name, accum_freq=3)
+    for _ in range(2):
+        loss(*features(0), index=torch.arange(4))
+    with pytest.raises(ValueError, match="^step 1: index: the 3 calls of a step .* must have the same rows"):
+        loss(*features(1), index=torch.arange(4, 8))
+    for _ in range(3):  # the next one begins a step
+        loss(*features(1), index=torch.arange(4, 8))
+    assert loss.steps == 2
+    loss.raise_if_not_finite()
+
+
+@pytest.mark.parametrize("name", ["amorlip", "fastclip-v3", "neuclip"])
+def test_accumulation_equals_one_call(name):
+    """OpenCLIP's scheme: accum_freq calls on the same batch, each with the graph of one part. A call in evaluation mode
+    does not count as one of them."""
+    once, twice = make(name), make(name, accum_freq=2)
+    for seed in range(3):
+        image, text, scale = (leaf.requires_grad_() for leaf in features(seed, torch.float64))
+        expected = torch.autograd.grad(once(image, text, scale, index=rows(seed)), [image, text, scale])
+        with torch.no_grad():
+            twice.eval()(*features(seed + 1, torch.float64), index=rows(seed))
+        twice.train()
+        found = torch.zeros_like(scale)
+        for call in range(2):
+            parts = [list(side.detach().chunk(2)) for side in (image, text)]
+            for part in parts:
+                part[call].requires_grad_()
+            value = twice(*map(torch.cat, parts), scale, index=rows(seed))
+            *own, d_scale = torch.autograd.grad(value, [parts[0][call], parts[1][call], scale])
+            found += d_scale
+            for one, other in zip(own, expected, strict=False):
+                torch.testing.assert_close(one, other.chunk(2)[call])
+        torch.testing.assert_close(found, expected[2])
+    same_state(twice.full_state(), once.full_state())
+
+
+class Biased(Normalizer):
+    """The batch's own estimate and a learned constant."""
+
+    name = "biased"
+    differentiable = True
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(0.3))
+
+    def update(self, batch):
+        return None
+
+    def forward(self, batch, updated=None):
+        return add_eps(batch.log_batch + self.bias + 0 * batch.positives, 1e-14)
+
+
+def test_a_normalizers_parameters_get_one_gradient_per_step():
+    found = []
+    for accum_freq in (1, 3):
+        loss = GlobalContrastiveLoss(Biased(), FixedTemperature(), Unified, accum_freq=accum_freq)
+        for _ in range(accum_freq):
+            loss(*features()).backward()
+        found.append(loss.normalizer.bias.grad)
+    torch.testing.assert_close(*found)
+
+
+@ONE_OF_EACH
 def test_second_derivatives_are_refused(name):
     image, text, scale = features()
-    value = make(name)(image, text, scale, index=torch.arange(4))
+    value = make(name)(image, text, scale, index=rows())
     with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(value, [image, text], create_graph=True)
 
 
+# Types and places
+
+
 @pytest.mark.parametrize("name", ["fastclip-v3", "isogclr"])
-def test_rows_stay_float32_whatever_comes_first(name):
+def test_rows_stay_float32_and_go_where_the_first_batch_is(name):
     for dtypes in ((torch.float32, torch.float64), (torch.float64, torch.float32)):
         loss = make(name)
         for dtype in dtypes:
-            image, text, scale = features(dtype=dtype)
-            assert loss(image, text, scale, index=torch.arange(4)).dtype == dtype
+            assert loss(*features(dtype=dtype), index=rows()).dtype == dtype
         tables = [module.rows for module in loss.modules() if isinstance(module, ShardedRows)]
-        assert tables and all(rows.dtype == torch.float32 for rows in tables)
+        assert tables and all(table.dtype == torch.float32 for table in tables)
+    # The device "meta" stands for a GPU. Rows on the host stay there.
+    for where, expected in (("device", "meta"), ("host", "cpu")):
+        loss = make(name, rows_on=where)
+        loss._adapt(8, torch.device("meta"), torch.float32)
+        assert {part.rows.device.type for part in loss.modules() if isinstance(part, ShardedRows)} == {expected}
 
 
-def test_a_number_as_logit_scale_keeps_the_features_precision():
+def test_the_scale_may_be_a_number():
     image, text, _ = features(dtype=torch.float64)
+    scales = (14, 14.0, torch.tensor(14.0), torch.tensor(14.0, dtype=torch.float64))
+    assert len({make("fastclip-v3")(image, text, scale, index=rows()).item() for scale in scales}) == 1
     loss = create_loss("neuclip", normalizer="batch", encoder_objective="compositional")
     assert loss(image, text, 1 / 0.07) == loss(image, text, torch.tensor(1 / 0.07, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_refused_state_changes_nothing(name):
-    """Of another loss, and of a loss before its first batch."""
-    loss, other, new = make(name), make("fastclip-v1" if name == "queue" else "queue"), make(name)
-    step(loss)
-    step(other)
-    before = copy.deepcopy(loss.full_state())
-    for state in (other.full_state(), new.full_state()):
-        with pytest.raises(ValueError):
-            loss.load_full_state(state)
-        after = loss.full_state()
-        assert before.keys() == after.keys()
-        for key, value in before.items():
-            assert torch.equal(after[key], value) if isinstance(value, torch.Tensor) else after[key] == value
-    step(loss, 1)
+@ALL
+def test_a_model_that_is_converted_to_16_bits_leaves_its_loss_in_float32(name):
+    """Before the first batch and later; the loss trains on as if nothing had happened."""
+    losses = [make(name) for _ in range(2)]
+    model = nn.ModuleDict({"tower": nn.Linear(2, 2), "loss": losses[0]})
+    for seed in range(4):
+        if seed in (0, 2):
+            assert (model.half() if seed else model.bfloat16())["tower"].weight.itemsize == 2
+        first, second = (step(loss, seed) for loss in losses)
+        assert first == second
+    same_state(*(loss.full_state() for loss in losses))
+
+
+def test_gradients_that_float16_cannot_hold():
+    """Two pairs that agree and then do not: the second step's weights are bounded at exp(12.5), and half of that is
+    more than float16 holds. The value is finite, and so is everything else."""
+    loss = create_loss("fastclip-v1", num_samples=2, gamma=1e-6, gamma_schedule="constant")
+    pairs = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
+    for sign, is_held in ((1, True), (-1, False)):
+        image, text = pairs.half().requires_grad_(), (sign * pairs).half().requires_grad_()
+        value = loss(image, text, 100.0, index=torch.arange(2))
+        value.backward()
+        assert value.isfinite() and image.grad.isfinite().all() == is_held
+        if is_held:
+            loss.raise_if_not_finite()
+    with pytest.raises(NonFiniteError, match="step 2: the float16 gradient of the features"):
+        loss.raise_if_not_finite()
+
+
+def test_what_the_process_group_cannot_send_moves(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "meta:other")  # as "cuda:nccl"
+    assert transportable(torch.zeros(2)).device.type == "meta"
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert transportable(torch.zeros(2)).device.type == "cpu"
+
+
+def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):
+    loss = make("queue")
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(type(loss.normalizer), "materialize", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        step(loss)
+    assert step(loss) == step(make("queue"))
+
+
+# States
+
+
+@ALL
+@pytest.mark.parametrize("stop", [0, 4])
+def test_every_way_to_go_on_is_the_same(name, stop, tmp_path):
+    """From a file, as a part of a user's own module, a deep copy and through pickle; within an epoch and between."""
+
+    def run(loss, first, last):
+        values = []
+        for seed in range(first, last):
+            loss.set_epoch(seed // 3)
+            values.append(step(loss, seed))
+        return values
+
+    loss, loaded, nested = (make(name) for _ in range(3))
+    run(loss, 0, stop)
+    torch.save(loss.full_state(), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    loaded.load_full_state(state)
+    nn.ModuleDict({"loss": nested}).load_state_dict(nn.ModuleDict({"loss": loss}).state_dict())
+    others = [loaded, nested, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))]
+    expected = run(loss, stop, stop + 5)
+    for other in others:
+        assert run(other, stop, stop + 5) == expected
+        same_state(other.full_state(), loss.full_state())
+    same_state(state, torch.load(tmp_path / "state.pt", weights_only=True))  # not trained in place
 
 
 @pytest.mark.parametrize(
@@ -131,19 +321,29 @@ def test_a_refused_state_changes_nothing(name):
     [
         ("neuclip", {}, {"npn_prototypes": 5}, "npn_prototypes"),
         ("neuclip", {}, {"npn_opt": "adam"}, "npn_opt"),
-        ("neuclip", {}, {"npn_joint": True}, "npn_joint"),
-        ("neuclip", {"normalizer": "mlp", "npn_prototypes": "leave out"}, {"mlp_width": 1.0}, "mlp_width"),
+        ("neuclip", {}, {"npn_joint": True, "npn_restart_every": None}, "npn_joint"),
+        ("neuclip", {}, {"normalizer": "batch", "encoder_objective": "compositional"}, "normalizer"),
+        ("neuclip, mlp", {}, {"mlp_width": 1.0}, "mlp_width"),
         ("queue", {}, {"queue_size": 7}, "queue_size"),
         ("tempnet", {}, {"tau_net_prototypes": 3}, "tau_net_prototypes"),
         ("isogclr", {"tau_optimizer": "adam"}, {"tau_optimizer": "momentum"}, "tau_optimizer"),
         ("isogclr", {"tau_optimizer": "momentum"}, {"tau_optimizer": "adam"}, "tau_optimizer"),
         ("amorlip", {}, {"mlp_width": 1.0}, "mlp_width"),
         ("fastclip-v3", {}, {"num_samples": 9}, "table"),
+        ("sogclr", {}, "isogclr", "temperature"), ("sogclr", {}, "tempnet", "temperature"),
+        ("isogclr", {}, "sogclr", "temperature"), ("fastclip-v1", {}, "tuneclip", "surrogate"),
+        ("sogclr", {"negatives": "both"}, "sogclr", "negatives"), ("cyclip", {}, "queue", "loss"),
+        ("amorlip", {}, "queue", "loss"), ("queue", {}, "amorlip", "loss"),
     ],
-)
-def test_a_state_of_other_sizes_changes_nothing(name, options, other, part):
+    ids=str,
+)  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(name, options, other, part):
     """Neither of a loss that has had batches nor of a new one, whose first call checks its input."""
-    theirs = make(name, **(options | other))
+    kept = {} if not isinstance(other, dict) or "normalizer" in other else LOSSES.get(name, {}) | options
+    mine = {key: value for key, value in (kept | other).items() if value is not None} if isinstance(other, dict) else {}
+    preset = other if isinstance(other, str) else name.split(",")[0]
+    theirs = create_loss(preset, **{"num_samples": 8, "epochs": 3} | mine)
+    theirs.set_epoch(0)
     step(theirs, 1)
     loss, twin, new = (make(name, **options) for _ in range(3))
     for one in (loss, twin):
@@ -151,6 +351,8 @@ def test_a_state_of_other_sizes_changes_nothing(name, options, other, part):
     for one in (loss, new):
         with pytest.raises(ValueError, match=f"^{part}: "):
             one.load_full_state(theirs.full_state())
+    with pytest.raises(ValueError):  # of before the first batch
+        loss.load_full_state(new.full_state())
     assert step(loss, 2) == step(twin, 2) and step(loss, 3) == step(twin, 3)
     assert (new.steps, new.dimension) == (0, 0)
 
@@ -186,273 +388,25 @@ def test_a_state_without_networks_replaces_the_trained_ones():
     assert [step(trained, seed) for seed in range(3)] == [step(new, seed) for seed in range(3)]
 
 
-def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):
-    loss = make("queue")
-    materialize = type(loss.normalizer).materialize
-    monkeypatch.setattr(type(loss.normalizer), "materialize", lambda *_: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(MemoryError):
-        step(loss)
-    monkeypatch.setattr(type(loss.normalizer), "materialize", materialize)
-    assert step(loss) == step(make("queue"))
-
-
-def fail(loss, seed: int = 0) -> None:
-    """A step whose computation raises."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
-        step(loss, seed)
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_a_step_that_failed_may_be_tried_again(name):
-    """The try begins a step; as a step's second call it would get the normalizers of the step before."""
-    loss, twin = (make(name, accum_freq=2) for _ in range(2))
-    for one in (loss, twin):
-        for seed in (0, 0):
-            step(one, seed)
-    fail(loss, 1)
-    assert [step(loss, 1) for _ in range(2)] == [step(twin, 1) for _ in range(2)]
-    assert loss.steps == twin.steps == 2
-
-
-@pytest.mark.parametrize("calls", [0, 1])
-def test_the_first_step_is_checked_when_it_is_tried_again(calls):
-    """Whichever of its calls failed."""
-    loss = make("queue", accum_freq=2)
-    for _ in range(calls):
-        step(loss)
-    fail(loss)
-    image, text, scale = features()
-    with pytest.raises(ValueError, match="image_features must be unit vectors"):
-        loss(2 * image.detach(), text, scale, index=torch.arange(4))
-
-
-def test_an_evaluation_that_fails_does_not_end_a_step():
-    loss = make("queue", accum_freq=2)
-    step(loss)
-    loss.eval()
-    fail(loss)
-    loss.train()
-    step(loss)
-    assert loss.steps == 1
-
-
-@pytest.mark.parametrize("name", ["neuclip", "queue", "fastclip-v3"])
-def test_rows_tell_a_group_from_the_next(name):
-    """With a loss that keeps nothing per sample, too, if they are passed."""
-    loss = make(name, accum_freq=2)
-    loss(*features(0), index=torch.arange(4))
-    with pytest.raises(ValueError, match="the 2 calls of a step"):
-        loss(*features(1), index=torch.arange(4, 8))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_no_grad_with_a_scale_that_has_a_graph(name):
-    loss = make(name, accum_freq=2)
-    image, text, _ = features()
-    scale = nn.Parameter(torch.tensor(3.0)).exp()
-    with torch.no_grad():
-        assert loss(image, text, scale, index=torch.arange(4)).isfinite()
-
-
-@pytest.mark.parametrize(
-    "of, into, part",
-    [
-        ({"name": "isogclr"}, {"name": "sogclr"}, "temperature"),
-        ({"name": "tempnet"}, {"name": "sogclr"}, "temperature"),
-        ({"name": "sogclr"}, {"name": "isogclr"}, "temperature"),
-        ({"name": "tuneclip"}, {"name": "fastclip-v1"}, "surrogate"),
-        ({"name": "sogclr"}, {"name": "sogclr", "negatives": "both"}, "negatives"),
-    ],
-)
-def test_a_state_of_other_parts_is_refused_and_the_part_named(of, into, part):
-    state = make(**of).full_state()
-    with pytest.raises(ValueError, match=rf"^{part}: "):
-        make(**into).load_full_state(state)
-
-
-def test_a_table_of_another_size_is_refused_before_anything_is_lost():
-    rows = ShardedRows(3, 1, 0.0)
-    rows.assign(torch.tensor([1]), torch.tensor([[5.0]]))
-    with pytest.raises(ValueError, match=r"shape \(4, 1\)"):
-        rows.load(torch.zeros(4, 1))
-    assert rows.gather().tolist() == [[0.0], [5.0], [0.0]]
-
-
-def test_after_loading_a_state_training_goes_on_from_a_bad_step():
-    loss = make("fastclip-v3")
-    step(loss)
-    good = copy.deepcopy(loss.state_dict())
-    image, text, logit_scale = features()
-    loss(image * float("nan"), text, logit_scale, index=torch.arange(4))
-    loss.load_state_dict(good)
-    step(loss)
-    loss.raise_if_not_finite()
-
-
-def test_a_caller_who_catches_wrong_norms_may_go_on():
-    loss = make("fastclip-v3")
-    image, text, logit_scale = features()
-    with pytest.raises(ValueError, match="image_features must be unit vectors"):
-        loss(3 * image, text, logit_scale, index=torch.arange(4))
-    step(loss)
-
-
-@pytest.mark.parametrize("name", ["neuclip", "queue", "tempnet", "amorlip", "fastclip-v3"])
-def test_another_dimension_is_named(name):
-    loss = make(name)
-    step(loss)
-    image, text, logit_scale = features()
-    other = nn.functional.normalize(image[:, :6], dim=1), nn.functional.normalize(text[:, :6], dim=1)
-    with pytest.raises(ValueError, match="image_features: dimension 6 where the earlier batches had 8"):
-        loss(*other, logit_scale, index=torch.arange(4))
-
-
-def test_rows_go_where_the_first_batch_is():
-    """The device "meta" stands for a GPU; it has no values, so a step fails after the move."""
-    loss = make("fastclip-v3", accum_freq=1)
-    loss._adapt(8, torch.device("meta"), torch.float32)
-    assert {buffer.device.type for buffer in loss.buffers()} == {"meta"}
-
-
-@pytest.mark.parametrize("options", [{"normalizer": "mlp", "npn_prototypes": "leave out"}, {"npn_joint": True}, {}])
-def test_a_deep_copy_trains_as_the_original(options):
-    loss = make("neuclip", **options)
-    step(loss)
-    twin = copy.deepcopy(loss)
-    for seed in (1, 2):
-        assert step(twin, seed) == step(loss, seed)
-
-
-@pytest.mark.parametrize("options", [{"normalizer": "mlp", "npn_prototypes": "leave out"}, {"npn_joint": True}, {}])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_loss_goes_through_pickle(options, steps):
-    loss = make("neuclip", **options)
-    for seed in range(steps):
-        step(loss, seed)
-    twin = pickle.loads(pickle.dumps(loss))
-    for seed in (2, 3, 4):
-        assert step(twin, seed) == step(loss, seed)
-
-
-@pytest.mark.parametrize("convert", [nn.Module.half, nn.Module.bfloat16])
-@pytest.mark.parametrize("name", [*LOSSES, "mlp"])
-def test_a_model_that_is_converted_to_16_bits_leaves_its_loss_in_float32(name, convert):
-    """Before the first batch and later; the loss trains on as if nothing had happened."""
-    options = {"normalizer": "mlp", "npn_prototypes": "leave out"} if name == "mlp" else {}
-    losses = [make("neuclip" if name == "mlp" else name, **options) for _ in range(2)]
-    model = nn.ModuleDict({"tower": nn.Linear(2, 2), "loss": losses[0]})
-    for seed in range(4):
-        if seed in (0, 2):
-            assert convert(model)["tower"].weight.itemsize == 2
-        first, second = (step(loss, seed) for loss in losses)
-        assert first == second
-    states = [loss.full_state() for loss in losses]
-    for key, value in states[1].items():
-        assert not isinstance(value, torch.Tensor) or torch.equal(states[0][key], value), key
-
-
-def test_another_processes_state_is_refused():
-    loss, other = make("neuclip"), make("neuclip")
-    step(loss)
-    with pytest.raises(ValueError, match="state: process 1's, which has no tensors; load process 0's"):
-        other.load_full_state({**loss.full_state(), "process": 1})
-
-
-def test_a_network_for_each_view_cannot_share_a_temperature():
-    with pytest.raises(InputError, match="negatives: 'views' with temperature 'network'"):
-        make("tempnet", negatives="views")
-
-
-def test_keys_of_overwritten_embeddings_are_forgotten():
-    def keys_after(last: bool) -> list[int]:
-        loss = create_loss("queue", queue_size=8)
-        for seed in range(3):
-            key = None if seed == 2 and not last else torch.arange(4) + 4 * seed
-            loss(*features(seed), key=key)
-        return loss.normalizer.ring.keys.tolist()
-
-    assert sorted(keys_after(True)) == [4, 5, 6, 7, 8, 9, 10, 11]
-    without = keys_after(False)
-    assert [key for key in without if key >= 0] == [4, 5, 6, 7] and len(set(without)) == 8
-
-
-class Biased(Normalizer):
-    """The batch's own estimate and a learned constant."""
-
-    name = "biased"
-    differentiable = True
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.tensor(0.3))
-
-    def update(self, batch):
-        return None
-
-    def forward(self, batch, updated=None):
-        return add_eps(batch.log_batch + self.bias + 0 * batch.positives, 1e-14)
-
-
-@pytest.mark.parametrize("accum_freq", [1, 2, 3])
-def test_a_normalizers_parameters_get_one_gradient_per_step(accum_freq):
-    loss = GlobalContrastiveLoss(Biased(), FixedTemperature(), Unified, accum_freq=accum_freq)
-    loss.set_epoch(0)
-    for _ in range(accum_freq):
-        loss(*features()).backward()
-    once = GlobalContrastiveLoss(Biased(), FixedTemperature(), Unified)
-    once(*features()).backward()
-    torch.testing.assert_close(loss.normalizer.bias.grad, once.normalizer.bias.grad)
-
-
-@pytest.mark.parametrize(
-    "name, options, message",
-    [
-        ("isogclr", dict(tau_min=0.5, tau_max=0.1), "tau_max: 0.1 is below tau_min"),
-        ("isogclr", dict(tau_start=5.0), "tau_start: 5 is above tau_max"),
-        ("isogclr", dict(tau_start=1e-4), "tau_start: 0.0001 is below tau_min"),
-        ("fastclip-v3", dict(accum_freq=0), "accum_freq: 0 must be an integer of at least 1"),
-        ("fastclip-v3", dict(accum_freq=1.5), "accum_freq: 1.5 must be"),
-        ("fastclip-v3", dict(epochs=0), "epochs: 0 must be"),
-        ("drrho-clip", dict(epochs=-1), "epochs: -1 must be"),
-        ("neuclip", dict(steps_per_epoch=0), "steps_per_epoch: 0 must be"),
-        ("neuclip", dict(num_samples=0), "num_samples: 0 must be"),
-        ("queue", dict(num_samples=-3), "num_samples: -3 must be"),
-        ("fastclip-v3", dict(gamma=True), "gamma: True is not of type float"),
-        ("neuclip", dict(npn_prototypes=True), "npn_prototypes: True is not of type int"),
-        ("drrho-clip", dict(epochs=None, gamma_decay_epochs=10), "gamma: .* by default; give it, or the number of"),
-    ],
-)  # fmt: skip
-def test_lengths_and_values_out_of_range_are_named(name, options, message):
-    with pytest.raises(InputError, match=message):
-        create_loss(name, **({"num_samples": 8, "epochs": 3} | options))
+def test_another_processes_state_and_another_format_are_refused():
+    state = make("neuclip").full_state()
+    for change, message in (
+        ({"process": 1}, "state: process 1's, which has no tensors; load process 0's"),
+        ({"format": 2}, "state: format 2 where this open_clip_ext reads format 1"),
+        ({"format": None}, "state: an older format where this open_clip_ext reads format 1"),
+    ):
+        changed = {key: value for key, value in (state | change).items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            make("neuclip").load_full_state(changed)
 
 
 def test_the_length_of_a_training_counts_after_loading_too():
-    loss = make("neuclip")
+    loss, other = make("neuclip"), make("neuclip")
     step(loss)
-    other = make("neuclip")
     other.load_full_state(loss.full_state())
     other.set_steps_per_pass(10, 4)
     (group,) = other.normalizer.network.optimizer.param_groups
     assert group["lr"] == pytest.approx((40 / 77_000) ** 0.5) and f"{group['lr']:.2g}" in other.description()
-
-
-def test_a_recovery_that_is_refused_leaves_the_weights():
-    model = nn.Linear(2, 2)
-    before = copy.deepcopy(model.state_dict())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def move(batch):
-        for group in optimizer.param_groups:
-            group["lr"] = 0.1
-        model(batch).sum().backward()
-        optimizer.step()
-
-    with pytest.raises(InputError, match="it sets a learning rate"):
-        recover_statistics(model, optimizer, None, [torch.ones(3, 2)], epochs=1, step=move)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
 
 
 def test_row_files_are_checked_from_either_form_of_the_state(tmp_path):
@@ -460,34 +414,146 @@ def test_row_files_are_checked_from_either_form_of_the_state(tmp_path):
     step(loss)
     with rows_in_files(tmp_path / "rows"):
         state = loss.state_dict()
-    check_row_files(tmp_path / "rows", state)
-    check_row_files(tmp_path / "rows", state["_extra_state"])
     index = tmp_path / "rows" / "index.json"
+    for form in (state, state["_extra_state"]):
+        check_row_files(tmp_path / "rows", form)
     index.write_text(json.dumps({**json.loads(index.read_text()), "save": "0"}))
-    with pytest.raises(InputError, match=r"index\.json|of another save"):
-        check_row_files(tmp_path / "rows", state)
+    for form in (state, state["_extra_state"]):
+        with pytest.raises(InputError, match=r"index\.json|of another save"):
+            check_row_files(tmp_path / "rows", form)
 
 
-def test_an_index_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    from open_clip_ext import row_files
+# Batches that are not finite or not as they should be
 
-    whole_file = row_files.whole_file
 
-    def full_disk(path, **options):
-        if str(path).endswith("index.json"):
-            raise OSError(28, "No space left on device")
-        return whole_file(path, **options)
+@ALL
+@pytest.mark.parametrize("where, good_steps", [("image_features", 0), ("logit_scale", 1), ("image_features", 5)])
+def test_a_batch_that_is_not_finite_never_enters_the_state(name, where, good_steps):
+    """During growth, at the very start, and later; what trains by itself stays where it is, and training goes on."""
+    loss = make(name)
+    for seed in range(good_steps):
+        step(loss, seed)
+    before = copy.deepcopy(loss.full_state())
+    image, text, scale = features(good_steps)
+    bad = image.detach().clone()
+    bad[2] = math.nan
+    given = (bad, text, scale) if where == "image_features" else (image, text, scale * math.nan)
+    loss(*given, index=rows(good_steps))
+    after = loss.full_state()
+    if where == "logit_scale" and not loss.trains_logit_scale:  # the temperatures are the loss's own
+        return loss.raise_if_not_finite()
+    if good_steps:
+        for key, value in before.items():
+            if key.startswith(("state.log_u", "temperature.", "online:", "target:")) and value.is_floating_point():
+                assert torch.equal(value, after[key]), key
+    for seed in range(2):
+        step(loss, seed)
+    for key, value in loss.full_state().items():
+        if isinstance(value, torch.Tensor) and not key.endswith("log_u"):
+            assert value.isfinite().all() or key.startswith("diagnostics"), key
+    if "state.weight" in after and "mlp" not in name:
+        weight = loss.full_state()["state.weight"][:, : int(loss.full_state()["state.active"])]
+        assert (weight.norm(dim=2) > 0.5).all(), "a prototype without a direction"
+    with pytest.raises(NonFiniteError, match=f"step {good_steps + 1}: {where}"):
+        loss.raise_if_not_finite()
 
-    monkeypatch.setattr(row_files, "whole_file", full_disk)
+
+def test_after_loading_a_state_training_goes_on_from_a_bad_step():
     loss = make("fastclip-v3")
-    message = r"index\.json' cannot be written: No space left"
-    with pytest.raises(InputError, match=message), rows_in_files(tmp_path / "x"):
-        loss.state_dict()
-    assert not (tmp_path / "x").exists()
+    step(loss)
+    good = copy.deepcopy(loss.state_dict())
+    image, text, logit_scale = features()
+    loss(image * float("nan"), text, logit_scale, index=rows())
+    loss.load_state_dict(good)
+    step(loss)
+    loss.raise_if_not_finite()
 
 
-def test_what_the_process_group_cannot_send_moves(monkeypatch):
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "meta:other")  # as "cuda:nccl"
-    assert transportable(torch.zeros(2)).device.type == "meta"
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert transportable(torch.zeros(2)).device.type == "cpu"
+@pytest.mark.parametrize("name", ["fastclip-v3", "cyclip", "amorlip"])
+def test_one_later_batch_of_other_norms_is_found_at_the_next_look(name):
+    """At the first batch at once, after which a caller who catches it may go on."""
+    loss = make(name)
+    image, text, logit_scale = features()
+    with pytest.raises(ValueError, match="image_features must be unit vectors"):
+        loss(3 * image, text, logit_scale, index=rows())
+    for factor in (1, 1, 1.03, 1):
+        loss(image, factor * text, logit_scale, index=rows())
+        if factor == 1 and loss.steps < 3:
+            loss.raise_if_not_finite()
+    with pytest.raises(ValueError, match="^step 3: text_features must be unit vectors"):
+        loss.raise_if_not_finite()
+    loss.raise_if_not_finite()
+
+
+def test_a_row_out_of_range_on_the_device_is_found_without_waiting_for_it(monkeypatch):
+    """What a CUDA index meets: no check when called, nothing enters the table, an error at the next look."""
+    loss = make("fastclip-v3")
+    monkeypatch.setattr(loss, "_check", lambda *args: None)
+    loss(*features(), index=torch.tensor([0, 1, 2, 8]))
+    assert (loss.full_state()["state.log_u"] == -math.inf).all()
+    with pytest.raises(ValueError, match=r"index: step 1 has a row outside \[0, 8\)"):
+        loss.raise_if_not_finite()
+
+
+@pytest.mark.parametrize(
+    "name, scale, warned",
+    [("neuclip", 2.659, True), ("neuclip", 14.3, False), ("sogclr", 2.659, True), ("isogclr", 2.659, False)],
+)
+def test_a_logarithm_for_the_scale_is_pointed_out_once(name, scale, warned, caplog):
+    """Not where the temperatures are the loss's own."""
+    loss = make(name)
+    for seed in range(2):
+        loss(*features(seed)[:2], torch.tensor(scale), index=rows())
+    assert ["pass logit_scale.exp()" in record.message for record in caplog.records] == [True] * warned
+
+
+WHOLE = torch.arange(4)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(index=None), "index: this loss has state per sample and needs"),
+        (dict(index=WHOLE + 5), r"index: rows must lie in \[0, 8\); got 8"), (dict(index=WHOLE - 1), "got -1"),
+        (dict(index=WHOLE.float()), "index must be int64"),
+        (dict(index=WHOLE[:2]), r"index must be int64 of shape \(4,\)"),
+        (dict(index=[0, 1, 2, 3]), r"index must be an int64 tensor of shape \(4,\); got list"),
+        (dict(key=WHOLE.int()), "key must be int64 .* got torch.int32"),
+        (dict(logit_scale=torch.ones(2)), "logit_scale must be one number"),
+        (dict(text_features=torch.zeros(3, 8)), "must both be"),
+        (dict(image_features=torch.zeros(1, 8), text_features=torch.zeros(1, 8)), "batch of 1 .* no negatives"),
+        (dict(image_features=torch.zeros(0, 8), text_features=torch.zeros(0, 8)), "batch of 0 .* no negatives"),
+        (dict(image_features=2 * torch.ones(4, 8)), "image_features must be unit vectors"),
+        (dict(dist_image_features=torch.ones(4, 5)), "has no use for either"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_named(change, message):
+    image, text, scale = features()
+    arguments = dict(image_features=image, text_features=text, logit_scale=scale, index=WHOLE)
+    with pytest.raises(ValueError, match=message):
+        make("fastclip-v3", validate=True)(**{**arguments, **change})
+
+
+@pytest.mark.parametrize("name", ["neuclip", "queue", "tempnet", "amorlip", "fastclip-v3"])
+def test_another_dimension_is_named(name):
+    loss = make(name)
+    step(loss)
+    image, text, scale = features()
+    other = nn.functional.normalize(image[:, :6], dim=1), nn.functional.normalize(text[:, :6], dim=1)
+    with pytest.raises(ValueError, match="image_features: dimension 6 where the earlier batches had 8"):
+        loss(*other, scale, index=rows())
+
+
+def test_a_reference_and_keys_are_refused_where_they_are_needed_or_have_no_place():
+    image, text, scale = features()
+    first, second = (unit(torch.Generator().manual_seed(seed), 4, 5).float() for seed in range(2))
+    for given, message in (
+        ({}, "this loss needs both"), (dict(dist_image_features=first), "this loss needs both"),
+        (dict(dist_image_features=first[:2], dist_text_features=second[:2]), r"must both be \(4, d'\)"),
+        (dict(dist_image_features=2 * first, dist_text_features=second), "dist_image_features must be unit vectors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make("drrho-clip")(image, text, scale, index=rows(), **given)
+    for name, options in (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
+        with pytest.raises(ValueError, match="key: .* takes no keys"):
+            create_loss(name, num_samples=8, epochs=1, **options)(image, text, scale, index=rows(), key=rows())

@@ -82,8 +82,7 @@ class DoubledByTensor(Doubled):
 class DoubledIdentity(Identity):
     """No identity any more."""
 
-    value = Doubled.value
-    slope = Doubled.slope
+    value, slope = Doubled.value, Doubled.slope
 
 
 @pytest.mark.parametrize("surrogate", [Doubled, DoubledIdentity, DoubledInPlace])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from numerics import unit
 
 from open_clip_ext import create_loss
 from open_clip_ext.factory import find_preset, resolve_options
@@ -92,6 +91,7 @@ GAMMA = dict(gamma=0.2, gamma_schedule="cosine", gamma_decay_epochs=18, loss_eps
 def test_settings(name, published, source):
     settings = resolve_options(name, {}, epochs=37)
     assert {key: settings[key] for key in published} == published, source
+    assert name != "amorlip-released" or find_preset(name).training_defaults == {"grad_clip_norm": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,6 @@ def test_amorlips_schedule_of_rho(name, positive):
     assert rho == [8.5] * positive + [-8.5] * (33 - positive)
 
 
-def test_the_released_command_of_amorlip_clips_gradients():
-    assert find_preset("amorlip-released").training_defaults == {"grad_clip_norm": 1.0}
-
-
 @pytest.mark.parametrize(
     "samples, batch, epochs",
     [(2_723_840, 1024, 37), (9_187_328, 2048, 33), (13_710_637, 4096, 23), (192_160_462, 5120, 7), (10**9, 5120, 3)],
@@ -136,15 +132,3 @@ def test_neuclips_network_in_the_papers_trainings(samples, batch, epochs):
     (group,) = loss.normalizer.network.optimizer.param_groups
     assert loss.normalizer.restart_every == 500
     assert group["lr"] == pytest.approx(1, abs=1e-3)  # DFN-14M has 76,981 steps of the rule's 77,000
-
-
-def test_isogclrs_temperatures_become_individual():
-    """At eta = 0.03 a gradient of 1 moves tau_i by 0.03: within a few visits it must have left where it began."""
-    rows = 12
-    loss = create_loss("isogclr", num_samples=rows, rho=1.0)  # log 11 is the most that 12 rows can pull against
-    generator = torch.Generator().manual_seed(0)
-    image, text = unit(generator, rows, 8), unit(generator, rows, 8)
-    for _ in range(3):
-        loss(image, text, torch.tensor(100.0), index=torch.arange(rows))
-    tau = loss.full_state()["temperature.tau"]
-    assert (tau - 0.01).abs().max() > 0.03 and tau.unique().numel() > rows

@@ -6,7 +6,8 @@ import pytest
 import torch
 from numerics import unit
 
-from open_clip_ext import InputError, create_loss, equations
+from open_clip_ext import create_loss, equations
+from open_clip_ext.kernels import streaming
 
 
 @pytest.mark.parametrize("objective", ["unified", "compositional"])
@@ -64,141 +65,101 @@ def test_mixing_bounds_the_weights_and_unified_is_a_true_gradient_without_it(nam
     assert torch.autograd.gradcheck(value, [e1], atol=1e-6)
 
 
-def test_the_queues_state_survives():
-    def step(loss, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return loss(unit(generator, 5, 8).float(), unit(generator, 5, 8).float(), torch.tensor(20.0))
-
-    first, second = (create_loss("queue", queue_size=12) for _ in range(2))
-    for seed in range(4):
-        step(first, seed)
-    second.load_full_state(first.full_state())
-    for seed in range(4, 7):
-        assert torch.equal(step(first, seed), step(second, seed))
-    with pytest.raises(ValueError, match="queue_size: 9"):
-        create_loss("queue", queue_size=9).load_full_state(first.full_state())
+def gaps_of_all(e1, e2):
+    """s_ij - s_ii for all pairs, i itself included, of both sides."""
+    s = e1 @ e2.T
+    return [side - s.diagonal()[:, None] for side in (s, s.T)]
 
 
-def test_a_first_batch_that_is_not_finite_leaves_unit_vectors():
-    loss = create_loss("queue", queue_size=30)
+@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+@pytest.mark.parametrize("objective", ["compositional", "unified"])
+@pytest.mark.parametrize("queued", [[1, 2, 3, 4, 5, 1], [2] * 6])
+def test_a_queue_leaves_out_the_same_key(surrogate, objective, queued, monkeypatch):
+    """alpha and its gradient over the batch before, which is all that the queue holds of others, or over the batch if
+    that leaves none; in several tiles."""
+    monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
+    hinge = dict(surrogate=surrogate, margin=0.9) if surrogate == "hinge" else {}
+    loss = create_loss("queue", queue_size=12, mixing=0.0, rho=0.0, loss_eps=1e-6, encoder_objective=objective, **hinge)
+    generator, keys = torch.Generator().manual_seed(0), torch.tensor([queued, [1, 6, 2, 2, 1, 7]])
+
+    def exponentials(gap):
+        return (5 * ((gap + 0.9).clamp(min=0) ** 2 if hinge else gap)).exp()
+
+    old_1, old_2, *leaves = (unit(generator, 6, 16) for _ in range(4))
+    loss(old_1, old_2, torch.tensor(5.0).double(), key=keys[0])
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    value = loss(*leaves, torch.tensor(5.0).double(), key=keys[1])
+    counts = (keys[1][:, None] != keys[1]).double()
+    g = torch.stack([(exponentials(gap) * counts).sum(dim=1) / counts.sum(dim=1) for gap in gaps_of_all(*leaves)])
+    alphas, counts = [], keys[1][:, None] != keys[0]
+    for anchors, others, own in ((leaves[0], old_2, g[0]), (leaves[1], old_1, g[1])):
+        gap = anchors @ others.T - (leaves[0] * leaves[1]).sum(dim=1)[:, None]
+        mean = (exponentials(gap) * counts).sum(dim=1) / counts.sum(dim=1).clamp(min=1)
+        alphas.append((1e-6 + mean.where(counts.any(dim=1), own.detach())).log())
+    alpha = torch.stack(alphas)
+    torch.testing.assert_close(loss._last[2], alpha.detach())
+    if objective == "unified":
+        expected = torch.autograd.grad(0.2 * ((1e-6 + g) / alpha.exp() + alpha).mean(dim=1).sum(), leaves)
+        for actual, wanted in zip(torch.autograd.grad(value, leaves), expected, strict=True):
+            torch.testing.assert_close(actual, wanted)
+
+
+def test_a_queue_takes_a_reference_too():
+    """At mixing 0 its normalizers are those over the batch before, which is all that it holds of others."""
+    loss = create_loss("queue", queue_size=12, mixing=0.0, reference_gap=True, rho=0.0)
     generator = torch.Generator().manual_seed(0)
-    image, text = unit(generator, 10, 3), unit(generator, 10, 3)
-    loss(image * float("nan"), text, torch.tensor(10.0))
-    assert torch.equal(loss.normalizer.ring.rows[:, :10].norm(dim=2), torch.ones(2, 10))
+    steps = [[unit(generator, 6, d) for d in (16, 16, 5, 5)] for _ in range(2)]
+    for e1, e2, r1, r2 in steps:
+        loss(e1, e2, torch.tensor(5.0).double(), dist_image_features=r1, dist_text_features=r2)
+    (_, old, _, o2), (e1, e2, r1, r2) = steps
+    gap = (e1 @ old.T - r1 @ o2.T) - ((e1 * e2).sum(1) - (r1 * r2).sum(1))[:, None]
+    torch.testing.assert_close(loss._last[2][0], (1e-14 + (5 * gap).exp().mean(dim=1)).log())
 
 
-def test_embeddings_from_before_the_keys_are_like_no_cell_without_a_key():
-    """A data set numbers its cells without a key -1, -2, ..."""
-    loss = create_loss("queue", queue_size=30)
-    generator = torch.Generator().manual_seed(0)
-    for key in (None, -1 - torch.arange(10)):
-        loss(unit(generator, 10, 3), unit(generator, 10, 3), torch.tensor(10.0), key=key)
-    assert len(loss.normalizer.ring.keys.unique()) == 30
+def test_keys_of_overwritten_embeddings_are_forgotten():
+    """What came without keys is like no other sample, nor like a data set's own -1, -2, ... for samples without one."""
+    for given, expected in (
+        ([0, 4, 8], [4, 5, 6, 7, 8, 9, 10, 11]), ([0, 4, None], [4, 5, 6, 7]), ([None, None, -4], [-4, -3, -2, -1]),
+    ):
+        loss, generator = create_loss("queue", queue_size=8), torch.Generator().manual_seed(0)
+        for first in given:
+            key = None if first is None else torch.arange(4) + first
+            loss(unit(generator, 4, 3), unit(generator, 4, 3), torch.tensor(10.0), key=key)
+        keys = loss.normalizer.ring.keys.tolist()
+        assert len(set(keys)) == 8 and set(expected) <= set(keys)
+        assert None in given or sorted(keys) == expected
 
 
-def test_a_capped_queue_goes_on_within_its_epoch():
-    """It is emptied where an epoch begins, not where a state saved in mid-epoch is loaded."""
-
-    def step(loss, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return loss(unit(generator, 5, 8).float(), unit(generator, 5, 8).float(), torch.tensor(20.0))
-
-    def queued(loss):
-        return int(loss.normalizer.ring.active)
-
-    first, second = (create_loss("queue", num_samples=15) for _ in range(2))
-    for epoch in range(2):
-        first.set_epoch(epoch)
-        for seed in range(2):
-            step(first, seed)
-    second.load_full_state(first.full_state())
-    second.set_epoch(1)
-    assert torch.equal(step(first, 2), step(second, 2)) and queued(first) == queued(second) == 15
-    second.set_epoch(2)
-    step(second, 3)
-    assert queued(second) == 5
+def batches(loss, number, seed=0, size=20):
+    """The last value of some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    return [loss(unit(generator, size, 8), unit(generator, size, 8), torch.tensor(10.0)) for _ in range(number)][-1]
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    [(dict(queue_size=0), "queue_size: 0"), (dict(mixing=1.0), "mixing: 1.0"), (dict(gamma=0.5), "gamma")],
+    "options, cells, after", [({}, 120, 20), (dict(queue_size=60), 60, 20), (dict(queue_size=59), 59, 59)], ids=str
 )
-def test_wrong_settings_are_named(options, message):
-    with pytest.raises(InputError, match=message):
-        create_loss("queue", **options)
-
-
-@pytest.mark.parametrize("options", [dict(queue_size=10**13), dict(normalizer="prototypes", npn_prototypes=10**13)])
-def test_more_than_the_memory_holds_is_refused_before_it_is_asked_for(options):
-    generator = torch.Generator().manual_seed(0)
-    if "normalizer" in options:
-        options["mixing"] = 0.0
-    loss = create_loss("queue", **options)
-    with pytest.raises(ValueError, match=f"{10**13} of dimension 8 needs .* GiB on the host"):
-        loss(unit(generator, 4, 8), unit(generator, 4, 8), torch.tensor(10.0))
-
-
-def fed(loss, count, size=64):
-    """`loss` after a pass over `count` samples in batches of `size`."""
-    generator = torch.Generator().manual_seed(0)
+def test_a_sample_never_counts_twice(options, cells, after):
+    """A queue of half of the 120 samples or more begins each epoch with none of the last; it keeps them to the end of
+    it, for the report, and where a state saved in mid-epoch is loaded. A smaller one goes on."""
+    loss, resumed = (create_loss("queue", num_samples=120, **options) for _ in range(2))
     loss.set_epoch(0)
-    for _ in range(count // size):
-        loss(unit(generator, size, 8), unit(generator, size, 8), torch.tensor(10.0))
-    return loss
-
-
-def test_a_sample_never_counts_twice():
-    loss = fed(create_loss("queue", num_samples=300), 300)
-    assert loss.description().startswith("normalizers queue, 300 for as many samples")
-    assert loss.normalizer.ring.rows.shape[1] == 300 and loss.normalizer.ring.active == 256
-    # After an epoch the queue is kept, for the report; the next one begins with none of it.
-    before = loss.full_state()
-    loss.set_epoch(1)
-    assert loss.normalizer.ring.active == 256
-    generator = torch.Generator().manual_seed(1)
-    batch = unit(generator, 64, 8), unit(generator, 64, 8), torch.tensor(10.0)
-    loss(*batch)
-    assert loss.normalizer.ring.active == 64
-    # A resumed training does the same.
-    resumed = create_loss("queue", num_samples=300)
-    resumed.load_full_state(before)
-    resumed.set_epoch(1)
-    resumed(*batch)
-    assert torch.equal(resumed.full_state()["state.ring"][:, :64], loss.full_state()["state.ring"][:, :64])
-    assert resumed.normalizer.ring.active == 64
-
-
-def test_a_queue_of_a_small_part_of_the_data_goes_on_over_epochs():
-    loss = fed(create_loss("queue", queue_size=128, num_samples=300), 300)
-    loss.set_epoch(1)
-    generator = torch.Generator().manual_seed(1)
-    loss(unit(generator, 64, 8), unit(generator, 64, 8), torch.tensor(10.0))
-    assert loss.normalizer.ring.active == 128
-
-
-@pytest.mark.parametrize("size, queued", [(60, 20), (59, 59)])
-def test_a_queue_of_half_of_the_data_starts_every_epoch_empty(size, queued):
-    loss, generator = create_loss("queue", num_samples=120, queue_size=size), torch.Generator().manual_seed(0)
-    for epoch in range(2):
-        loss.set_epoch(epoch)
-        for _ in range(1 if epoch else 4):
-            loss(unit(generator, 20, 8), unit(generator, 20, 8), torch.tensor(10.0))
-    assert loss.diagnostics()["queued"] == queued
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (dict(queue_size=64), "queue_size: 64 holds nothing beside a global batch of 64 pairs; give several times"),
-        (dict(num_samples=100), "queue_size: 100 samples in global batches of 64 .* lower the global batch to .* 50"),
-    ],
-)
-def test_a_queue_that_would_do_nothing_is_refused(settings, message):
-    with pytest.raises(InputError, match=message):
-        fed(create_loss("queue", **settings), 64)
+    batches(loss, 5)
+    assert loss.normalizer.ring.rows.shape[1] == cells and loss.normalizer.ring.active == min(cells, 100)
+    resumed.load_full_state(loss.full_state())
+    for one in (loss, resumed):  # in mid-epoch
+        one.set_epoch(0)
+    assert torch.equal(*(batches(one, 1, seed=1) for one in (loss, resumed)))
+    for one in (loss, resumed):
+        one.set_epoch(1)
+        assert one.normalizer.ring.active == cells
+    assert torch.equal(*(batches(one, 1, seed=2) for one in (loss, resumed)))
+    assert loss.diagnostics()["queued"] == resumed.normalizer.ring.active == after
+    assert options or loss.description().startswith("normalizers queue, 120 for as many samples")
 
 
 def test_prototypes_are_no_more_than_the_samples():
-    loss = fed(create_loss("neuclip", num_samples=300, npn_updates=0), 600)
-    assert loss.normalizer.active == loss.normalizer.weight.shape[1] == 300
-    assert "prototypes (restarted every 500 steps, adagrad at 1), 300 for as many samples" in loss.description()
+    loss = create_loss("neuclip", num_samples=120, npn_updates=0)
+    batches(loss, 8)
+    assert loss.normalizer.active == loss.normalizer.weight.shape[1] == 120
+    assert "prototypes (restarted every 500 steps, adagrad at 1), 120 for as many samples" in loss.description()

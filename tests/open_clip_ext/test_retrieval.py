@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from open_clip_ext.kernels import streaming
-from open_clip_ext.retrieval import retrieval_ranks
+from open_clip_ext.retrieval import retrieval_ranks, validation_metrics
 
 
 def loops(similarities: list[list[float]], positives: list[set[int]], k: int) -> tuple[list[float], float]:
@@ -46,7 +46,7 @@ def test_every_order_of_equals_is_as_likely(monkeypatch, tile, levels):
     image, text = torch.randn(5, 3, generator=draws), torch.randn(8, 3, generator=draws)
     if levels is not None:
         image, text = image.sign() * (levels == 2), text.sign()
-    compare(image, text + image[of] * (levels is None), of)
+    compare(image.requires_grad_(), text + image[of] * (levels is None), of)  # whose gradient nobody needs
 
 
 def test_texts_that_repeat_are_equal_whatever_the_order_of_their_sums():
@@ -71,12 +71,6 @@ def test_a_collapsed_model_retrieves_by_chance(value, dtype):
     assert images.recall(1) == pytest.approx(0.2)  # any of two texts of ten
 
 
-def test_embeddings_of_the_training_need_no_gradient():
-    image = torch.eye(3, requires_grad=True)
-    images, texts = retrieval_ranks(image, image.roll(1, 0), torch.tensor([2, 0, 1]))
-    assert images.recall(1) == texts.recall(1) == 1.0
-
-
 def test_memory_grows_with_the_embeddings_and_not_with_their_pairs():
     largest = 0
 
@@ -91,3 +85,13 @@ def test_memory_grows_with_the_embeddings_and_not_with_their_pairs():
     with Largest():
         retrieval_ranks(image, image, of)
     assert largest == 8 * streaming.CPU_TILE[0] * streaming.CPU_TILE[1]  # 4 MiB; all pairs have 31
+
+
+def test_metrics_count_ranks_from_one_and_an_images_other_captions():
+    """Ranks 0, 2, 2, 0 in both directions: two of the pairs are swapped, so that theirs is among three that equal."""
+    image = torch.eye(4)
+    found = validation_metrics(image, image[[0, 2, 1, 3]], torch.tensor([0, 0, 1, 1]))
+    for side in ("image_to_text", "text_to_image"):
+        assert [found[f"{side}_{name}"] for name in ("mean_rank", "median_rank", "R@1", "R@5")] == [2, 2, 0.5, 1]
+    # Of the first image of each: a caption of the first is best, none of the second.
+    assert found["image_to_text_any_R@1"] == 0.5 and found["num_images"] == 2

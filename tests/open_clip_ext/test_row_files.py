@@ -24,9 +24,13 @@ WRITERS = 3
 LOSSES = ("sogclr", "fastclip-v2", "neuclip")
 
 
+def make(name):
+    return create_loss(name, num_samples=ROWS, epochs=2, **({"npn_prototypes": 6} if name == "neuclip" else {}))
+
+
 def stepped(name, own=slice(None)):
     """A loss after two steps; `own`: of this process."""
-    loss = create_loss(name, num_samples=ROWS, epochs=2, **({"npn_prototypes": 6} if name == "neuclip" else {}))
+    loss = make(name)
     loss.set_epoch(0)
     generator = torch.Generator().manual_seed(0)
     for _ in range(2):
@@ -44,7 +48,7 @@ def save(loss, folder, name, rank=0):
 
 
 def load(folder, name):
-    loss = create_loss(name, num_samples=ROWS, epochs=2, **({"npn_prototypes": 6} if name == "neuclip" else {}))
+    loss = make(name)
     with rows_in_files(folder / f"{name}.rows"):
         loss.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     return loss
@@ -108,7 +112,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("readers", [1, 2, 4, 6])
 def test_any_number_of_processes_reads_what_three_wrote(saved, monkeypatch, name, readers):
     """Reading asks no other process, so that one can take the place of each."""
-    plain = create_loss(name, num_samples=ROWS, epochs=2, **({"npn_prototypes": 6} if name == "neuclip" else {}))
+    plain = make(name)
     plain.load_state_dict(torch.load(saved / f"{name}_0.pt"))
     monkeypatch.setattr(row_files, "CHUNK_ROWS", 2)
     for rank in range(readers):
@@ -122,32 +126,30 @@ def test_any_number_of_processes_reads_what_three_wrote(saved, monkeypatch, name
 
 
 def test_each_process_writes_its_own_rows(saved):
+    """A loss without rows makes no folder, and without the context the state is plain."""
     folder = saved / "by_3/fastclip-v2.rows"
     names = {f"table_{table}_part_{part}_of_3.safetensors" for table in range(2) for part in range(3)}
     assert {path.name for path in folder.iterdir()} == {*names, "index.json"}
     shapes = [load_file(folder / f"table_1_part_{part}_of_3.safetensors")["rows"].shape for part in range(3)]
     assert shapes == [(8, 6), (8, 6), (7, 6)]
     assert json.loads((folder / "index.json").read_text())["tables"] == [[ROWS, 2], [ROWS, 6]]
-
-
-def test_a_loss_without_rows_makes_no_folder(saved):
     assert not (saved / "by_3/neuclip.rows").exists()
-
-
-def test_without_the_context_the_state_is_plain(saved):
     state = torch.load(saved / "sogclr_0.pt", weights_only=True)["_extra_state"]
     assert state["state.log_u"].shape == (ROWS, 2) and (state["state.log_u"][:, 0] > -math.inf).sum() > BATCH
     assert all(not isinstance(value, dict) for value in state.values())
 
 
-def test_rows_in_files_need_the_context(saved):
+def test_rows_in_files_need_the_context_and_as_many_rows(saved):
+    state = torch.load(saved / "by_1/sogclr.pt")
     with pytest.raises(ValueError, match=r"table: its rows are in files; load it within rows_in_files\(folder\)"):
-        create_loss("sogclr", num_samples=ROWS).load_state_dict(torch.load(saved / "by_1/sogclr.pt"))
-
-
-def test_another_number_of_rows_is_refused(saved):
+        create_loss("sogclr", num_samples=ROWS).load_state_dict(state)
     with rows_in_files(saved / "by_1/sogclr.rows"), pytest.raises(ValueError, match=r"shape \(23, 2\) where \(5, 2\)"):
-        create_loss("sogclr", num_samples=5).load_state_dict(torch.load(saved / "by_1/sogclr.pt"))
+        create_loss("sogclr", num_samples=5).load_state_dict(state)
+    rows = ShardedRows(3, 1, 0.0)
+    rows.assign(torch.tensor([1]), torch.tensor([[5.0]]))
+    with pytest.raises(ValueError, match=r"shape \(4, 1\)"):
+        rows.load(torch.zeros(4, 1))
+    assert rows.gather().tolist() == [[0.0], [5.0], [0.0]]
 
 
 def test_a_folder_that_exists_is_left_alone(tmp_path):
@@ -156,10 +158,6 @@ def test_a_folder_that_exists_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="sogclr.rows' cannot be made: File exists; give a new folder"):
         save(stepped("sogclr"), tmp_path, "sogclr")
     assert (tmp_path / "sogclr.rows/mine").read_text() == "mine" and row_files.current() is None
-
-
-def remove(path: Path):
-    path.unlink()
 
 
 def cut(path: Path):
@@ -180,11 +178,11 @@ def of_another_save(path: Path):
 
 PART, INDEX = "table_0_part_0_of_1.safetensors", "index.json"
 DAMAGES = [
-    (PART, remove, "is missing"),
+    (PART, Path.unlink, "is missing"),
     (PART, cut, "is damaged"),
     (PART, scribble, "is damaged"),
     (PART, of_another_save, "is of another save"),
-    (INDEX, remove, "is missing"),
+    (INDEX, Path.unlink, "is missing"),
     (INDEX, cut, "is damaged"),
     (INDEX, of_another_save, "is of another save"),
 ]
@@ -225,7 +223,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_a_kill_leaves_no_index(tmp_path, monkeypatch, place):
+def test_a_kill_or_a_full_disk_leaves_no_index(tmp_path, monkeypatch, place):
     """fastclip-v2 writes two parts and the index, each under another name and then renamed."""
     renamed, replace = [], os.replace
 
@@ -236,9 +234,15 @@ def test_a_kill_leaves_no_index(tmp_path, monkeypatch, place):
         replace(source, target)
 
     loss = stepped("fastclip-v2")
-    monkeypatch.setattr(os, "replace", killing)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "replace", killing)
         save(loss, tmp_path, "fastclip-v2")
-    monkeypatch.undo()
     assert len(renamed) == place and not (tmp_path / "fastclip-v2.rows/index.json").exists()
     assert not (tmp_path / "fastclip-v2.pt").exists()
+    names, whole_file = ("table_0", "table_1", "index.json"), row_files.whole_file
+    monkeypatch.setattr(
+        row_files, "whole_file", lambda path, **more: full() if names[place] in str(path) else whole_file(path, **more)
+    )
+    with pytest.raises(InputError, match=f"{names[place]}.*' cannot be written: No space left"):
+        save(loss, tmp_path, "full")
+    assert not (tmp_path / "full.rows").exists()

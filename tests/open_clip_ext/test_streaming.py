@@ -81,14 +81,11 @@ def test_parts_make_no_difference(name, request):
 @pytest.mark.parametrize("name", ["network", "network, hinge", "queue, unified", "minibatch"])
 def test_gradcheck(name, few_at_a_time):
     """Where the value is the function whose gradient is given: Eq. 12, and the objective of the batch alone."""
-    if name == "minibatch":
-        loss = create_loss("fastclip-v3", normalizer="batch", rho=2.0)
-    else:
-        preset, settings = LOSSES[name]
-        loss = create_loss(preset, **{**settings, "mixing": 0.0})
-        for seed in range(2):
-            image, text, index = features(seed)
-            loss(image, text, torch.tensor(10.0, dtype=torch.float64), index=index)
+    preset, settings = LOSSES.get(name, ("fastclip-v3", dict(normalizer="batch", rho=2.0)))
+    loss = create_loss(preset, **{**settings, **({} if name == "minibatch" else {"mixing": 0.0})})
+    for seed in range(2):
+        image, text, index = features(seed)
+        loss(image, text, torch.tensor(10.0, dtype=torch.float64), index=index)
     loss.eval()
     image, text, _ = features(5, batch=6)
     scale = torch.tensor(8.0, dtype=torch.float64, requires_grad=True)
@@ -139,59 +136,35 @@ def test_log_sum_over_others(surrogate, lengths, some, individual, few_at_a_time
 @pytest.mark.parametrize("objective", NETWORK_OBJECTIVES)
 @pytest.mark.parametrize("surrogate", [Identity(), PowerHinge(margin=0.5)], ids=lambda s: s.name)
 @pytest.mark.parametrize("individual", [False, True])
-def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, few_at_a_time):
-    """To float64's accuracy, 1 / B included, which no other float is exactly; over what stood there before."""
+@pytest.mark.parametrize("keys", [False, True])
+def test_the_prototypes_gradient_is_autograds(objective, surrogate, individual, keys, few_at_a_time):
+    """To float64's accuracy, 1 / B included, which no other float is exactly; over what stood there before. The alpha
+    of an anchor for which no prototype counts is L, so that it adds nothing to the objective."""
     generator = torch.Generator().manual_seed(0)
     image, text = (side.detach() for side in features(1)[:2])
     eps = 1e-3
     tau = torch.rand(2, 13, generator=generator).double() + 0.2 if individual else torch.tensor(0.3).double()
-    batch = Batch.of_process(
-        image, text, tau, log_batch=torch.randn(2, 13, generator=generator).double()
-    )
+    batch = Batch.of_process(image, text, tau, log_batch=torch.randn(2, 13, generator=generator).double())
     prototypes = torch.randn(2, 12, DIMENSION, generator=generator).double().requires_grad_()
 
     cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
     exponents = surrogate.value(cosines - batch.positives[:, None]) / batch.tau[:, :, None]
-    alpha = (eps + exponents.exp().mean(dim=2)).log()
+    counted = torch.arange(13) != 3 if keys else torch.ones(13, dtype=torch.bool)
+    alpha = torch.where(counted, (eps + exponents.exp().mean(dim=2)).log(), batch.log_batch)
     values = (batch.tau if objective == "unified" else 1) * NETWORK_OBJECTIVES[objective].value(batch.log_batch, alpha)
     (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
 
-    counts = torch.full((batch.size,), 12.0, dtype=torch.float64)
-    sizes = dict(active=12, own_active=12, split=False, counts=counts)
-    step = prototype_gradient.PrototypeGradient(batch, NETWORK_OBJECTIVES[objective], surrogate, eps, **sizes)
+    more = dict(keys=(torch.arange(13), torch.full((12,), 3))) if keys else {}
+    step = prototype_gradient.PrototypeGradient(
+        batch, NETWORK_OBJECTIVES[objective], surrogate, eps, active=12, own_active=12, split=False,
+        counts=12.0 * counted.double(), **more,
+    )
     gradient = torch.full_like(expected, math.nan)
     with torch.no_grad():
         for _ in range(2):
             found = step.write(gradient, prototypes, prototypes.norm(dim=2))
             torch.testing.assert_close(found, alpha, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
-
-
-def test_an_anchor_for_which_no_prototype_counts(few_at_a_time):
-    """Its alpha is L, so that it adds nothing to the network's objective, and it has no part in the gradient."""
-    generator = torch.Generator().manual_seed(0)
-    image, text = (side.detach() for side in features(1)[:2])
-    tau = torch.tensor(0.3).double()
-    batch = Batch.of_process(image, text, tau, log_batch=torch.randn(2, 13, generator=generator).double())
-    prototypes = torch.randn(2, 12, DIMENSION, generator=generator).double().requires_grad_()
-    anchors, own = torch.arange(13), torch.full((12,), 3)
-    counted = anchors != 3
-
-    cosines = torch.stack([image, text]) @ torch.nn.functional.normalize(prototypes, dim=2).mT
-    alpha = (1e-3 + ((cosines - batch.positives[:, None]) / tau).exp().mean(dim=2)).log()
-    alpha = torch.where(counted, alpha, batch.log_batch)
-    values = tau * NETWORK_OBJECTIVES["unified"].value(batch.log_batch, alpha)
-    (expected,) = torch.autograd.grad(values.mean(dim=1).sum(), prototypes)
-
-    step = prototype_gradient.PrototypeGradient(
-        batch, NETWORK_OBJECTIVES["unified"], Identity(), 1e-3, active=12, own_active=12, split=False,
-        counts=12.0 * counted.double(), keys=(anchors, own),
-    )
-    gradient = torch.empty_like(expected)
-    with torch.no_grad():
-        found = step.write(gradient, prototypes, prototypes.norm(dim=2))
-    torch.testing.assert_close(found, alpha, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_processes_with_more_and_fewer_prototypes_take_the_same_parts(monkeypatch):
@@ -235,25 +208,34 @@ def test_tiles_cover_what_counts_once(few_at_a_time):
     assert columns == [slice(0, 3), slice(3, 4), slice(5, 6)]
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("shape", [(), (3, 4)])
-def test_are_finite(bad, shape):
-    tensor = torch.full(shape, -3e38)
-    if bad is not None:
-        tensor.view(-1)[-1] = bad
-    found = streaming.are_finite(torch.ones(2), tensor, torch.zeros(()))
-    assert found.tolist() == [True, bad is None, True]
-
-
-def test_no_others_at_all():
-    """A process may hold none of the prototypes."""
+def test_sums_of_exponentials_at_their_ends():
+    """What has no normal number in float32, alone or in the gradient, counts as exp(-60), not as 40 times the time; and
+    a line of nothing adds nothing."""
+    found = streaming.exp_(torch.tensor([0.0, -1.0, -59.0, -95.0, -1e4, -math.inf]))
+    least = math.exp(-60)
+    assert torch.equal(found[3:], torch.full((3,), least))
+    torch.testing.assert_close(found[:3], torch.tensor([0.0, -1.0, -59.0]).exp())
+    assert streaming.exp_(torch.tensor([math.nan])).isnan().all()
+    nothing = streaming.log_sum_exp_(torch.full((2, 1), -math.inf), 1)
+    assert torch.equal(torch.logaddexp(nothing, torch.tensor([-1e4, 3.0])), torch.tensor([-1e4, 3.0]))
+    lines = torch.tensor([[-500.0, -501.0, -math.inf], [3.0, 900.0, -math.inf]])
+    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone(), 1), lines.logsumexp(1))
+    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone()[:, :2], 0), lines[:, :2].logsumexp(0))
+    # A process may hold none of the prototypes; the slopes are multiplied with their share of all, which is 0.
     image, text, _ = features(1)
-    positives = (image * text).sum(dim=1)
+    none, positives = torch.empty(2, 0, DIMENSION, dtype=torch.float64), (image * text).sum(dim=1)
     with torch.no_grad():
-        none = torch.empty(2, 0, DIMENSION, dtype=torch.float64)
         values, slopes = log_sums(image, text, positives, torch.full((2, BATCH), 0.1), none, Identity())
-    assert (values == -math.inf).all()
-    assert all(slope.isfinite().all() for slope in slopes)  # to be multiplied with their share of all, which is 0
+    assert (values == -math.inf).all() and all(slope.isfinite().all() for slope in slopes)
+
+
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+def test_are_finite(bad):
+    for shape in ((), (3, 4)):
+        tensor = torch.full(shape, -3e38)
+        if bad is not None:
+            tensor.view(-1)[-1] = bad
+        assert streaming.are_finite(torch.ones(2), tensor, torch.zeros(())).tolist() == [True, bad is None, True]
 
 
 def test_a_gradient_of_the_log_sum_is_taken_once():
@@ -295,26 +277,3 @@ def test_memory_does_not_grow_with_the_square_of_the_batch(name, settings, monke
     step()
     whole = batch * batch * 4
     assert 0 < measuring.peak_memory(step, torch.device("cpu")) < 0.6 * whole
-
-
-def test_small_exponentials():
-    """What has no normal number in float32, alone or in the gradient, counts as exp(-60), not as 40 times the time."""
-    found = streaming.exp_(torch.tensor([0.0, -1.0, -59.0, -95.0, -1e4, -math.inf]))
-    least = math.exp(-60)
-    assert torch.equal(found[3:], torch.full((3,), least))
-    torch.testing.assert_close(found[:3], torch.tensor([0.0, -1.0, -59.0]).exp())
-    tau, coordinate, batch = 0.005, 1e-3, 65_536
-    assert least * tau * coordinate / batch > torch.finfo(torch.float32).tiny
-    assert least * batch < torch.finfo(torch.float64).eps  # beside the largest term, even of float64's
-    assert streaming.exp_(torch.tensor([math.nan])).isnan().all()
-
-
-def test_log_sum_exp_of_a_line_of_nothing_adds_nothing():
-    nothing = streaming.log_sum_exp_(torch.full((2, 1), -math.inf), 1)
-    assert torch.equal(torch.logaddexp(nothing, torch.tensor([-1e4, 3.0])), torch.tensor([-1e4, 3.0]))
-
-
-def test_log_sum_exp_of_a_line_far_below_the_others():
-    lines = torch.tensor([[-500.0, -501.0, -math.inf], [3.0, 900.0, -math.inf]])
-    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone(), 1), lines.logsumexp(1))
-    torch.testing.assert_close(streaming.log_sum_exp_(lines.clone()[:, :2], 0), lines[:, :2].logsumexp(0))
