@@ -12,7 +12,6 @@ sends nothing. Tables are looked up and updated, queues and networks are full, a
 in the counted step.
 """
 
-import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,65 +22,32 @@ import torch.distributed as dist
 from measuring import begin, finish, parser, reference_of, table
 from open_clip.loss import ClipLoss
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import open_clip_ext
 from open_clip_ext.distributed import world_size
+from training_ext.flags.step_memory import HeldBytes
 
 WARM_UP = 20  # steps at most, until ring buffers are full and all state is allocated
 
 
-class OperationCounter(TorchDispatchMode):
+class OperationCounter(HeldBytes):
     """Counts operations on the device; host memory is left out.
 
-    Attributes:
+    Attributes, besides those of `HeldBytes`:
         count: operations.
         bytes: of the tensors that they read and write.
-        peak: the most bytes allocated at a time since the beginning.
     """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count = self.bytes = self.peak = 0
-        self._held = 0
-        self._seen: set[int] = set()
+        super().__init__("meta")
+        self.count = self.bytes = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _on_device((args, kwargs or {}))
-        for tensor in given:
-            self._hold(tensor.untyped_storage(), 0)  # allocated before, if it is new here
-        if function.namespace == "c10d":  # a collective, which writes into its first argument
-            result = args[0], FakeWork().boxed()
-        else:
-            result = function(*args, **(kwargs or {}))
-        made = _on_device(result)
-        for tensor in made:
-            self._hold(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+    def note(self, function: Any, given: list[Tensor], made: list[Tensor]) -> None:
         if (given or made) and not function.is_view and "empty" not in function.name():
             self.count += 1
             tensors = {id(tensor): tensor for tensor in given + made}
             self.bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        return result
-
-    def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
-        place = storage._cdata
-        if place in self._seen:
-            return
-        self._seen.add(place)
-        self._held += size
-        self.peak = max(self.peak, self._held)
-        weakref.finalize(storage, self._release, place, size)
-
-    def _release(self, place: int, size: int) -> None:
-        self._seen.discard(place)
-        self._held -= size
-
-
-def _on_device(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type != "cpu"]
 
 
 def counted(loss: Callable, batch: int, dim: int, m: int) -> dict[str, float]:

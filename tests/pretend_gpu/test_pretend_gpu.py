@@ -34,18 +34,23 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, request) -> dict[str, str]:
-    """What `scenarios` wrote of each preset that was asked for, and of the planted faults."""
-    folder = tmp_path_factory.mktemp("pretend_gpu")
-    library = folder / "libcuda.so.1"
+def environment(tmp_path_factory) -> dict[str, str]:
+    """With the library in front of the driver."""
+    library = tmp_path_factory.mktemp("library") / "libcuda.so.1"
     compiler = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
     subprocess.run([*compiler, "-o", str(library), str(HERE / "libcuda.c")], check=True)
-    asked = [item.callspec.params.get("work") for item in request.session.items if hasattr(item, "callspec")]
-    work = [name for name in (*PRESETS, "planted") if name in asked]
-    environment = {
+    return {
         **os.environ, "LD_PRELOAD": str(library), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
     }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, request, environment) -> dict[str, str]:
+    """What `scenarios` wrote of each preset that was asked for, and of the planted faults."""
+    folder = tmp_path_factory.mktemp("pretend_gpu")
+    asked = [item.callspec.params.get("work") for item in request.session.items if hasattr(item, "callspec")]
+    work = [name for name in (*PRESETS, "planted") if name in asked]
     command = [sys.executable, str(HERE / "scenarios.py"), str(folder), *work]
     subprocess.run(command, env=environment, check=True)
     return {name: (folder / name).read_text() if (folder / name).exists() else "the process died" for name in work}
@@ -67,3 +72,15 @@ def test_each_planted_fault_is_found(outcomes, work):
 def test_every_choice_of_a_flag_is_tried():
     given = [pair for preset in PRESETS for settings in variations(preset) for pair in settings.items()]
     assert [choice for choice in choices() if choice not in given and not is_default(*choice)] == []
+
+
+@pytest.mark.parametrize(
+    "model, batch, accum_freq, checkpointing",
+    [("ViT-B-32", 64, 1, False), ("ViT-B-16", 16, 2, True), ("RN50", 32, 1, False)],
+)
+def test_the_predicted_memory_of_a_step(environment, model, batch, accum_freq, checkpointing):
+    """Within a tenth of what the same step takes with CUDA's autocast and attention, weights and moments included."""
+    command = [sys.executable, str(HERE / "step_memory.py"), model, str(batch), str(accum_freq), str(checkpointing)]
+    ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    predicted, pretended = json.loads(ended.stdout.splitlines()[-1])
+    assert 0.9 < predicted / pretended < 1.1, (predicted, pretended)

@@ -1,0 +1,203 @@
+"""The memory that a training step takes on a GPU, counted on a CPU with tensors that have shapes and no values.
+
+Two counts, since the loss is called when all activations are there: the model's forward and backward pass and the
+optimizer's step on FakeTensors, with the features' inner products in place of the loss; and the loss on torch's meta
+device, with a GPU's block sizes, in a process group that sends nothing. Each tensor counts from the operation that
+makes it until nothing refers to it. Kernels' workspaces, CUDA's context, NCCL's buffers and the gaps between blocks of
+memory are not in it.
+"""
+
+import weakref
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from open_clip_ext.losses import Loss
+
+AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
+INPUT = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
+
+
+class HeldBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors on a device.
+
+    Args:
+        device: of the tensors that count.
+
+    Attributes:
+        held: bytes that were allocated within and are still referred to.
+        peak: the most at a time.
+    """
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device = device
+        self.held = self.peak = 0
+        self._seen: set[int] = set()
+
+    def on_device(self, tree: Any) -> list[Tensor]:
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == self.device]
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = self.on_device((args, kwargs or {}))
+        for tensor in given:
+            self._hold(tensor.untyped_storage(), 0)  # allocated before, if it is new here
+        if function.namespace == "c10d":  # a collective, which writes into its first argument
+            result = args[0], FakeWork().boxed()
+        else:
+            result = function(*args, **(kwargs or {}))
+        made = self.on_device(result)
+        for tensor in made:
+            self._hold(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
+        self.note(function, given, made)
+        return result
+
+    def note(self, function: Any, given: list[Tensor], made: list[Tensor]) -> None:
+        """Called after each operation, for a subclass."""
+
+    def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
+        place = storage._cdata
+        if place in self._seen:
+            return
+        self._seen.add(place)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._release, place, size)
+
+    def _release(self, place: int, size: int) -> None:
+        self._seen.discard(place)
+        self.held -= size
+
+
+def step_bytes(model: nn.Module, args: Namespace, processes: int, loss: Loss | None, dimension: int) -> int:
+    """The most bytes that a process allocates at a time in an optimizer step, beyond the model's weights, AdamW's
+    moments, and what the loss keeps between steps.
+
+    Args:
+        model: on the meta device, with its towers locked as the flags say.
+        args: batch_size, accum_freq, precision and grad_checkpointing of the command.
+        processes: the world size.
+        loss: as `build_loss` makes it, on the meta device; None for OpenCLIP's own.
+        dimension: of the embeddings.
+    """
+    batch = args.batch_size * args.accum_freq
+    at_loss, peak = model_bytes_of_step(model, args)
+    buckets = sum(each.nbytes for each in model.parameters() if each.requires_grad) if processes > 1 else 0
+    return buckets + max(peak, at_loss + loss_bytes(args, processes, loss, batch, dimension))
+
+
+def model_bytes_of_step(model: nn.Module, args: Namespace, device: str = "cpu") -> tuple[int, int]:
+    """Bytes beyond weights and moments when the loss is called, and the most at any time.
+
+    Args:
+        device: of the FakeTensors; only a CUDA build of torch with a driver takes another than the CPU's.
+    """
+    mode = FakeTensorMode()
+    _to_fake(model, mode, torch.device(device))
+    if args.grad_checkpointing:
+        model.set_grad_checkpointing()
+    model.train()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    size = model.visual.image_size
+    size = size if isinstance(size, (tuple, list)) else (size, size)
+    autocast = nullcontext()
+    if args.precision in AUTOCAST:
+        autocast = torch.autocast(device, AUTOCAST[args.precision])
+    k = args.accum_freq
+    with mode, torch.device(device):
+        optimizer = torch.optim.AdamW(trained, foreach=True)
+        for each in trained:  # the moments, before anything is counted
+            each.grad = torch.empty_like(each)
+        optimizer.step()
+        optimizer.zero_grad()
+        with HeldBytes(device) as counted:
+            inputs = [
+                (
+                    torch.empty(args.batch_size, 3, *size, dtype=INPUT.get(args.precision)),
+                    torch.zeros(args.batch_size, model.context_length, dtype=torch.int64),
+                )
+                for _ in range(k)
+            ]
+            cached: list[Any] = []
+            if k > 1:
+                with torch.no_grad(), autocast:
+                    cached = [model(*pair) for pair in inputs]
+            at_loss = 0
+            for pair in inputs:
+                with autocast:
+                    output = model(*pair)
+                image, text = _features(output)
+                at_loss = max(at_loss, counted.held)
+                (image * text).sum().backward()
+                del output, image, text
+            optimizer.step()
+        del cached
+    return at_loss, counted.peak
+
+
+def loss_bytes(args: Namespace, processes: int, loss: Loss | None, batch: int, dimension: int) -> int:
+    """The most bytes that the loss of `batch` pairs in each of so many processes allocates at a time.
+
+    For OpenCLIP's own losses: four matrices of similarities in float32, of ClipLoss with --local-loss and
+    --gather-with-grad, or of SigLipLoss with the texts of one process at a time; and all features and their gradients.
+    """
+    if loss is None:
+        columns = batch if getattr(args, "siglip", False) else batch * processes
+        return 4 * 4 * batch * columns + 4 * 4 * batch * processes * dimension
+    with _pretended(processes), patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):
+        image, text = (torch.empty(batch, dimension, device="meta", requires_grad=True) for _ in range(2))
+        scale = torch.empty((), device="meta", requires_grad=True)
+        more = {}
+        if loss.takes_reference:
+            more = {"dist_image_features": torch.empty_like(image), "dist_text_features": torch.empty_like(text)}
+        loss.set_epoch(0)
+        peaks = []
+        for _ in range(2):  # the first allocates the state
+            loss.steps = max(1, loss.steps)  # at step 0 a loss checks values
+            index = torch.empty(batch, dtype=torch.int64, device="meta")
+            with HeldBytes("meta") as counted:
+                loss(image, text, scale, index=index, **more).backward()
+            peaks.append(counted.peak)
+    return peaks[-1]
+
+
+def _features(output: Any) -> tuple[Tensor, Tensor]:
+    if isinstance(output, dict):
+        return output["image_features"], output["text_features"]
+    return output[0], output[1]
+
+
+def _to_fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+    """Replace parameters and buffers of a model on the meta device by FakeTensors of `device`."""
+    for module in model.modules():
+        for name, each in module._parameters.items():
+            if each is not None:
+                fake = FakeTensor(mode, each.detach(), device)
+                module._parameters[name] = nn.Parameter(fake, each.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = FakeTensor(mode, buffer.detach().to("meta"), device)
+
+
+@contextmanager
+def _pretended(processes: int) -> Iterator[None]:
+    """A process group of so many processes that sends nothing."""
+    if processes == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("fake", rank=0, world_size=processes, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
