@@ -1,6 +1,7 @@
 """`--dry-run`: the flags, schedule and memory of a training, computed from its flags and number of samples."""
 
 import copy
+import inspect
 import shlex
 import shutil
 import textwrap
@@ -20,7 +21,7 @@ from training_ext.core.captions import SeenCaptions
 from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import find_rows, kind_of, trains
 from training_ext.features.advice import advise, advise_on_captions
-from training_ext.flags import data_checks, preflight
+from training_ext.flags import data_checks, preflight, step_memory
 from training_ext.flags.recipes import Recipe, find, resolved_flags
 from training_ext.openclip.loading import known_config, without_warnings
 from training_ext.openclip.machine import world_info
@@ -63,7 +64,8 @@ def lines(args: Namespace, processes: int) -> list[str]:
     if loss is not None:
         loss.limit_to(num_rows)
         preflight.check_batch(loss, args, processes)
-    parts = model_bytes(args)
+    model = trained_model(args)
+    parts = {} if model is None else model_bytes(args, model)
     rows = {} if loss is None else bytes_per_row(loss)
     config = known_config(args.model)
     if loss is not None and config is not None:
@@ -75,9 +77,12 @@ def lines(args: Namespace, processes: int) -> list[str]:
     if args.distill_model and (reference := model_on_meta(args, args.distill_model)) is not None:
         parts["reference model"] = bytes_of(reference)
     parts["total"] = sum(parts.values())
-    if "model" in parts:
+    if model is not None:
+        step = predicted_step(args, model, processes, num_rows)
+        if step is not None:
+            parts["at most in a step on a GPU, predicted"] = parts["total"] - parts["gradients"] + step
         parts["a checkpoint"] = saved
-    text += ["State of each process, without activations"]
+    text += ["State of each process"]
     text += [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in parts.items()]
     return [*text, *(f"  not counted: {what}" for what in left_out(args, parts))]
 
@@ -133,30 +138,53 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
     ]
 
 
-def model_on_meta(args: Namespace, name: str) -> Any:
+def model_on_meta(args: Namespace, name: str, **forced: Any) -> Any:
     """The model without memory for its weights; None for one that is not in OpenCLIP's list."""
     known = known_config(name)
     if known is None or "hf_model_name" in known["text_cfg"]:
         return None
     with without_warnings(), torch.device("meta"):  # that no weights were loaded
-        return open_clip.create_model(name, precision=args.precision, device="meta")
+        return open_clip.create_model(name, precision=args.precision, device="meta", output_dict=True, **forced)
 
 
 def bytes_of(model: Any) -> int:
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
-def model_bytes(args: Namespace) -> dict[str, int]:
-    """Bytes of the weights, gradients and moments; {} for a model that is not in OpenCLIP's list."""
+def trained_model(args: Namespace) -> Any:
+    """The model to train, as `model_on_meta`, with its towers locked as the flags say."""
     if ":" not in args.model and known_config(args.model) is None:
         raise InputError(f"{args.model!r} is unknown to this open_clip_torch", "--model")
-    model = model_on_meta(args, args.model)
+    known = inspect.signature(open_clip.create_model).parameters
+    forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in known}
+    size = forced.get("force_image_size")
+    if isinstance(size, (tuple, list)) and len(size) == 1:
+        forced["force_image_size"] = size[0]
+    model = model_on_meta(args, args.model, **forced)
     if model is None:
-        return {}
+        return None
     if args.lock_image:
         model.lock_image_tower(args.lock_image_unlocked_groups, args.lock_image_freeze_bn_stats)
     if args.lock_text:
         model.lock_text_tower(args.lock_text_unlocked_layers, args.lock_text_freeze_layer_norm)
+    return model
+
+
+def predicted_step(args: Namespace, model: Any, processes: int, num_rows: int) -> int | None:
+    """What `step_memory.step_bytes` says, or None for a model that does not run on tensors without values."""
+    loss = None
+    if args.uses_ext_loss:
+        on_gpu = copy.copy(args)
+        on_gpu.given_settings = {name: value for name, value in args.given_settings.items() if name != "rows_on"}
+        loss = build_loss(on_gpu, num_rows, "meta")
+    try:
+        return step_memory.step_bytes(model, args, processes, loss)
+    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
+        return None
+
+
+def model_bytes(args: Namespace, model: Any) -> dict[str, int]:
+    """Bytes of the weights, gradients and moments."""
     weights = bytes_of(model)
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     moments = {"AdamW's moments": 2 * trained} if args.opt == "adamw" else {}
@@ -166,6 +194,8 @@ def model_bytes(args: Namespace) -> dict[str, int]:
 def left_out(args: Namespace, parts: Mapping[str, int]) -> list[str]:
     """What `parts` does not count, in words."""
     unknown = [] if "model" in parts else ["the model, which is not in OpenCLIP's list, and what the loss keeps"]
+    if "model" in parts and not any("predicted" in name for name in parts):
+        unknown.append("the activations, which are not known for this model")
     if args.distill_model and "reference model" not in parts:
         unknown.append("the reference model, which is not in OpenCLIP's list")
     if args.opt != "adamw":

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_ext.losses import Loss
 
+WARM_UP = 10  # calls after which the state of a usual loss has its size
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 INPUT = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
 
@@ -80,7 +81,7 @@ class HeldBytes(TorchDispatchMode):
         self.held -= size
 
 
-def step_bytes(model: nn.Module, args: Namespace, processes: int, loss: Loss | None, dimension: int) -> int:
+def step_bytes(model: Any, args: Namespace, processes: int, loss: Loss | None) -> int:
     """The most bytes that a process allocates at a time in an optimizer step, beyond the model's weights, AdamW's
     moments, and what the loss keeps between steps.
 
@@ -89,16 +90,14 @@ def step_bytes(model: nn.Module, args: Namespace, processes: int, loss: Loss | N
         args: batch_size, accum_freq, precision and grad_checkpointing of the command.
         processes: the world size.
         loss: as `build_loss` makes it, on the meta device; None for OpenCLIP's own.
-        dimension: of the embeddings.
     """
-    batch = args.batch_size * args.accum_freq
-    at_loss, peak = model_bytes_of_step(model, args)
     buckets = sum(each.nbytes for each in model.parameters() if each.requires_grad) if processes > 1 else 0
-    return buckets + max(peak, at_loss + loss_bytes(args, processes, loss, batch, dimension))
+    at_loss, peak, dimension = model_bytes_of_step(model, args)
+    return buckets + max(peak, at_loss + loss_bytes(args, processes, loss, dimension))
 
 
-def model_bytes_of_step(model: nn.Module, args: Namespace, device: str = "cpu") -> tuple[int, int]:
-    """Bytes beyond weights and moments when the loss is called, and the most at any time.
+def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tuple[int, int, int]:
+    """Bytes beyond weights and moments when the loss is called, and the most at any time; the embeddings' dimension.
 
     Args:
         device: of the FakeTensors; only a CUDA build of torch with a driver takes another than the CPU's.
@@ -111,10 +110,9 @@ def model_bytes_of_step(model: nn.Module, args: Namespace, device: str = "cpu") 
     trained = [each for each in model.parameters() if each.requires_grad]
     size = model.visual.image_size
     size = size if isinstance(size, (tuple, list)) else (size, size)
-    autocast = nullcontext()
-    if args.precision in AUTOCAST:
-        autocast = torch.autocast(device, AUTOCAST[args.precision])
-    k = args.accum_freq
+    mixed = AUTOCAST.get(args.precision)
+    autocast = torch.autocast(device, mixed or torch.bfloat16, enabled=mixed is not None)
+    k = min(2, args.accum_freq)  # of further micro-batches only the inputs and features are kept
     with mode, torch.device(device):
         optimizer = torch.optim.AdamW(trained, foreach=True)
         for each in trained:  # the moments, before anything is counted
@@ -140,18 +138,21 @@ def model_bytes_of_step(model: nn.Module, args: Namespace, device: str = "cpu") 
                 image, text = _features(output)
                 at_loss = max(at_loss, counted.held)
                 (image * text).sum().backward()
+                dimension = image.shape[1]
                 del output, image, text
             optimizer.step()
+        kept = (args.accum_freq - k) * sum(tensor.nbytes for tensor in tree_leaves([*inputs[:1], *cached[:1]]))
         del cached
-    return at_loss, counted.peak
+    return at_loss + kept, counted.peak + kept, dimension
 
 
-def loss_bytes(args: Namespace, processes: int, loss: Loss | None, batch: int, dimension: int) -> int:
-    """The most bytes that the loss of `batch` pairs in each of so many processes allocates at a time.
+def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: int) -> int:
+    """The most bytes that the loss allocates at a time.
 
     For OpenCLIP's own losses: four matrices of similarities in float32, of ClipLoss with --local-loss and
     --gather-with-grad, or of SigLipLoss with the texts of one process at a time; and all features and their gradients.
     """
+    batch = args.batch_size * args.accum_freq
     if loss is None:
         columns = batch if getattr(args, "siglip", False) else batch * processes
         return 4 * 4 * batch * columns + 4 * 4 * batch * processes * dimension
@@ -162,14 +163,12 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, batch: int, d
         if loss.takes_reference:
             more = {"dist_image_features": torch.empty_like(image), "dist_text_features": torch.empty_like(text)}
         loss.set_epoch(0)
-        peaks = []
-        for _ in range(2):  # the first allocates the state
-            loss.steps = max(1, loss.steps)  # at step 0 a loss checks values
+        loss.steps = 1  # at step 0 a loss checks values
+        for _ in range(WARM_UP):
             index = torch.empty(batch, dtype=torch.int64, device="meta")
             with HeldBytes("meta") as counted:
                 loss(image, text, scale, index=index, **more).backward()
-            peaks.append(counted.peak)
-    return peaks[-1]
+    return counted.peak
 
 
 def _features(output: Any) -> tuple[Tensor, Tensor]:
