@@ -13,7 +13,6 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
@@ -137,8 +136,7 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
     named = set()
     for file in files:
         try:
-            stat = os.stat(file)
-            named.add(_named_in(file, stat.st_mtime_ns, stat.st_size))
+            named.add(_named_in(file))
         except FileNotFoundError:
             continue
         except Exception as error:
@@ -149,13 +147,8 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-@lru_cache(maxsize=1024)
-def _named_in(file: str, mtime_ns: int, size: int) -> Any:
-    """The folder that the checkpoint of a training or of a recovery names, if any.
-
-    Args:
-        mtime_ns, size: of the file, which is read again when they change.
-    """
+def _named_in(file: str) -> Any:
+    """The folder that the checkpoint of a training or of a recovery names, if any."""
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None

@@ -92,7 +92,7 @@ def digest_of_list(train_data: str) -> str:
     Raises:
         InputError: the list has no shards.
     """
-    return _digest(_below_shared_folder(_expand(train_data)))
+    return _digest(_below_shared_folder(shard_urls(train_data)))
 
 
 def _below_shared_folder(urls: Iterable[str]) -> list[str]:
@@ -120,7 +120,7 @@ def find_shards(
     by default), a remote shard without a size, a bad sizes file, a recorded size that is wrong, and a data set without
     samples. A missing shard without a recorded size counts as one of 0 samples.
     """
-    urls = _expand(train_data)
+    urls = shard_urls(train_data)
     missing = check_missing(urls, max_bad=max_bad)
     local = {url: local_path(url) for url in urls}
     recorded = _recorded_sizes(local, shard_sizes)
@@ -236,10 +236,6 @@ def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float
 
 def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
     """The distinct shards of `data`; InputError if there are none."""
-    return _expand(data, flag)
-
-
-def _expand(data: str, flag: str = "--train-data") -> list[str]:
     try:
         urls = expand_urls(data or "")[0]
     except (ValueError, AssertionError) as err:  # unbalanced braces; a ${NAME} without WDS_NAME

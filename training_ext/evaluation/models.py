@@ -59,12 +59,16 @@ def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Ch
     """The weights alpha * end + (1 - alpha) * start for each alpha: WiSE-FT, arXiv 2109.01903.
 
     Args:
-        path: the file of the start's weights.
+        path: the file of the start's weights; its own params.txt, if there is one, must name the same model, since
+            models of one shape can differ in their activations.
 
     Raises:
         InputError: the file does not exist or has no weights.
     """
-    start = find_checkpoint(path, end.model, flag="--interpolate")
+    model = read_params(os.path.join(experiment_of(path), PARAMS)).get("model", end.model)
+    if model != end.model:
+        raise InputError(f"{path!r} is of {model!r} and --checkpoint of {end.model!r}", "--interpolate")
+    start = find_checkpoint(path, model, flag="--interpolate")
     return [
         replace(
             end, start=path, alpha=alpha, label=f"{end.label}@{alpha:g}",

@@ -321,6 +321,11 @@ def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, ref
     assert "must be a file whose name ends in .pt" in refused(f"{both} --save-best {tmp_path}/best.safetensors")
     assert "is one of the two that are interpolated" in refused(f"{both} --save-best {start}")
     assert "--save-best: " in refused(f"{both} --save-best {start}/best.pt")
+    (tmp_path / "params.txt").write_text("model: ViT-B-32\n")
+    other = tmp_path / "other.pt"
+    other.symlink_to(start)
+    assert "is of 'ViT-B-32' and --checkpoint of 'ViT-test'" in refused(f"{good} --interpolate {other}")
+    (tmp_path / "params.txt").unlink()
     weights = torch.load(start, weights_only=True)["state_dict"]
     torch.save({**weights, "module.visual.proj": torch.zeros(3, 3)}, tmp_path / "reshaped.pt")
     line = refused(f"{good} --interpolate {tmp_path}/reshaped.pt")
