@@ -46,7 +46,7 @@ RECIPE = (
 )
 SCENES = "--dataset-type shapes --train-num-samples {n} --val-num-samples 1000"
 OURS = "--rho 5 --lr-tau 1e-3"
-NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-lr 1"  # the paper's rate, as in docs/results.md
+NETWORK = f"--loss neuclip {OURS} --npn-prototypes 1024 --npn-lr 1"  # the paper's rate, as in docs/evidence/scenes.md
 PAPER = f"{NETWORK} --npn-restart-every 500"
 METHODS = {
     "clip": "--loss clip",

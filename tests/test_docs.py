@@ -40,17 +40,22 @@ def equal(one, other) -> bool:
 
 
 def test_what_pages_name_is_there():
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")]
     folders = "examples|docs|tests|benchmarks|open_clip_ext|training_ext"
     for page in pages:
         text = page.read_text()
         for link in re.findall(r"\]\(([^)#\s]+)", text):
             assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+        for link, anchor in re.findall(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)", text):
+            target = (page.parent / link if link else page).read_text()
+            headings = re.findall(r"^#+ (.*)$", target, re.MULTILINE)
+            anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert anchor in anchors, f"{page.name}: {link}#{anchor}"
         for path in re.findall(rf"`((?:{folders})/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
     index = (ROOT / "docs/README.md").read_text()
-    unlisted = [page.name for page in pages if page.parent.name == "docs" and f"({page.name})" not in index]
-    assert unlisted == ["README.md"]
+    docs = [str(page.relative_to(ROOT / "docs")) for page in pages if page.is_relative_to(ROOT / "docs")]
+    assert [name for name in docs if f"({name})" not in index] == ["README.md"]
 
 
 def test_every_section_is_tried():

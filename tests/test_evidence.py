@@ -3,10 +3,12 @@
 import io
 import json
 import math
+import re
 import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from PIL import Image
@@ -263,6 +265,67 @@ def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
     assert report.crossing(line(0.17, epochs=2), 20) is None
     assert report.paired({0: line(0.2)}, {0: line(0.1), 1: line(0.3)}) == (pytest.approx(10), None, 1)
     assert report.paired({0: line(0.2)}, {1: line(0.1)}) is None
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading of a page."""
+    section = (EVIDENCE.parent.parent / "docs" / page).read_text().split(f"{heading}\n", 1)[1]
+    rows = re.split(r"^\|[-|]+\|$", section, maxsplit=1, flags=re.MULTILINE)[1].lstrip("\n").split("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
+
+
+def main_runs(grid, report) -> tuple:
+    declared, results = grid.Grid(EVIDENCE / "grid.yaml"), grid.read_results(EVIDENCE / "results.jsonl").values()
+    return declared, report.by_method(list(results), declared, "main")
+
+
+def test_the_pages_differences_follow_from_the_results(evidence):
+    grid, _, report = evidence
+    rows = report.goals(*main_runs(grid, report)).replace(", 5 seeds", "").splitlines()
+    told = [row for row in rows if "±" in row]
+    assert [f"| {' | '.join(row)} |" for row in table("evidence/icons.md", "## Differences")] == told
+
+
+def test_the_pages_scores_follow_from_the_results(evidence):
+    """R@1, zero-shot accuracy, both by seed, and tau."""
+    grid, _, report = evidence
+    _, runs = main_runs(grid, report)
+    methods = ("clip", "neuclip", "fastclip-v3", report.BY_RULE, "minibatch", "queue, unified", "cyclip")
+    rows = table("evidence/icons.md", "# Icons: each method with its tuned flags")
+    for method, (_, flags, recall, zero_shot, by_seed, tau, _) in zip(methods, rows, strict=True):
+        seeds = [runs[method][seed] for seed in sorted(runs[method])]
+        assert set(seeds[0]["candidate"].split()) <= set(flags.strip("`").split())
+        values = [[value(run) for run in seeds] for value in (report.last_recall, report.concepts)]
+        assert [recall, zero_shot] == [f"{mean(each):.1f}" for each in values], method
+        assert by_seed == "; ".join(", ".join(f"{one:.1f}" for one in each) for each in values), method
+        assert tau == f"{mean(run['tau'] for run in seeds):.3f}", method
+
+
+def test_the_batch_sizes_scores_follow_from_the_results(evidence):
+    grid, _, report = evidence
+    _, runs = main_runs(grid, report)
+    methods = ("clip", "clip, batch 128", "clip, batch 256", "neuclip", "queue, unified", "neuclip, batch 128")
+    for method, row in zip(methods, table("evidence/batch-size.md", "# Icons: batch size"), strict=True):
+        seeds = range(5 if "seeds 0 to 4" in row[0] else 2)
+        for text, value in ((row[3], report.last_recall), (row[5], report.concepts)):
+            assert text == ", ".join(f"{value(runs[method][seed]):.1f}" for seed in seeds), method
+
+
+def test_sentences_of_readme_and_results_follow_from_the_results(evidence):
+    grid, _, report = evidence
+    _, runs = main_runs(grid, report)
+    readme, results = ((EVIDENCE.parent.parent / page).read_text() for page in ("README.md", "docs/results.md"))
+    pairs = ("neuclip", "clip"), ("queue, unified", "clip"), ("neuclip, batch 128", "clip, batch 256")
+    for ours, theirs in pairs:
+        value, half, n = report.paired(runs[ours], runs[theirs])
+        assert n == 5 and all(f"{value:.1f} ± {half:.1f}" in page for page in (readme, results)), ours
+    value, half, _ = report.paired(runs["clip, batch 256"], runs["clip"])
+    assert f"{value:.1f} ± {half:.1f}" in results
+    for ours, theirs in report.PAIRS:
+        if len(runs[ours].keys() & runs[theirs].keys()) == 5 and "queue" not in ours and ours != "minibatch":
+            told = [report.paired(runs[ours], runs[theirs], value) for value in (report.last_recall, report.concepts)]
+            row = "; ".join(f"{value:+.1f} ± {half:.1f}" for value, half, _ in told)
+            assert row in results or (ours, theirs) == (report.BY_RULE, "fastclip-v3"), (ours, theirs)
 
 
 @pytest.mark.slow

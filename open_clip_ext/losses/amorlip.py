@@ -32,7 +32,7 @@ Readings fixed here, where the paper is silent or its released code differs:
 - The released command divides by Z_comb instead of the target network (`amor_denominator combined`; this gathers on
   every step), weighs the positive in Z by 1e-3 (`amor_positive_weight`) and ends beta's cosine after half of the epochs
   (`amor_beta_epochs`). The first two are the defaults here; `amorlip-paper` has the paper's form, with which the
-  network's output became a constant on generated data (`docs/results.md`).
+  network's output became a constant on generated data (`docs/evidence/scenes.md`).
 - `amor_target negatives` is Table 3's "Neg.": the network fits the negatives' part of Z, and the positive's is added.
 """
 
