@@ -19,7 +19,6 @@ except ImportError:  # Windows
 PARTIAL = ".partial"  # end of a temporary name; not .pt, which `--resume latest` would pick
 TOKEN = 4  # bytes
 OF_A_FILE = re.compile(rf".+\.[0-9a-f]{{{2 * TOKEN}}}{re.escape(PARTIAL)}")  # temporary names of `whole_file`
-LENGTH_OF_END = 2 + 2 * TOKEN + len(PARTIAL)
 
 STALE = 300.0  # seconds after which a temporary file that nobody locks is removed
 LOCK = ".lock"  # of a folder in use; what it contains names the process

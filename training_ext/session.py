@@ -304,7 +304,10 @@ class Session:
             assert self.loss is not None
             name = checkpoint_files.name_of(args, epoch, place["position"])
             self.saving.prepare(self.loss, name, place["order"], place["position"])
-            self.write_within(epoch, place["position"], model, optimizer, scaler)
+            if args.rank == 0 or self.divides_model:
+                content = self.content(epoch, model, optimizer, scaler)
+                if args.rank == 0:
+                    checkpoint_files.write(args, content, place["position"])
             self.saving.entry = None
 
         loader = data["train"].dataloader
@@ -327,14 +330,6 @@ class Session:
             checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
             logging.info(f"Saved before the evaluation: {path}")
         return result
-
-    def write_within(
-        self, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-        scaler: Any,
-    ) -> None:
-        """Write the checkpoint of a place within an epoch; called by every process."""
-        if self.args.rank == 0:
-            checkpoint_files.write(self.args, self.content(epoch, model, optimizer, scaler), position)
 
     def content(
         self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any

@@ -65,15 +65,6 @@ class TaskSession(Session):
         self.saving.add_to(saved["optimizer"])
         return saved
 
-    def write_within(
-        self, epoch: int, position: dict[str, Any], model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-        scaler: Any,
-    ) -> None:
-        if self.args.rank == 0 or self.divides_model:
-            content = self.content(epoch, model, optimizer, scaler)
-            if self.args.rank == 0:
-                checkpoint_files.write(self.args, content, position)
-
     def content(
         self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
     ) -> dict[str, Any]:

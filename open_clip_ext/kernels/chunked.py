@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from open_clip_ext.distributed import all_gather, rank, world_size
+from open_clip_ext.batch import Batch
+from open_clip_ext.distributed import all_gather
 from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, tiles
 
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
@@ -42,22 +43,21 @@ class Pairs:
     """The logits of this process's pairs in `blocks` (rows (b, d), columns (B, d)), and the gradients of its features.
 
     Args:
-        image, text: (b, d).
+        batch: the embeddings; its temperatures are not used.
         scale: 0-d, of their dtype; `bias`: the same, or None.
         low: whether products take their factors in bfloat16, with float32 sums. Where there is no such product, as on a
             CPU, the factors are rounded all the same.
     """
 
-    def __init__(self, image: Tensor, text: Tensor, scale: Tensor, bias: Tensor | None = None, low: bool = False):
-        image, text = image.detach(), text.detach()
+    def __init__(self, batch: Batch, scale: Tensor, bias: Tensor | None = None, low: bool = False):
+        image, text = batch.image.detach(), batch.text.detach()
         self.image, self.scale, self.bias = image, scale, bias
         self.low, self.native = low, low and image.device.type == "cuda" and HAS_OUT_DTYPE
-        self.size, self.offset = len(image) * world_size(), len(image) * rank()
+        self.size, self.offset = batch.size, batch.offset
         self.gradients = torch.zeros_like(image), torch.zeros_like(text)
         sides = [(image, text)]
-        if world_size() > 1:
-            all_image, all_text = all_gather(torch.cat([image, text], dim=1)).chunk(2, dim=1)
-            sides = [(image, all_text), (text, all_image)]
+        if len(image) < batch.size:
+            sides = [(image, batch.all_text), (text, batch.all_image)]
         self.blocks = [(self._rounded(rows), self._rounded(columns)) for rows, columns in sides]
         self.slices = tiles(len(image), [slice(0, self.size)], image.device)
         height, width = (slices[0].stop for slices in self.slices)
@@ -109,14 +109,12 @@ class Pairs:
         return *self.gradients, grad_scale
 
 
-def clip_loss(
-    image: Tensor, text: Tensor, scale: Tensor, low: bool = False
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
     """CLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in
     the scale, 0-d. In plain PyTorch: `equations.clip`."""
-    pairs = Pairs(image, text, scale, low=low)
-    log_sums = scale.new_full((2, len(image)), -math.inf)
-    positives = scale.new_empty(len(image))
+    pairs = Pairs(batch, scale, low=low)
+    log_sums = scale.new_full((2, len(batch.image)), -math.inf)
+    positives = torch.empty_like(batch.positives)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
             positives[tile.own] = tile.logits.diagonal(tile.shift)
@@ -137,12 +135,12 @@ def clip_loss(
 
 
 def siglip_loss(
-    image: Tensor, text: Tensor, scale: Tensor, bias: Tensor, low: bool = False
+    batch: Batch, scale: Tensor, bias: Tensor, low: bool = False
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
     """SigLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), in the
     scale and in the bias, 0-d each. In plain PyTorch: `equations.siglip`."""
-    pairs = Pairs(image, text, scale, bias, low)
-    values, all_weights = torch.zeros_like(image[:, 0]), torch.zeros_like(image[:, 0])
+    pairs = Pairs(batch, scale, bias, low)
+    values, all_weights = torch.zeros_like(batch.positives), torch.zeros_like(batch.positives)
     zero = torch.zeros_like(scale)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import world_size
 from open_clip_ext.kernels.autograd import attach_gradients
 from open_clip_ext.kernels.chunked import clip_loss, siglip_loss
@@ -37,10 +38,12 @@ class ChunkedCLIPLoss(Loss):
         """The loss of the global batch; the value is equal on every process."""
         return self._attached(clip_loss, image, text, logit_scale)
 
-    def _attached(self, kernel: Any, *inputs: Tensor) -> Tensor:
-        self.note(~are_finite(*inputs[:3]))
+    def _attached(self, kernel: Any, image: Tensor, text: Tensor, *parameters: Tensor) -> Tensor:
+        inputs = (image, text, *parameters)
         with torch.no_grad():
-            value, gradients = kernel(*inputs, low=self.loss_precision == "bfloat16")
+            batch = Batch.gather(image, text, parameters[0].reciprocal())
+            self.note(~are_finite(batch.all_image, batch.all_text, parameters[0]))
+            value, gradients = kernel(batch, *parameters, low=self.loss_precision == "bfloat16")
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         self.note_gradients(*gradients[:2])
         return attach_gradients(

@@ -15,21 +15,18 @@ Their sums of squares need no B x B matrix:
     in-modal, cross-modal = (<D^T D, S^T S> +- <M, M^T>) / 2        M = S^T D, (d, d)
 """
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from open_clip_ext.batch import Batch
-from open_clip_ext.distributed import all_gather, world_size
+from open_clip_ext.distributed import world_size
 from open_clip_ext.kernels.autograd import attach_gradients
-from open_clip_ext.kernels.similarities import SimilarityBlocks
+from open_clip_ext.kernels.chunked import clip_loss
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import Loss
 from open_clip_ext.options import NOT_NEGATIVE, option
-from open_clip_ext.surrogates import Identity
 from open_clip_ext.temperatures import LearnedLogitScale
 
 
@@ -62,7 +59,7 @@ class CyCLIPLoss(Loss):
         """The loss of the global batch; the value is equal on every process."""
         with torch.no_grad():
             batch = Batch.gather(image, text, logit_scale.reciprocal())
-            contrastive, grad_image, grad_text, grad_scale = clip_loss(batch, logit_scale)
+            contrastive, (grad_image, grad_text, grad_scale) = clip_loss(batch, logit_scale)
             inmodal, crossmodal = add_consistency(batch, grad_image, grad_text, self.inmodal, self.crossmodal)
             self.note(~are_finite(batch.all_image, batch.all_text, logit_scale))
             self._last = (contrastive, inmodal, crossmodal, logit_scale.reciprocal())
@@ -76,25 +73,6 @@ class CyCLIPLoss(Loss):
     def diagnostics(self) -> dict[str, Tensor]:
         names = ("clip", "inmodal_consistency", "crossmodal_consistency", "tau")
         return dict(zip(names, self._last, strict=True)) if self._last is not None else {}
-
-
-def clip_loss(batch: Batch, logit_scale: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """L_CLIP of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in the
-    logit scale, 0-d.
-
-    Each anchor contributes log(1 + sum_j exp((s_ij - s_ii) / tau)) over its negatives j; L_CLIP is the mean over
-    anchors and directions.
-    """
-    blocks = SimilarityBlocks(batch, Identity())
-    log_count = math.log(blocks.negatives)
-    values = softplus(blocks.log_batch_normalizers() + log_count)
-    all_values = all_gather(values.T).T
-    grad_image, grad_text = torch.zeros_like(batch.image), torch.zeros_like(batch.text)
-    tau_terms = blocks.add_gradients((grad_image, grad_text), values - log_count, all_values - log_count)
-    for gradient in (grad_image, grad_text):
-        gradient.mul_(logit_scale / 2)
-    grad_scale = tau_terms.sum() / (-2 * logit_scale * batch.size)
-    return all_values.mean(dim=1).sum() / 2, grad_image, grad_text, grad_scale
 
 
 def add_consistency(

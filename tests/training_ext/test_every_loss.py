@@ -8,7 +8,7 @@ from open_clip_ext import list_losses
 
 EVERY = [preset.name for preset in list_losses()]
 # One of each normalizer, temperature, surrogate and objective
-PARTS = "neuclip fastclip-v0 fastclip-v2 isogclr tuneclip queue amorlip cyclip tempnet scent".split()
+PARTS = "neuclip fastclip-v0 fastclip-v2 isogclr tuneclip queue amorlip cyclip siglip-chunked tempnet scent".split()
 DATA = "--dataset-type shapes --train-num-samples 72 --workers 0 --epochs 1 --lr 1e-3"
 FORMS = {"accumulated": "--batch-size 12 --accum-freq 2", "plain": "--batch-size 24"}
 # Steps in proportion to the gradients: AdamW would scale those that are rounding errors up to whole steps.

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from open_clip_ext.losses import Loss
 
+MICRO_BATCHES = 2  # that are counted; of further ones only the inputs and features are added
 WARM_UP = 10  # calls after which the state of a usual loss has its size
 AUTOCAST = {"amp": torch.float16, "amp_bf16": torch.bfloat16, "amp_bfloat16": torch.bfloat16}
 INPUT = {"bf16": torch.bfloat16, "pure_bf16": torch.bfloat16, "fp16": torch.float16, "pure_fp16": torch.float16}
@@ -112,7 +113,7 @@ def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tup
     size = size if isinstance(size, (tuple, list)) else (size, size)
     mixed = AUTOCAST.get(args.precision)
     autocast = torch.autocast(device, mixed or torch.bfloat16, enabled=mixed is not None)
-    k = min(2, args.accum_freq)  # of further micro-batches only the inputs and features are kept
+    k = min(MICRO_BATCHES, args.accum_freq)
     with mode, torch.device(device):
         optimizer = torch.optim.AdamW(trained, foreach=True)
         for each in trained:  # the moments, before anything is counted
@@ -127,22 +128,19 @@ def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tup
                 )
                 for _ in range(k)
             ]
-            cached: list[Any] = []
-            if k > 1:
-                with torch.no_grad(), autocast:
-                    cached = [model(*pair) for pair in inputs]
+            with torch.no_grad(), autocast:
+                cached = [model(*pair) for pair in inputs] if k > 1 else []
             at_loss = 0
             for pair in inputs:
                 with autocast:
                     output = model(*pair)
-                image, text = _features(output)
+                image, text = output["image_features"], output["text_features"]
                 at_loss = max(at_loss, counted.held)
                 (image * text).sum().backward()
                 dimension = image.shape[1]
                 del output, image, text
             optimizer.step()
         kept = (args.accum_freq - k) * sum(tensor.nbytes for tensor in tree_leaves([*inputs[:1], *cached[:1]]))
-        del cached
     return at_loss + kept, counted.peak + kept, dimension
 
 
@@ -169,12 +167,6 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
             with HeldBytes("meta") as counted:
                 loss(image, text, scale, index=index, **more).backward()
     return counted.peak
-
-
-def _features(output: Any) -> tuple[Tensor, Tensor]:
-    if isinstance(output, dict):
-        return output["image_features"], output["text_features"]
-    return output[0], output[1]
 
 
 def _to_fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:

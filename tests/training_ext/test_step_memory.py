@@ -1,0 +1,35 @@
+"""The predicted memory of a step; tests/pretend_gpu compares it with a pretended GPU's."""
+
+import open_clip
+import pytest
+import torch
+from conftest import TINY
+
+from training_ext.flags import params, step_memory
+
+
+def count(*flags):
+    """Bytes when the loss is called and the most, of ViT-test."""
+    args = params.parse_args([*TINY.split(), "--loss", "clip", "--precision", "amp_bf16", *flags])
+    with torch.device("meta"):
+        model = open_clip.create_model("ViT-test", device="meta", output_dict=True)
+    return step_memory.model_bytes_of_step(model, args)[:2]
+
+
+def test_micro_batches_that_are_not_counted_add_their_inputs_and_features(monkeypatch):
+    found = count("--accum-freq", "5")
+    monkeypatch.setattr(step_memory, "MICRO_BATCHES", 5)
+    assert found == pytest.approx(count("--accum-freq", "5"), rel=1e-3)
+    assert found[0] > count()[0] and found[0] > count("--accum-freq", "5", "--grad-checkpointing")[0]
+
+
+@pytest.mark.parametrize("name, flags", [("fastclip-v3", ["--gamma", "0.5"]), ("neuclip", ["--npn-prototypes", "50"])])
+def test_the_loss_takes_more_for_more_pairs_and_processes(name, flags):
+    from training_ext.core.loss import build_loss
+
+    def of(batch, processes):
+        args = params.parse_args([*TINY.split(), "--loss", name, *flags, "--batch-size", str(batch)])
+        return step_memory.loss_bytes(args, processes, build_loss(args, 1000, "meta"), 16)
+
+    features = 2 * 64 * 16 * 4
+    assert features < of(64, 1) < of(128, 1) and of(64, 1) < of(64, 4)
