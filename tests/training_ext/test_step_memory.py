@@ -16,6 +16,11 @@ def count(*flags):
     return step_memory.model_bytes_of_step(model, args)[:2]
 
 
+def test_mixed_precision_takes_less():
+    many = "--batch-size", "256"  # since the weights are there twice, in bfloat16, too
+    assert count(*many)[0] < count(*many, "--precision", "fp32")[0]
+
+
 def test_micro_batches_that_are_not_counted_add_their_inputs_and_features(monkeypatch):
     found = count("--accum-freq", "5")
     monkeypatch.setattr(step_memory, "MICRO_BATCHES", 5)
