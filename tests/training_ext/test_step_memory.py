@@ -5,6 +5,7 @@ import pytest
 import torch
 from conftest import TINY
 
+from training_ext.core.loss import build_loss
 from training_ext.flags import params, step_memory
 
 
@@ -28,12 +29,9 @@ def test_micro_batches_that_are_not_counted_add_their_inputs_and_features(monkey
     assert found[0] > count()[0] and found[0] > count("--accum-freq", "5", "--grad-checkpointing")[0]
 
 
-@pytest.mark.parametrize("name, flags", [("fastclip-v3", ["--gamma", "0.5"]), ("neuclip", ["--npn-prototypes", "50"])])
-def test_the_loss_takes_more_for_more_pairs_and_processes(name, flags):
-    from training_ext.core.loss import build_loss
-
+def test_the_loss_takes_more_for_more_pairs_and_processes():
     def of(batch, processes):
-        args = params.parse_args([*TINY.split(), "--loss", name, *flags, "--batch-size", str(batch)])
+        args = params.parse_args([*TINY.split(), "--loss", "fastclip-v3", "--batch-size", str(batch)])
         return step_memory.loss_bytes(args, processes, build_loss(args, 1000, "meta"), 16)
 
     features = 2 * 64 * 16 * 4
