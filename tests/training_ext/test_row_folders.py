@@ -98,8 +98,8 @@ def test_other_numbers_of_processes(run, pair, datasets, tmp_path, monkeypatch):
     seen = []
     load = row_folders.load_state
 
-    def look(loss, state, folder, given):
-        load(loss, state, folder, given)
+    def look(loss, state, *more):
+        load(loss, state, *more)
         seen.append(loss.full_state())
 
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ class Gathered:
     def __init__(self, path):
         self.path = path
 
-    def __call__(self, loss, state, folder, given):
+    def __call__(self, loss, state, folder, *more):
         with row_files.rows_in_files(folder):
             loss.load_full_state(state)
         gathered = loss.full_state()
