@@ -102,7 +102,7 @@ def _run(argv: list[str]) -> Trained:
             session.told = told
             with _logging_as_before():
                 seams.run(session)
-    by_epoch = session.metrics
+    by_epoch = session.evaluations.by_epoch
     del session
     gc.collect()  # frees loader workers and the model's memory
     if not checkpoint.keeps_files(args):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from training_ext.core.checkpoint import keeps_files, name_after, saves_after
 from training_ext.core.rows import trains
+from training_ext.openclip.hosts import shards_model
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Run:
     def global_batch(self) -> int:
         """Samples of one optimizer step, over all processes."""
         return self.args.batch_size * self.args.accum_freq * self.args.world_size
+
+    @property
+    def shards_model(self) -> bool:
+        """Whether FSDP shards the model, so that every process takes part in a checkpoint."""
+        return shards_model(self.args, self.args.world_size)
 
     def steps(self, batches: int) -> int:
         """Optimizer steps of this many batches of a process; OpenCLIP leaves out the batches of an incomplete one."""

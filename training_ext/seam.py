@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from training_ext.openclip.hosts import Host
-from training_ext.session import RUN
 
+RUN = "run"  # the scope of a whole run
 # Names in braces are fields of `hosts.Host`.
 MAIN, TRAIN, SHARDS, DATA = "{main}", "{train}", "{shards}", "open_clip_train.data"
 
@@ -34,7 +34,9 @@ class Seam:
     for_ext_loss: bool = False
     loop: str | None = None
 
-    def of(self, host: Host) -> "Seam":
-        """The row with the names of the installed OpenCLIP filled in."""
+    def of(self, host: Host) -> "Seam | None":
+        """The row with the names of the installed OpenCLIP filled in; None if it has no such name."""
         names = asdict(host)
+        if names.get(self.path.strip("{}"), "") is None:
+            return None
         return replace(self, module=self.module.format(**names), path=self.path.format(**names))

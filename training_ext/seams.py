@@ -19,8 +19,8 @@ from training_ext.openclip.hosts import LEGACY, host, open_clip_version
 from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.openclip.patching import look_up, replaced
 from training_ext.run import FEATURES
-from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
-from training_ext.session import RUN, Session
+from training_ext.seam import DATA, MAIN, RUN, SHARDS, TRAIN, Seam
+from training_ext.session import Session
 from training_ext.task_seams import TASK_SEAMS
 
 SEAMS = (
@@ -59,20 +59,15 @@ SEAMS = (
     ),
     Seam(
         DATA, "get_dataset_fn",
-        why="--dataset-type shapes",
-        contract="get_data finds the builder of a data set without shards by get_dataset_fn(path, type)",
-        replacement=lambda original, session: partial(session.data.builder_of, original),
+        why="--dataset-type shapes; the data sets are built with the names below replaced",
+        contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, tokenizer=)",
+        replacement=lambda original, session: partial(session.data.dataset_fn, original, partial(scoped, session)),
     ),
-    *(
-        Seam(
-            module, name,
-            why="the data sets are built with the names below replaced",
-            contract=f"get_data builds each of its data sets by {name}(args, transform, is_train=..., tokenizer=...)",
-            replacement=lambda original, session: partial(
-                session.data.build_dataset, original, partial(scoped, session)
-            ),
-        )
-        for module, name in ((SHARDS, "{shards_builder}"), (DATA, "get_csv_dataset"), (DATA, "get_synthetic_dataset"))
+    Seam(
+        SHARDS, "{shards_builder}",
+        why="the same for shards",
+        contract="get_data builds data sets of shards by this function",
+        replacement=lambda original, session: partial(session.data.build_dataset, original, partial(scoped, session)),
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -154,7 +149,7 @@ SEAMS = (
         why="its endless process keeps a run that ends early alive, and does not copy the last checkpoint",
         contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
         "process 0, starts the process that it returns, and ends it after the last epoch",
-        replacement=lambda original, session: partial(session.start_sync_process, original),
+        replacement=lambda original, session: partial(session.sync.start, original),
     ),
     Seam(
         MAIN, "create_model_and_transforms",
@@ -252,21 +247,21 @@ SEAMS = (
         why="warns about metrics that are worse than before training, and keeps the best weights",
         contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
         "returns metrics by name, {} on all processes but 0",
-        replacement=lambda original, session: partial(session.evaluate, original),
+        replacement=lambda original, session: partial(session.evaluations.evaluate, original),
     ),
     Seam(
         TRAIN, "get_clip_metrics",
         why="takes 22 bytes for each image and text, before 4.0, and counts an image's other captions as wrong",
         contract="evaluate calls get_clip_metrics(image_features=, text_features=, ...) with the features of all "
         "validation pairs in their order, or lists of batches of them, and adds what it returns to metrics",
-        replacement=lambda original, session: session.clip_metrics,
+        replacement=lambda original, session: session.evaluations.clip_metrics,
     ),
     Seam(
         TRAIN, "{zero_shot}",
         why="zero-shot classification of generated scenes and of one's own classes (--zeroshot-data)",
         contract="evaluate calls it as (model or task, data, epoch, args, tokenizer=), whatever the data, and adds "
         "what it returns to metrics",
-        replacement=lambda original, session: partial(session.zero_shot_eval, original),
+        replacement=lambda original, session: partial(session.evaluations.zero_shot, original),
     ),
     Seam(
         "open_clip_train.zero_shot", "float",
@@ -291,7 +286,8 @@ def session_class() -> type[Session]:
 
 def seams() -> tuple[Seam, ...]:
     """The rows of the table for the chosen training loop, with its names filled in."""
-    return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
+    found = (seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
+    return tuple(seam for seam in found if seam is not None)
 
 
 def listing() -> str:
@@ -302,7 +298,7 @@ def listing() -> str:
         name: [feature.__name__ for feature in FEATURES if getattr(feature, name) is not getattr(Feature, name)]
         for name in events
     }
-    answered = [f"{name:16} {', '.join(found)}" for name, found in listeners.items()]
+    answered = (f"{name:16} {', '.join(found)}" for name, found in listeners.items())
     return "\n".join([f"{len(rows)} names are replaced:", *rows, "", "Events, and who answers them:", *answered])
 
 

@@ -11,37 +11,31 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from open_clip_train.distributed import broadcast_object, is_master
-from open_clip_train.file_utils import remote_sync
 
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import is_full
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
-from open_clip_ext.retrieval import validation_metrics
 from training_ext.context import Run
 from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
-from training_ext.core.metrics import is_due
 from training_ext.core.rows import DataRows, trains
-from training_ext.core.seeding import AT_EPOCH, kept_random_state, seed_all
+from training_ext.core.seeding import AT_EPOCH, seed_all
 from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 from training_ext.core.usable import SampleWatch
-from training_ext.feature import Epoch, Evaluation, Feature, NewTraining
+from training_ext.evaluations import Evaluations
+from training_ext.feature import Epoch, Feature, NewTraining
 from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
-from training_ext.flags.resumed import divides_model
-from training_ext.openclip.hosts import host, starts_from_weights
 from training_ext.openclip.loading import load_resumed
+from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
 
-RUN = "run"
 IMAGENET_V2 = "imagenet-v2"
 
 
@@ -66,18 +60,15 @@ class Session:
         watches: list[SampleWatch] = [feature for feature in self.features if isinstance(feature, SampleWatch)]
         self.data = DataSeams(args, rows, watches[0] if watches else SampleWatch())
         self.saving = Saving(self.run, self.data)
+        self.evaluations = Evaluations(self.features, self.data, self.unwrapped)
         self._flags = flags
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
         self._logit_scale: torch.nn.Parameter
-        self.epoch: Epoch  # in progress
-        self.metrics: list[dict[str, float]] = []  # one entry per evaluation, on process 0
         self._has_begun = False  # the first epoch of this run
-        self._epoch: Epoch | None = None  # with --loss, while it is in progress
-        self.tokenizer: Any = None
-        self._transforms: Any = None
-        self._sync: tuple[Any, tuple[str, ...]] | None = None
+        self.epoch: Epoch | None = None  # in progress
+        self.sync = RemoteSync()
         self.told: list[str] = []  # warnings from before the log was there
         self.completed = False  # whether OpenCLIP's main has come to its end
 
@@ -114,7 +105,7 @@ class Session:
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
-        if self.args.precision in ("pure_bf16", "pure_fp16") and not divides_model(self.args, self.args.world_size):
+        if self.args.precision in ("pure_bf16", "pure_fp16") and not self.run.shards_model:
             # In 16 bits a step of --lr-tau is less than the spacing of numbers, so tau would not move.
             model.logit_scale.data = model.logit_scale.data.float()
         train_temperature(model, trains_logit_scale(self.args))
@@ -136,10 +127,9 @@ class Session:
 
     def enumerate(self, original: Callable, batches: Any) -> Iterable:
         """Replaces the loop's `enumerate`: a resumed epoch resumes at its step, and features are told of each step."""
-        epoch = self._epoch
-        if epoch is None:  # without --loss, or in OpenCLIP's evaluation
+        if self.epoch is None or self.args.loss is None:  # in OpenCLIP's evaluation, or without --loss
             return original(batches)
-        return self._steps(epoch, original(batches, epoch.first_batch))
+        return self._steps(self.epoch, original(batches, self.epoch.first_batch))
 
     def _steps(self, epoch: Epoch, numbered: Iterable[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         """Yield the numbered batches of the epoch; OpenCLIP asks for the next one when its step is done.
@@ -181,6 +171,11 @@ class Session:
         else:
             self.temperature.assign(original, optimizer, new_lr)
 
+    @property
+    def in_training(self) -> bool:
+        """Whether an epoch of the training is in progress, not of a recovery before it."""
+        return self.epoch is not None and self.epoch.is_training
+
     def clamped(self, original: Callable) -> Callable:
         """Replaces `unwrap_model`, by which OpenCLIP finds the temperature that it clamps after each step.
 
@@ -189,7 +184,7 @@ class Session:
 
         def unwrap(model: torch.nn.Module) -> Any:
             unwrapped = original(model)
-            if self.epoch.is_training:
+            if self.in_training:
                 if not self.args.uses_ext_loss:
                     return unwrapped
                 if trains_logit_scale(self.args):
@@ -215,8 +210,7 @@ class Session:
     def get_data(self, original: Callable, args: Any, *rest: Any, **kwargs: Any) -> dict[str, Any]:
         for sentence in self.told if is_master(args) else ():
             logging.warning(sentence)
-        self.tokenizer = kwargs.get("tokenizer")
-        self._transforms = rest[0]
+        self.evaluations.tokenizer, self.evaluations.transform = kwargs.get("tokenizer"), rest[0][1]
         if self._flags is not None and is_master(args) and not self.saving.is_done and self.run.keeps_files:
             samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
             recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
@@ -264,12 +258,11 @@ class Session:
         def run_epoch(epoch: Epoch, data: dict[str, Any], scheduler: Callable, args: Namespace) -> Any:
             self.epoch, self.data.epoch = epoch, epoch.seed
             writer = epoch if args.loss is not None else epoch.tensorboard
-            self._epoch = None if args.loss is None else epoch
             with self.features.epoch(epoch):
                 result = original(
                     model, data, loss, epoch.seed, optimizer, scaler, scheduler, dist_model, args, tb_writer=writer
                 )
-            self._epoch = None
+            self.epoch = None
             return result
 
         def run_frozen(epoch: Epoch) -> None:
@@ -286,7 +279,7 @@ class Session:
             resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
             self.features.tell(Feature.begin, resumed)
             if not resumed:
-                self._evaluate_start(model, data, tb_writer)
+                self.evaluations.of_start(self.evaluated(model), data, tb_writer)
                 self.features.tell(
                     Feature.before_training,
                     NewTraining(
@@ -304,7 +297,7 @@ class Session:
             assert self.loss is not None
             name = checkpoint_files.name_of(args, epoch, place["position"])
             self.saving.prepare(self.loss, name, place["order"], place["position"])
-            if args.rank == 0 or self.divides_model:
+            if args.rank == 0 or self.run.shards_model:
                 content = self.content(epoch, model, optimizer, scaler)
                 if args.rank == 0:
                     checkpoint_files.write(args, content, place["position"])
@@ -325,7 +318,7 @@ class Session:
         if saves and self.loss is not None:
             order = checkpoint.order_of(args, self.data.loader.streams)
             self.saving.prepare(self.loss, f"epoch_{epoch + 1}.pt", order)
-        elif saves_first and args.rank == 0 and not self.divides_model:
+        elif saves_first and args.rank == 0 and not self.run.shards_model:
             path = self.run.checkpoint_after(epoch + 1)
             checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
             logging.info(f"Saved before the evaluation: {path}")
@@ -337,26 +330,6 @@ class Session:
         """The contents of OpenCLIP's checkpoint after `epoch` epochs."""
         return checkpoint_files.content(self.args, epoch, model, optimizer, scaler)
 
-    @property
-    def divides_model(self) -> bool:
-        """Whether every process takes part in a checkpoint."""
-        return False
-
-    def start_sync_process(self, original: Callable, seconds: float, *where: str) -> Any:
-        process = original(seconds, *where)
-        process.daemon = True
-        self._sync = process, where
-        return process
-
-    def _end_sync(self) -> None:
-        """Copy what there is to --remote-sync, if OpenCLIP has not come to it."""
-        if self._sync is not None and not self.completed:
-            process, where = self._sync
-            if process.is_alive():  # a signal to the whole group has ended it, too
-                process.terminate()
-            if not remote_sync(*where):
-                logging.error(f"--remote-sync: the last state is not in {where[1]!r}")
-
     def close(self) -> None:
         """End the run, after success or an error; temporary files are removed after the last checkpoint."""
         args = self.args
@@ -364,41 +337,7 @@ class Session:
         if self.completed and args.loss is not None and trains(args) and args.save_logs:
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.features.tell(Feature.end, self.completed and self._has_begun)
-        self._end_sync()
-
-    def evaluate(
-        self, original: Callable, model: torch.nn.Module, data: dict[str, Any], epoch: int, args: Namespace,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        try:
-            metrics = original(model, data, epoch, args, **kwargs)
-        except OSError as error:  # do not lose the training for a log
-            if not is_full(error):
-                raise
-            logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
-            return {}
-        if metrics:
-            self.metrics.append({name: float(value) for name, value in metrics.items()})
-            if args.loss is not None:
-                self.features.tell(Feature.evaluated, epoch, metrics, self.unwrapped(model), data)
-        return metrics
-
-    def _evaluate_start(self, model: torch.nn.Module, data: dict[str, Any], tb_writer: Any) -> None:
-        """Evaluate the weights that the training starts from, if any; the random state stays as it is."""
-        args = self.args
-        if not starts_from_weights(args) and not args.resume:
-            return
-        if not self.features.metrics():
-            if is_master(args):
-                logging.warning(
-                    "Nothing is evaluated, so you will not see whether the model gets worse; give --val-data"
-                )
-            return
-        evaluate = host().main_module.evaluate
-        with kept_random_state(args.device):
-            evaluate(self.evaluated(model), data, 0, args, tb_writer=tb_writer, tokenizer=self.tokenizer)
-        if args.distributed and not args.horovod:
-            dist.barrier()  # process 0 evaluates
+        self.sync.end(self.completed)
 
     def _unlogged(self) -> Namespace:
         """The run's arguments, changed so that an epoch or evaluation appears in the log only."""
@@ -412,25 +351,3 @@ class Session:
     def evaluated(self, model: torch.nn.Module) -> torch.nn.Module:
         """What OpenCLIP's `evaluate` takes for the model that it trains."""
         return model
-
-    def zero_shot_eval(
-        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
-    ) -> dict[str, float]:
-        data = {name: info for name, info in data.items() if info is not None}
-        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
-        if not self.divides_model and is_due(args, epoch):
-            found = Evaluation(
-                epoch, self.unwrapped(model), data, self._transforms[1], tokenizer, self.data.workers
-            )
-            for feature in self.features:
-                metrics = metrics | feature.scores(found)
-        return metrics
-
-    def clip_metrics(self, image_features: Any, text_features: Any, **unused: Any) -> dict[str, Any]:
-        given = image_features, text_features
-        image, text = (torch.cat(features) if isinstance(features, list) else features for features in given)
-        device = torch.device(self.args.device)
-        on_gpu = device.type == "cuda"  # others may lack float64
-        pictures = self.data.val_pictures()
-        of = None if pictures is None else torch.from_numpy(pictures.of)
-        return validation_metrics(image, text, of, device if on_gpu else image.device)

@@ -32,12 +32,12 @@ class TaskSession(Session):
         else:
             self._task = original(args, model=model, **kwargs)
             clamp = self._task.clamp_logit_scale
-            self._task.clamp_logit_scale = lambda *rest: clamp(*rest) if self.epoch.is_training else None
+            self._task.clamp_logit_scale = lambda *rest: clamp(*rest) if self.in_training else None
         return self._task
 
     def clamp(self, original: Callable) -> None:
         """Clamp a learned temperature at `--tau-min`, and leave any other alone."""
-        if trains_logit_scale(self.args) and self.epoch.is_training:
+        if trains_logit_scale(self.args) and self.in_training:
             original(-math.log(self.args.tau_min))
 
     def create_task_optimizer(
@@ -72,10 +72,6 @@ class TaskSession(Session):
         return self.save_checkpoint(
             save_checkpoint, self._task, optimizer, epoch, scaler=scaler, name=self.args.name, **counters
         )
-
-    @property
-    def divides_model(self) -> bool:
-        return self._task._fsdp_enabled
 
     def save_sharded(
         self, original: Callable, task: Any, optimizer: torch.optim.Optimizer, folder: str, **kwargs: Any

@@ -208,7 +208,7 @@ def stopped(ends, tmp_path):
 def test_a_sample_beyond_the_recorded_size(refused, stopped, datasets, tmp_path, workers, monkeypatch):
     (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --shard-sizes {tmp_path}/sizes.json --workers {workers}"
-    assert "train-000003.tar' holds 8 samples where --shard-sizes" in refused(common)
+    assert "train-000003.tar' holds 8 samples where" in refused(common)
     monkeypatch.setattr("training_ext.core.shards._to_check", lambda paths, recorded: set())  # as of remote shards
     line, saved = stopped(f"{common} --epochs 1")
     assert all(part in line for part in ("--train-data", "train-000003.tar", "recorded size of 7", "--shard-sizes"))

@@ -16,8 +16,8 @@ from training_ext.core.shards import Shards
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 from training_ext.openclip.patching import look_up
+from training_ext.seam import RUN
 from training_ext.seams import check_seams, scoped, seams, session_class
-from training_ext.session import RUN
 
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
 

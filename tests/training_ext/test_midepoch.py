@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import session
+from training_ext import evaluations
 from training_ext.core.loader import RowLoader
 from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.features import stopping
@@ -127,7 +127,7 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
     whole = run("whole", common)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(session, "validation_metrics", kill)
+        patch.setattr(evaluations, "validation_metrics", kill)
         run_main(ext_main, f"{common} --name resumed", logs)
     resumed = run("resumed", f"{common} --resume latest")
     assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1
@@ -206,8 +206,8 @@ def test_a_stopped_run_copies_the_last_checkpoint(stopped, datasets, tmp_path, m
     close = Session.close
 
     def close_late(session):
-        session._sync[0].terminate()
-        session._sync[0].join(60)
+        session.sync._started[0].terminate()
+        session.sync._started[0].join(60)
         close(session)
 
     if to_all:

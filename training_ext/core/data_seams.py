@@ -85,15 +85,16 @@ class DataSeams:
         pictures = Pictures(images)
         return pictures if len(pictures) < len(images) or getattr(self.args, "keep_best", None) in ANY_CAPTION else None
 
-    @staticmethod
-    def builder_of(original: Callable, path: str, dataset_type: str) -> Callable:
-        return original(path, "synthetic" if dataset_type == "shapes" else dataset_type)
+    def dataset_fn(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
+        """Return a function that builds OpenCLIP's data set with the names of its scope replaced."""
+        return partial(
+            self.build_dataset, original(path, "synthetic" if dataset_type == "shapes" else dataset_type), scoped
+        )
 
     def build_dataset(
         self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,
         tokenizer: Any = None, **kwargs: Any,
     ) -> Any:
-        """Build OpenCLIP's data set with the names of its scope replaced."""
         self._building = TRAIN_DATA if is_train else VAL_DATA
         streams, tags = 0, Tags((ROW,))
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":

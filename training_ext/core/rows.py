@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
-from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
 from open_clip_ext import factory
@@ -152,13 +151,10 @@ def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
     """The kind of the data at `path`, by OpenCLIP's own rule."""
     if args.dataset_type != "auto":
         return args.dataset_type
-    builders = {open_clip_data.get_wds_dataset: "webdataset", open_clip_data.get_csv_dataset: "csv"}
-    try:
-        return builders[open_clip_data.get_dataset_fn(path, "auto")]
-    except ValueError:
-        raise InputError(
-            f"{path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type", flag
-        ) from None
+    kind = {"tar": "webdataset", "csv": "csv", "tsv": "csv"}.get(path.rpartition(".")[2])
+    if kind is None:
+        raise InputError(f"{path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type", flag)
+    return kind
 
 
 def read_csv(

@@ -131,7 +131,7 @@ def find_shards(
         size, source = recorded.get(url, (contents.samples, ""))
         if contents.damage is None and contents.samples != size:
             raise InputError(
-                f"shard {url!r} holds {contents.samples} samples where {source} says {size}; correct it, "
+                f"shard {url!r} holds {contents.samples} samples where {source!r} says {size}; correct it, "
                 "or leave the shard out of it to have it counted",
                 "--train-data",
             )
@@ -150,22 +150,20 @@ def find_shards(
 
 
 def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
-    """Sizes by URL, if a file has them, with the name of the file for messages."""
+    """Sizes by URL, if a file has them, with the file's path."""
     names = {url: _file_name(url) for url in local}
-    label = f"--shard-sizes {shard_sizes!r}"
-    given = _read_sizes(shard_sizes, "--shard-sizes") if shard_sizes is not None else {}
+    given = {} if shard_sizes is None else _read_sizes(shard_sizes, "--shard-sizes")
     by_name = Counter(names[url] for url in local if url not in given)
     beside: dict[str, dict] = {}
     sizes: dict[str, tuple[int, str]] = {}
     for url, path in local.items():
         name = names[url]
-        if url in given:
-            sizes[url] = _checked_size(given, url, label), label
-            continue
-        if name in given:
-            if by_name[name] > 1:
-                raise InputError(f"{label}: {by_name[name]} shards are named {name!r}: use full urls")
-            sizes[url] = _checked_size(given, name, label), label
+        if shard_sizes is not None and (url in given or name in given):
+            if url not in given and by_name[name] > 1:
+                text = f"{shard_sizes!r}: {by_name[name]} shards are named {name!r}; use full urls"
+                raise InputError(text, "--shard-sizes")
+            key = url if url in given else name
+            sizes[url] = _checked_size(given, key, shard_sizes, "--shard-sizes"), shard_sizes
             continue
         if path is None:
             raise InputError(
@@ -176,11 +174,9 @@ def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> di
             )
         listing = os.path.join(os.path.dirname(path), "sizes.json")
         if listing not in beside:
-            found = os.path.exists(listing)
-            beside[listing] = _read_sizes(listing, "--train-data: sizes file") if found else {}
+            beside[listing] = _read_sizes(listing, "--train-data") if os.path.exists(listing) else {}
         if name in beside[listing]:
-            size = _checked_size(beside[listing], name, f"--train-data: sizes file {listing!r}")
-            sizes[url] = size, f"{listing!r}"
+            sizes[url] = _checked_size(beside[listing], name, listing, "--train-data"), listing
     return sizes
 
 
@@ -265,21 +261,21 @@ def _file_name(url: str) -> str:
     return tars[-1] if tars else os.path.basename(url)
 
 
-def _read_sizes(path: str, label: str) -> dict:
+def _read_sizes(path: str, flag: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
             sizes = json.load(file)
     except OSError as err:
-        raise InputError(f"{label} {path!r}: cannot be read: {one_line(err)}") from err
+        raise InputError(f"{path!r} cannot be read: {one_line(err)}", flag) from err
     except (ValueError, RecursionError) as err:
-        raise InputError(f"{label} {path!r}: not valid JSON: {one_line(err)}") from err
+        raise InputError(f"{path!r} is not valid JSON: {one_line(err)}", flag) from err
     if not isinstance(sizes, dict):
-        raise InputError(f'{label} {path!r}: must be a JSON object such as {{"00000.tar": 10000}}')
+        raise InputError(f'{path!r} must be a JSON object such as {{"00000.tar": 10000}}', flag)
     return sizes
 
 
-def _checked_size(sizes: dict, key: str, label: str) -> int:
+def _checked_size(sizes: dict, key: str, path: str, flag: str) -> int:
     size = sizes[key]
     if type(size) is not int or size < 0:
-        raise InputError(f"{label}: size of {key!r} must be an integer of 0 or more, not {json.dumps(size)}")
+        raise InputError(f"{path!r}: the size of {key!r} must be an integer of 0 or more, not {json.dumps(size)}", flag)
     return size

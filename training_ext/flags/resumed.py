@@ -8,14 +8,9 @@ from typing import Any
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.openclip.hosts import LEGACY, TASKS, host
+from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
 from training_ext.openclip.loading import load_mapped
 from training_ext.openclip.machine import world_info
-
-
-def divides_model(args: Namespace, world_size: int) -> bool:
-    """Whether FSDP shards the model over the processes."""
-    return host().loop == TASKS and args.fsdp and world_size > 1
 
 
 def check_folder(path: str | None, world_size: int, args: Namespace) -> None:
@@ -24,7 +19,7 @@ def check_folder(path: str | None, world_size: int, args: Namespace) -> None:
         return
     if host().loop == LEGACY:
         raise InputError(f"{path!r} is a folder of shards, which {host().main} does not read", "--resume")
-    if not divides_model(args, world_size):
+    if not shards_model(args, world_size):
         raise InputError(f"{path!r} is a folder of shards, for --fsdp and several processes; give a file", "--resume")
 
 
@@ -58,7 +53,7 @@ def _check_loop(path: str, content: dict[str, Any], args: Namespace) -> None:
         )
     groups = content.get("optimizer", {}).get("param_groups") or [{"params": []}]
     sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
-    if sharded != bool(divides_model(args, world_info()[2])):
+    if sharded != bool(shards_model(args, world_info()[2])):
         right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
             f"{path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "

@@ -20,8 +20,7 @@ from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import kind_of, needs_index, trains
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.flags.resumed import divides_model
-from training_ext.openclip.hosts import host
+from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.loading import known_config
 
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",)}  # of names, by --dataset-type
@@ -36,7 +35,7 @@ class Given(Namespace):
         self.processes = processes
         self.trains = trains(args)
         self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
-        self.shards_model = divides_model(args, processes)
+        self.shards_model = shards_model(args, processes)
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
 
     @property

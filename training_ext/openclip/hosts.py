@@ -28,7 +28,8 @@ class Host:
         loop: LEGACY or TASKS.
         main, train: modules of the command and of its epochs.
         shards: the module that builds the pipeline of shards.
-        shards_builder, sample_filter: names in it of the data set's builder and of the filter of samples.
+        shards_builder: name in it of the data set's builder, where `get_data` does not find it by `get_dataset_fn`.
+        sample_filter: name in it of the filter of samples.
         builds_filter: whether the filter is a class to be instantiated, not a function.
         zero_shot: the function of the epochs' module that `evaluate` calls whatever the data.
         scale_name: name of 1 / tau in a logged step.
@@ -41,7 +42,7 @@ class Host:
     main: str = "open_clip_train.main"
     train: str = "open_clip_train.train"
     shards: str = "open_clip_train.data"
-    shards_builder: str = "get_wds_dataset"
+    shards_builder: str | None = None
     sample_filter: str = "filter_no_caption_or_no_image"
     builds_filter: bool = False
     zero_shot: str = "zero_shot_eval"
@@ -205,6 +206,11 @@ def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
     """The keyword arguments that `function` of the installed OpenCLIP accepts."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in kwargs.items() if name in parameters}
+
+
+def shards_model(args: Namespace, processes: int) -> bool:
+    """Whether FSDP shards the model over the processes."""
+    return host().loop == TASKS and args.fsdp and processes > 1
 
 
 def starts_from_weights(args: Namespace) -> bool:
