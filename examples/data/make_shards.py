@@ -3,6 +3,7 @@
     python examples/data/make_shards.py shapes --out DIR
     python examples/data/make_shards.py digits --out DIR
     python examples/data/make_shards.py icons --iconify FILE --out DIR
+    python examples/data/make_shards.py small-icons --wheel FILE --out DIR
     python examples/data/make_shards.py evalset --out DIR
 
 DIR gets `train-000000.tar`, ..., `val-000000.tar`, ... and `sizes.json`, which tells OpenCLIP the number of samples in
@@ -15,6 +16,9 @@ captions), the validation scenes are the same as without `--shifted`.
 `icons` reads the npm package @iconify/json (docs/icons.md). DIR also gets `test-000000.tar`, the folders
 `zeroshot-concepts` and `zeroshot-emoji` in CLIP_benchmark's format, and `licenses.tsv` with each set's author and
 licence.
+
+`small-icons` reads 9,706 icons from the wheel of mkdocs-material (`pip download --no-deps mkdocs-material`). DIR also
+gets `test-000000.tar` and `licenses.tsv`.
 
 `evalset` writes a folder that `open_clip_ext.evaluate` reads: small tasks of every kind, and `tasks.json`, their table.
 """
@@ -48,6 +52,7 @@ from icons import (
     split_icons,
 )
 from PIL import Image
+from small_icons import collect_small_icons, split_small_icons
 from tqdm import tqdm
 from webdataset import TarWriter
 
@@ -97,7 +102,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Write generated scenes (shapes), scanned digits or icons as webdataset shards for OpenCLIP.",
         allow_abbrev=False,
     )
-    parser.add_argument("source", choices=("shapes", "digits", "icons", "evalset"), help="what the pairs are made from")
+    sources = ("shapes", "digits", "icons", "small-icons", "evalset")
+    parser.add_argument("source", choices=sources, help="what the pairs are made from")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder for the shards, created if missing")
     parser.add_argument(
         "--num-samples",
@@ -142,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--iconify", metavar="FILE", help="icons: the .tgz file that `npm pack @iconify/json` writes, or its folder"
     )
+    parser.add_argument("--wheel", metavar="FILE", help="small-icons: the wheel of mkdocs-material")
     parser.add_argument(
         "--kinds",
         nargs="+",
@@ -202,16 +209,20 @@ def _shuffled(count: int, seed: int) -> list[int]:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Set the defaults that depend on the source; ValueError if an option is not for that source."""
-    for name, source in (("shifted", "shapes"), ("iconify", "icons"), ("kinds", "icons"), ("jobs", "icons")):
+    for name, source in (
+        ("shifted", "shapes"), ("iconify", "icons"), ("kinds", "icons"), ("jobs", "icons"), ("wheel", "small-icons")
+    ):  # fmt: skip
         if getattr(args, name) and args.source != source:
             raise ValueError(f"argument --{name}: must come with {source}, got {args.source}")
-    icons = args.source == "icons"
-    if icons and not args.iconify:
+    icons = args.source in ("icons", "small-icons")
+    if args.source == "icons" and not args.iconify:
         raise ValueError(
             "argument --iconify: must be given with icons: the file that `npm pack @iconify/json` writes"
         )
+    if args.source == "small-icons" and not args.wheel:
+        raise ValueError("argument --wheel: must be given with small-icons: the wheel of mkdocs-material")
     if icons and args.image_format != "png":
-        raise ValueError(f"argument --image-format: must be png with icons, got {args.image_format}")
+        raise ValueError(f"argument --image-format: must be png with {args.source}, got {args.image_format}")
     usual = {"icons": 10_000, "evalset": evalset.SAMPLES_PER_SHARD}.get(args.source, 1000)
     args.samples_per_shard = args.samples_per_shard or usual
     args.image_size = args.image_size or (32 if icons else 64)
@@ -221,11 +232,16 @@ def _icon_splits(
     args: argparse.Namespace, spool: BinaryIO
 ) -> tuple[dict[str, Samples], dict[str, str | Samples]]:
     """The splits, and the other files, text or samples, by their path below DIR."""
-    jobs = args.jobs or usable_cores()
-    found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
-    parts = split_icons(found, NUM_VAL if args.val_samples is None else args.val_samples)
+    val = {} if args.val_samples is None else {"num_val": args.val_samples}
+    if args.source == "icons":
+        jobs = args.jobs or usable_cores()
+        found = collect_icons(args.iconify, spool, args.image_size, args.seed, args.kinds or KINDS, jobs)
+        parts = split_icons(found, **val)
+    else:
+        found = collect_small_icons(args.wheel, spool, args.image_size, args.seed)
+        parts = split_small_icons(found, **val)
     left_out = ", ".join(f"{count} {reason}" for reason, count in found.left_out.items() if count) or "none"
-    if not parts.train:
+    if not parts.train and args.source == "icons":
         kinds = " ".join(args.kinds or KINDS)
         raise ValueError(
             f"argument --iconify: {args.iconify!r} has no icon of --kinds {kinds} to train on; left out: {left_out}"
@@ -429,7 +445,7 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
     try:
         folder = _check_out(args.out, args.overwrite)
         _check_options(args)
-        splits, beside = _icon_splits(args, spool) if args.source == "icons" else (_splits(args), {})
+        splits, beside = _icon_splits(args, spool) if "icons" in args.source else (_splits(args), {})
         shards = {split: -(-total // args.samples_per_shard) for split, (total, _) in splits.items()}
         if max(shards.values()) > 1_000_000:
             raise ValueError(

@@ -8,15 +8,17 @@ reduced to 8 x 8 pixels in 8 shades. Writes `fresh/gallery-000000.tar` and its s
 """
 
 import argparse
-import io
 import json
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from grid import HERE, Grid, told
-from PIL import Image
 from webdataset import TarWriter
+
+sys.path.append(str(HERE.parent / "data"))
+from icon_pairs import reduced
 
 SAMPLES = 5000
 
@@ -68,12 +70,6 @@ def samples(path: Path) -> Iterator[dict]:
             sample[extension] = tar.extractfile(member).read()
             if len(sample) == 3:
                 yield sample
-
-
-def reduced(png: bytes) -> bytes:
-    """An image as 8 x 8 pixels in 8 shades of each colour."""
-    image = Image.open(io.BytesIO(png)).convert("RGB").resize((8, 8), Image.Resampling.BOX)
-    return image.point(lambda value: value // 32).tobytes()
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def icon_set(prefix, drawings, author="Ann", licence="MIT", category="UI 24px", 
     return {"prefix": prefix, "info": info, "icons": drawings, "width": 16, "height": 16, **more}
 
 
-HELD_OUT_AUTHOR = next(f"Author {i}" for i in range(1000) if icons._number(0, f"Author {i}") < 1 / 8)
+HELD_OUT_AUTHOR = next(f"Author {i}" for i in range(1000) if icons.number_of(0, f"Author {i}") < 1 / 8)
 
 
 def icon_sets():
@@ -234,12 +234,12 @@ def test_overwrite_takes_away_what_icons_wrote(package, written, tmp_path):
     ],
 )  # fmt: skip
 def test_what_could_read_another_file_is_no_picture(body):
-    assert icons._svg({"body": body.replace("{}", '<path d="M0 0h9v9H0z"/>')}, {}, 16) is None
+    assert icons.svg_document({"body": body.replace("{}", '<path d="M0 0h9v9H0z"/>')}, {}, 16) is None
 
 
 def test_references_within_the_icon_are_drawn():
     body = '<defs><g id="a"><path d="M0 0h9v9H0z"/></g></defs><use href="#a"/><g mask="url(#b)"/>'
-    assert render_icon(icons._svg({"body": body}, {}, 16)) is not None
+    assert render_icon(icons.svg_document({"body": body}, {}, 16)) is not None
 
 
 @pytest.mark.parametrize("body", ["<path", "", '<path fill="#fefefe" d="M0 0h9v9H0z"/>'])
