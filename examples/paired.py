@@ -1,4 +1,4 @@
-"""Differences between runs, paired by seed."""
+"""Differences between runs: paired by seed, or Welch's where the order of the data differs."""
 
 import math
 from collections.abc import Sequence
@@ -15,6 +15,15 @@ def interval(differences: Sequence[float]) -> tuple[float, float | None]:
     return mean(differences), half
 
 
+def difference(ours: Sequence[float], theirs: Sequence[float], paired: bool) -> tuple[float, float, float]:
+    """The difference of the means, half of its 95 % interval, and p: Student's t over the pairs, or Welch's."""
+    from scipy import stats
+
+    test = stats.ttest_rel(ours, theirs) if paired else stats.ttest_ind(ours, theirs, equal_var=False)
+    low, high = test.confidence_interval()
+    return mean(ours) - mean(theirs), (high - low) / 2, float(test.pvalue)
+
+
 def p_values(every: Sequence[Sequence[float]]) -> list[float]:
     """Two-sided p-values of the means of several comparisons by Student's t, with Holm's correction for their number.
 
@@ -23,11 +32,16 @@ def p_values(every: Sequence[Sequence[float]]) -> list[float]:
     """
     from scipy import stats
 
-    plain = [float(stats.ttest_1samp(differences, 0).pvalue) for differences in every]
+    return holm([float(stats.ttest_1samp(differences, 0).pvalue) for differences in every])
+
+
+def holm(plain: Sequence[float], family: int = 0) -> list[float]:
+    """p-values with Holm's correction for their number, or for that of their `family` if it is larger."""
+    number = max(family, len(plain))
     corrected, least = [0.0] * len(plain), 0.0
-    for rank, number in enumerate(sorted(range(len(plain)), key=plain.__getitem__)):
-        least = max(least, min(1.0, (len(plain) - rank) * plain[number]))
-        corrected[number] = least
+    for rank, one in enumerate(sorted(range(len(plain)), key=plain.__getitem__)):
+        least = max(least, min(1.0, (number - rank) * plain[one]))
+        corrected[one] = least
     return corrected
 
 

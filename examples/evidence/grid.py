@@ -45,6 +45,7 @@ class Grid:
     def _read(self, declared: dict) -> None:
         self.recipe, self.batch, self.warmup = declared["recipe"], declared["batch"], declared["warmup"]
         self.cells, self.methods = declared["cells"], declared["methods"]
+        self.comparisons, self.unpaired = declared.get("comparisons", {}), set(declared.get("unpaired", ()))
         self.runs = [
             Run(group["cell"], method, seed, candidate)
             for group in declared["order"]
@@ -117,14 +118,14 @@ def told(parser: argparse.ArgumentParser) -> Iterator[None]:
         parser.error(str(error))
 
 
-def recall(metrics: dict, ways: tuple[str, ...] = WAYS) -> float:
-    """R@1 in percent, mean of both directions or in one of them."""
-    return 100 * mean(metrics[f"{way}_R@1"] for way in ways)
+def recall(metrics: dict, ways: tuple[str, ...] = WAYS, k: int = 1) -> float:
+    """R@k in percent, mean of both directions or in one of them."""
+    return 100 * mean(metrics[f"{way}_R@{k}"] for way in ways)
 
 
-def last_recall(result: dict, ways: tuple[str, ...] = WAYS) -> float:
-    """R@1 at the end; 0 for a run that diverged."""
-    return 0.0 if result["diverged"] else recall(result["by_epoch"][-1], ways)
+def last_recall(result: dict, ways: tuple[str, ...] = WAYS, k: int = 1) -> float:
+    """R@k at the end; 0 for a run that diverged."""
+    return 0.0 if result["diverged"] else recall(result["by_epoch"][-1], ways, k)
 
 
 def tuning_value(result: dict) -> float:

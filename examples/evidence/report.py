@@ -2,7 +2,7 @@
 
     python examples/evidence/report.py --out evidence
 
-writes evidence.md and evidence.png.
+writes evidence.md and evidence.png; of a grid that declares its comparisons, evidence.md with their tables alone.
 """
 
 import argparse
@@ -14,7 +14,8 @@ from statistics import mean
 from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuning_value
 
 sys.path.append(str(HERE.parent))
-from paired import interval, p_values
+from paired import difference as tested
+from paired import holm, interval, p_values
 
 LEVELS = (2, 4, 8)  # percent of R@1
 BY_RULE = "fastclip-v3, gamma by rule"
@@ -44,6 +45,10 @@ def main() -> None:
         parser.error(f"--out: there is no folder {str(args.out.parent)!r}")
     with told(parser):
         grid, results = Grid(args.grid), list(read_results(args.results).values())
+    if grid.comparisons:
+        text = progress(grid, results) + scores(grid, results) + declared(grid, results) + tuning(grid, results)
+        Path(f"{args.out}.md").write_text(text)
+        return print(text)
     known = [cell for cell in grid.cells if cell != "tune"]
     if unknown := sorted(set(args.cells or known) - set(known)):
         parser.error(f"--cells: {unknown[0]!r} is not one of {', '.join(known)}")
@@ -187,6 +192,46 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
         ours, theirs = map(grid.label, pair)
         lines.append(f"| `{ours}` - `{theirs}` | {' | '.join(columns)} |")
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+
+
+def scores(grid: Grid, results: list[dict]) -> str:
+    """A table of R@1 and R@10 of every method, for cells with declared comparisons."""
+    lines = ["", "| cell | run | R@1, % | by seed | R@10, % | tau, last epoch |", f"|{'---|' * 6}"]
+    for cell in dict.fromkeys(about["cell"] for about in grid.comparisons.values()):
+        for method, seeds in by_method(results, grid, cell).items():
+            runs = [seeds[seed] for seed in sorted(seeds)]
+            one, ten = ([last_recall(run, k=k) for run in runs] for k in (1, 10))
+            by_seed = ", ".join(f"{value:.1f}" for value in one)
+            tau = average([run["tau"] for run in runs], ".3f")
+            lines.append(f"| `{cell}` | {grid.label(method)} | {mean(one):.1f} | {by_seed} | {mean(ten):.1f} | {tau} |")
+    return "\n".join(lines) + "\n"
+
+
+def declared(grid: Grid, results: list[dict], seeds: int = 5) -> str:
+    """A table of the declared comparisons whose methods have as many seeds.
+
+    p is Student's of R@1 over the pairs of seeds, or Welch's, with Holm's correction for the size of the whole family.
+    """
+    lines = ["", "| family | runs | seeds | R@1 | p | R@10 |", f"|{'---|' * 6}"]
+    for family, about in grid.comparisons.items():
+        methods = by_method(results, grid, about["cell"])
+        pairs = [pair for pair in about["pairs"] if all(len(methods.get(method, {})) == seeds for method in pair)]
+        paired_by_seed = [grid.unpaired.isdisjoint(pair) for pair in pairs]
+        values = {  # by method and k, in the order of the seeds
+            (method, k): [last_recall(methods[method][seed], k=k) for seed in sorted(methods[method])]
+            for method in methods
+            for k in (1, 10)
+        }
+        tests = [
+            [tested(values[ours, k], values[theirs, k], by) for k in (1, 10)]
+            for (ours, theirs), by in zip(pairs, paired_by_seed, strict=True)
+        ]
+        p = holm([first for (_, _, first), _ in tests], len(about["pairs"]))
+        for pair, by, of, corrected in zip(pairs, paired_by_seed, tests, p, strict=True):
+            one, ten = (f"{value:+.1f} ± {half:.1f}" for value, half, _ in of)
+            names = " - ".join(f"`{grid.label(method)}`" for method in pair)
+            lines.append(f"| {family} | {names} | {'paired' if by else 'Welch'} | {one} | {corrected:.4f} | {ten} |")
+    return "\n".join(lines) + "\n"
 
 
 def difference(found: tuple[float, float | None, int] | None) -> str:
