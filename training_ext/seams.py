@@ -59,7 +59,7 @@ SEAMS = (
     ),
     Seam(
         DATA, "get_dataset_fn",
-        why="--dataset-type shapes; the data sets are built with the names below replaced",
+        why="--dataset-type shapes and folder; the data sets are built with the names below replaced",
         contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, tokenizer=)",
         replacement=lambda original, session: partial(session.data.dataset_fn, original, partial(scoped, session)),
     ),

@@ -20,6 +20,7 @@ from training_ext.core.captions import (
 )
 from training_ext.core.keys import find_keys, key_of_samples, read_table
 from training_ext.core.loader import RowLoader, WithRow
+from training_ext.core.pair_folders import is_folder
 from training_ext.core.rows import DataRows, kind_of, shapes_dataset
 from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
 from training_ext.core.shard_rows import ShardRows
@@ -87,9 +88,9 @@ class DataSeams:
 
     def dataset_fn(self, original: Callable, scoped: Callable, path: str, dataset_type: str) -> Callable:
         """Return a function that builds OpenCLIP's data set with the names of its scope replaced."""
-        return partial(
-            self.build_dataset, original(path, "synthetic" if dataset_type == "shapes" else dataset_type), scoped
-        )
+        dataset_type = "synthetic" if dataset_type == "shapes" else dataset_type
+        build = original(path, "csv" if is_folder(path, dataset_type) else dataset_type)
+        return partial(self.build_dataset, build, scoped)
 
     def build_dataset(
         self, build: Callable, scoped: Callable, args: Namespace, transform: Callable, is_train: bool,

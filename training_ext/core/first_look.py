@@ -12,6 +12,7 @@ from PIL import Image
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import JsonCaptions, SeenCaptions, see
 from training_ext.core.images import warn_of_images
+from training_ext.core.pair_folders import place_of
 from training_ext.core.shards import is_local
 from training_ext.core.tars import one_line, read_samples
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
@@ -111,6 +112,6 @@ def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "-
             warn_of_images(((str(image), str(image)) for image in images.loc[row:]), path, flag)
             return
         except Exception as error:
-            first = first or f"line {row + 2} names {str(image)!r}: {one_line(error)}"
+            first = first or f"{place_of(path, row)} names {str(image)!r}: {one_line(error)}"
     if first is not None:
         raise InputError(f"none of the first {len(images)} images of {path!r} can be read; {first}", flag)

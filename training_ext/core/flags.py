@@ -25,7 +25,8 @@ class RowFlags(WithOptions):
     )  # fmt: skip
     same_caption: bool = option(False, "samples with the same caption are not used as each other's negatives")
     several_captions: bool = option(
-        False, "lines of the csv with the same image are one sample, and one of their captions is drawn each epoch"
+        False, "lines of the csv with the same image, or of one .txt in a folder, are one sample, and one of their "
+        "captions is drawn each epoch"
     )
     captions_field: str | None = option(
         None, "field of the samples' .json in shards with a list of captions, of which one is drawn each epoch",

@@ -7,6 +7,7 @@ beyond the context length have the same key.
 
 import hashlib
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures
+from training_ext.core.pair_folders import read_folder
 from training_ext.core.tars import fields_of
 
 _NAMED = 10  # fields in a message
@@ -38,11 +40,13 @@ def check_column(args: Namespace, table: pd.DataFrame) -> None:
 
 
 def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_csv, **more: Any) -> pd.DataFrame:
-    """A csv by pandas' `read_csv`, indexed by position.
+    """A csv by pandas' `read_csv`, or the pairs of a folder, indexed by position.
 
     The columns that flags name are text: as numbers they lose leading zeros, and with an empty cell among them the last
     digits. Without --loss they are what OpenCLIP makes of them.
     """
+    if os.path.isdir(path):
+        return read_folder(path, args.csv_img_key, args.csv_caption_key)
     columns = filter(None, (args.csv_img_key, args.csv_caption_key, args.same_key))
     as_text = {} if args.loss is None else {"dtype": dict.fromkeys(columns, str)}
     # A header with one name fewer than the lines makes labels of the first column.

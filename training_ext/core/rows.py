@@ -16,6 +16,7 @@ from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.core.first_look import look_at_lines, look_at_shards
 from training_ext.core.keys import check_column, key_of_samples, read_table
+from training_ext.core.pair_folders import is_folder
 from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
 from training_ext.openclip.hosts import host
 
@@ -148,19 +149,21 @@ def look_at_first(args: Namespace, urls: list[str]) -> SeenCaptions | None:
 
 
 def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
-    """The kind of the data at `path`, by OpenCLIP's own rule."""
+    """The kind of the data at `path`, by OpenCLIP's own rule; a folder is read as a csv."""
+    if is_folder(path, args.dataset_type):
+        return "csv"
     if args.dataset_type != "auto":
         return args.dataset_type
     kind = {"tar": "webdataset", "csv": "csv", "tsv": "csv"}.get(path.rpartition(".")[2])
     if kind is None:
-        raise InputError(f"{path!r} ends neither in .tar nor in .csv or .tsv; give --dataset-type", flag)
+        raise InputError(f"{path!r} is no folder, .csv, .tsv or .tar; give --dataset-type", flag)
     return kind
 
 
 def read_csv(
     args: Namespace, path: str, flag: str = "--train-data", max_bad: float | None = None
 ) -> pd.DataFrame:
-    """The csv as OpenCLIP reads it, with images and captions as text.
+    """The csv as OpenCLIP reads it, or a folder, with images and captions as text.
 
     Raises:
         InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
@@ -187,6 +190,9 @@ def read_csv(
                 f"{columns}",
                 key,
             )
+    if os.path.isdir(path) and table.empty:
+        shards = " (for shards give their files, such as '{00000..00099}.tar')"
+        raise InputError(f"{path!r} has no image with a caption in a .txt of the same name{shards}", flag)
     cells = table[[args.csv_img_key, args.csv_caption_key]].apply(lambda column: column.map(is_empty))
     empty = cells.any(axis=1).to_numpy().nonzero()[0]
     if len(empty) and len(empty) / len(table) > (max_bad or 0):

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import JsonCaptions, is_empty
+from training_ext.core.pair_folders import place_of
 from training_ext.core.tars import one_line
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
@@ -193,7 +194,7 @@ class UsableLines(Dataset):
         return item
 
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
-        what = f"line {self.line_of[row] + 2} of {self.path!r}"
+        what = place_of(self.path, self.line_of[row])
         if self.watch is None:
             raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
         self.watch.skip(kind, what, why, is_new)

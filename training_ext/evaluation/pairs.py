@@ -1,6 +1,7 @@
-"""Read the user's own pairs for `--val-data`: a csv, shards as for a training, or a folder as of a retrieval task."""
+"""Read the user's own pairs for `--val-data`: a csv, shards or a folder of a training, or that of a retrieval task."""
 
 import hashlib
+import logging
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pandas as pd
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import is_empty
+from training_ext.core.pair_folders import find_pairs
 from training_ext.core.shards import local_path, shard_urls
 from training_ext.evaluation.folders import Sample, Shards, Source
 
@@ -45,6 +47,25 @@ class CsvPairs(Source):
         return [self.folder, *super().files()]
 
 
+class FolderPairs(Source):
+    """A folder of images with their captions in a .txt of the same name."""
+
+    def __init__(self, folder: str):
+        super().__init__(FLAG, folder)
+        self.type = "retrieval"
+        self.found = find_pairs(folder)
+        self.images = list(self.found.pairs)
+        if not self.images:
+            raise self.wrong(f"{folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
+
+    def files(self) -> list[str]:
+        return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
+
+    def warn(self) -> None:
+        if self.found.left_out:
+            logging.warning(f"Left out of {self.folder!r}: {self.found.told()}")
+
+
 class PairShards(Shards):
     """Shards as for a training, of local files; captions are the lines of a `.txt`, and those of other samples with the
     same image file."""
@@ -70,6 +91,8 @@ def open_pairs(args: Namespace) -> Source:
     Raises:
         InputError: there are none.
     """
+    if os.path.isdir(args.val_data) and not os.path.exists(os.path.join(args.val_data, "test", "nshards.txt")):
+        return FolderPairs(args.val_data)
     if os.path.isdir(args.val_data):
         source = Shards(FLAG, args.val_data)
         if source.type != "retrieval":

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
         args = [] if args is None else args  # OpenCLIP always gives them
         for action in self._actions:
             if action.dest == "dataset_type":
-                action.choices = [*(action.choices or ()), "shapes"]
+                action.choices = [*(action.choices or ()), "folder", "shapes"]
         group = self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses")
         self._add_ours(group)
         self._ours = group._group_actions

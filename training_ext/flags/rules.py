@@ -23,7 +23,8 @@ from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.loading import known_config
 
-OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",)}  # of names, by --dataset-type
+# Of names, by --dataset-type
+OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",), "folder": (".csv", ".tsv", ".tar")}
 LOGGERS = ("none", "wandb", "tensorboard", "all")
 
 

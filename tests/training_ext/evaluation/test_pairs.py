@@ -1,4 +1,4 @@
-"""Retrieval on one's own pairs: a csv, shards and a folder give the scores of the task with the same pairs."""
+"""Retrieval on one's own pairs: a csv, shards and folders give the scores of the task with the same pairs."""
 
 import csv
 import io
@@ -48,8 +48,15 @@ def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_p
                 member = tarfile.TarInfo(f"{number}.{suffix}")
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
+    own = tmp_path / "own"
+    own.mkdir()
+    for sample in Shards("--data", str(folder)).samples(lambda number: True):
+        stem = own / Path(sample[1].place.rpartition(": ")[2]).stem
+        stem.with_suffix(".png").write_bytes(sample[1].image)
+        stem.with_suffix(".txt").write_text("\n".join(sample[1].target))
+    (own / "README.txt").write_text("no caption")
     shards = f"{folder}/test/{{0..{len(list(folder.glob('test/*.tar'))) - 1}}}.tar"
-    for number, data in enumerate(([pairs, *COLUMNS], [shards], [tmp_path / "pairs.tar"], [folder])):
+    for number, data in enumerate(([pairs, *COLUMNS], [shards], [tmp_path / "pairs.tar"], [own], [folder])):
         capsys.readouterr()
         line = scored([*given, "--val-data", *data], tmp_path / f"{number}.jsonl")
         assert line["samples"] == 42 and line["key"].startswith("val-data/")
@@ -72,6 +79,7 @@ def test_what_is_wrong(evalset, pairs, checkpoints, tmp_path, refused):
     good = f"--checkpoint {checkpoints[0]} --out {tmp_path}/out.jsonl {' '.join(COLUMNS)} --val-data"
     assert "--csv-img-key: 'image' is not a column of" in refused(f"{good} {pairs} --csv-separator ;")
     assert "--val-data: " in refused(f"{good} {tmp_path}/no.csv")
+    assert "has neither images with a .txt" in refused(f"{good} {tmp_path}")
     assert "no.tar' is not a file on this machine" in refused(f"{good} {tmp_path}/no.tar")
     assert "s3://x/0.tar' is not a file on this machine" in refused(f"{good} s3://x/0.tar")
     assert "is of type classification; give images" in refused(f"{good} {evalset}/wds_evalset-background_test")

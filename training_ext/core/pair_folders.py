@@ -1,0 +1,87 @@
+"""Read a folder of images that have their captions beside them, in a .txt of the same name with one a line."""
+
+import logging
+import os
+from dataclasses import dataclass, field
+from functools import cache
+
+import pandas as pd
+from tqdm import tqdm
+
+from training_ext.openclip.machine import world_info
+
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")
+NO_TEXT, NO_PICTURE, NO_CAPTION, NOT_UTF8 = (
+    "images without .txt", ".txt without image", "images without caption in their .txt", ".txt that are not UTF-8"
+)
+
+
+@dataclass(frozen=True)
+class FolderPairs:
+    """The pairs of a folder and the folders in it, without hidden ones.
+
+    Args:
+        pairs: path of each image and its captions, by sorted path.
+        left_out: by reason, the files that are no pair.
+    """
+
+    pairs: list[tuple[str, list[str]]] = field(default_factory=list)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def told(self) -> str:
+        """What is left out, with an example of each reason; "" if nothing is."""
+        return ", ".join(f"{len(paths)} {why} ({paths[0]!r})" for why, paths in self.left_out.items())
+
+
+def is_folder(path: str | None, dataset_type: str) -> bool:
+    """Whether `--dataset-type` and the path of the data mean such a folder."""
+    return dataset_type == "folder" or (dataset_type == "auto" and os.path.isdir(path or ""))
+
+
+def find_pairs(folder: str) -> FolderPairs:
+    """Read the names in a folder and its captions, but no image."""
+    found = FolderPairs()
+    paths = []
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        paths += [os.path.join(place, name) for name in names if not name.startswith(".")]
+    stems = [(*os.path.splitext(path), path) for path in sorted(paths)]
+    texts = {stem: path for stem, end, path in stems if end.lower() == ".txt"}
+    images = [(stem, path) for stem, end, path in stems if end.lower() in IMAGES]
+    # Silent where it takes a moment.
+    for stem, path in tqdm(images, desc="Reading captions", unit="file", delay=2):
+        try:
+            with open(texts[stem], encoding="utf-8-sig") as file:  # Windows begins a file with a mark
+                # Not splitlines, which also cuts at characters such as U+2028.
+                captions = [line.strip() for line in file.read().split("\n") if line.strip()]
+        except KeyError:
+            why = NO_TEXT
+        except UnicodeDecodeError:
+            why = NOT_UTF8
+        else:
+            if captions:
+                found.pairs.append((path, captions))
+                continue
+            why = NO_CAPTION
+        found.left_out.setdefault(why, []).append(path)
+    known = dict(images)
+    if lonely := [path for stem, path in texts.items() if stem not in known]:
+        found.left_out[NO_PICTURE] = lonely
+    return found
+
+
+def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
+    """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
+    found = find_pairs(folder)
+    if found.left_out and world_info()[1] == 0:
+        _warn(f"Left out of {folder!r}: {found.told()}")
+    lines = [(path, caption) for path, captions in found.pairs for caption in captions]
+    return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)
+
+
+_warn = cache(logging.warning)  # the same data may be read several times
+
+
+def place_of(path: str, row: int) -> str:
+    """A row of a csv, whose first line is its header, or of a folder, in words."""
+    return f"pair {row + 1} of {path!r}" if os.path.isdir(path) else f"line {row + 2} of {path!r}"
