@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from training_ext.core.checkpoint import keeps_files, name_after, saves_after
 from training_ext.core.rows import trains
 from training_ext.openclip.hosts import shards_model
+from training_ext.openclip.machine import global_batch
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Run:
     @property
     def global_batch(self) -> int:
         """Samples of one optimizer step, over all processes."""
-        return self.args.batch_size * self.args.accum_freq * self.args.world_size
+        return global_batch(self.args)
 
     @property
     def shards_model(self) -> bool:
         """Whether FSDP shards the model, so that every process takes part in a checkpoint."""
-        return shards_model(self.args, self.args.world_size)
+        return shards_model(self.args)
 
     def steps(self, batches: int) -> int:
         """Optimizer steps of this many batches of a process; OpenCLIP leaves out the batches of an incomplete one."""

@@ -79,10 +79,10 @@ def test_a_rule(monkeypatch, arguments, line):
         monkeypatch.setattr(host().main_module, logger, None)
     args = parse_args(arguments.split())
     prepare_shapes(args)
-    processes = 2 if "--fsdp" in arguments or "amorlip" in arguments else 1
+    monkeypatch.setenv("WORLD_SIZE", "2" if "--fsdp" in arguments or "amorlip" in arguments else "1")
     with pytest.raises(InputError, match=line):
-        check_rules(args, processes)
-    run = Given(args, processes)
+        check_rules(args)
+    run = Given(args)
     broken.add(next(number for number, rule in enumerate(RULES) if rule.wrong(run)))
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from open_clip_ext import create_loss, factory
-from open_clip_ext.distributed import world_size
 from open_clip_ext.losses import Loss
 from training_ext.core.loader import RowLoader
 from training_ext.core.rows import DataRows
 from training_ext.core.tags import KEY, ROW
+from training_ext.openclip.machine import global_batch
 
 
 def build_loss(
@@ -41,7 +41,7 @@ def build_loss(
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
-    batch = max(1, args.batch_size * world_size() * args.accum_freq)  # rules on it come later
+    batch = max(1, global_batch(args))  # rules on it come later
     steps_per_pass = max(1, num_rows // batch)
     steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
     loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)

@@ -17,7 +17,7 @@ from training_ext.core.temperature import trains_logit_scale
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
-from training_ext.openclip.machine import world_info
+from training_ext.openclip.machine import global_batch
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md
@@ -98,10 +98,6 @@ def _of_openclip(args: Namespace, steps: int) -> Iterator[str]:
             f"--warmup: {args.warmup} steps, but the training has {steps}, so the learning rate ends at "
             f"{100 * steps / args.warmup:.3g} % of --lr; a tenth of the training is --warmup {max(1, steps // 10)}"
         )
-
-
-def global_batch(args: Namespace) -> int:
-    return args.batch_size * args.accum_freq * world_info()[2]
 
 
 def _on_steps(args: Namespace, steps_per_epoch: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight, step_memory
 from training_ext.flags.recipes import Recipe, find, resolved_flags
 from training_ext.openclip.loading import known_config, without_warnings
-from training_ext.openclip.machine import world_info
+from training_ext.openclip.machine import global_batch, world_info
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -36,13 +36,13 @@ def show(args: Namespace) -> None:
     Raises:
         InputError: the training would refuse the flags, or the number of samples is not known.
     """
-    _, rank, processes = world_info()
-    if rank == 0:
-        print("\n".join(lines(args, processes)), flush=True)
+    if world_info()[1] == 0:
+        print("\n".join(lines(args)), flush=True)
 
 
-def lines(args: Namespace, processes: int) -> list[str]:
-    """Lines of the plan of a training on `processes` processes; `args` as `params.parse_args` gives them."""
+def lines(args: Namespace) -> list[str]:
+    """Lines of the plan of a training; `args` as `params.parse_args` gives them."""
+    processes = world_info()[2]
     flags = resolved_flags(args)
     recipe = None if args.recipe is None else find(args.recipe)
     open_clip.add_model_config(MODEL_CONFIGS)
@@ -52,7 +52,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     if not has_data:
         args.train_data = "DATA.tar"
     if args.loss is not None:
-        preflight.check_flags(args, processes)
+        preflight.check_flags(args)
     samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
     step_rule = data_checks.steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
@@ -63,7 +63,7 @@ def lines(args: Namespace, processes: int) -> list[str]:
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
         loss.limit_to(num_rows)
-        preflight.check_batch(loss, args, processes)
+        preflight.check_batch(loss, args)
     model = trained_model(args)
     parts = {} if model is None else model_bytes(args, model)
     rows = {} if loss is None else bytes_per_row(loss)
@@ -123,7 +123,7 @@ def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
 
 
 def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[str]:
-    batch = args.batch_size * processes * args.accum_freq
+    batch = global_batch(args)
     factors = f"{processes} process(es) x {args.batch_size} x --accum-freq {args.accum_freq}"
     total = steps * args.epochs
     warmup = "" if args.skip_scheduler else f", {min(args.warmup, total):,} of them warm-up"

@@ -35,7 +35,7 @@ from training_ext.flags.resumed import check_folder, check_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, processes_here, world_info
+from training_ext.openclip.machine import check_device, global_batch, processes_here, world_info
 from training_ext.run import Features
 
 
@@ -88,7 +88,7 @@ def check(args: Namespace) -> DataRows | None:
             check_usable(args)
         return find_rows(args) if local_rank == 0 and needs_rows else None
     # Quick checks come before the scan of shards.
-    resumed = check_flags(args, world_size)
+    resumed = check_flags(args)
     check_device(args)
     check_imagenet(args)
     if not trains(args):
@@ -133,7 +133,7 @@ def check_open_clips_own(args: Namespace) -> None:
     bring_up_to_date(args)
 
 
-def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | None:
+def check_flags(args: Namespace) -> tuple[str, dict | None] | None:
     """Check the flags, without reading the data; returns the result of `find_resumed`."""
     host().check_flags(args, open_clip_params.parse_args([]))
     if args.name is not None:
@@ -141,9 +141,9 @@ def check_flags(args: Namespace, world_size: int) -> tuple[str, dict | None] | N
     check_experiment(args)
     if args.uses_ext_loss:
         build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
-    check_rules(args, world_size)
+    check_rules(args)
     path = resumed_path(args)
-    check_folder(path, world_size, args)
+    check_folder(path, args)
     resumed = find_resumed(path)
     features = Features(Run(args))
     features.tell(Feature.check, features.metrics())
@@ -213,13 +213,13 @@ def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
     if rows_on_device:
         check_fits("normalizer", what, per_process, args.device, instead)
     dimension = (known_config(args.model) or {}).get("embed_dim")
-    check_batch(loss, args, world_size)
+    check_batch(loss, args)
     for module in loss.modules():
         if isinstance(module, Normalizer) and dimension is not None:
             module.check_memory(dimension, args.device if on_device else "cpu", world_size)
 
 
-def check_batch(loss: Loss, args: Namespace, world_size: int) -> None:
+def check_batch(loss: Loss, args: Namespace) -> None:
     for module in loss.modules():
         if isinstance(module, Normalizer):
-            module.check_batch(args.batch_size * world_size * args.accum_freq)
+            module.check_batch(global_batch(args))

@@ -30,7 +30,7 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext.openclip.machine import world_info
+from training_ext.openclip.machine import global_batch
 
 PUBLISHED = Path(__file__).parent / "published"
 RECIPE = "recipe.yaml"  # in the run's folder
@@ -225,7 +225,7 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
         "data": args.train_data or "",
         **({"notes": list(base.notes)} if base and base.notes else {}),
         **({"samples": samples} if samples else {}),
-        "global_batch_size": args.batch_size * world_info()[2] * args.accum_freq,
+        "global_batch_size": global_batch(args),
         "flags": flags,
     }
     with whole_file(os.path.join(folder, RECIPE), text=True) as file:

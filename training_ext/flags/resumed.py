@@ -10,16 +10,15 @@ from open_clip_ext.errors import InputError
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
 from training_ext.openclip.loading import load_mapped
-from training_ext.openclip.machine import world_info
 
 
-def check_folder(path: str | None, world_size: int, args: Namespace) -> None:
+def check_folder(path: str | None, args: Namespace) -> None:
     """Raise InputError for a folder of shards that the training loop cannot read."""
     if path is None or not os.path.isdir(path):
         return
     if host().loop == LEGACY:
         raise InputError(f"{path!r} is a folder of shards, which {host().main} does not read", "--resume")
-    if not shards_model(args, world_size):
+    if not shards_model(args):
         raise InputError(f"{path!r} is a folder of shards, for --fsdp and several processes; give a file", "--resume")
 
 
@@ -53,7 +52,7 @@ def _check_loop(path: str, content: dict[str, Any], args: Namespace) -> None:
         )
     groups = content.get("optimizer", {}).get("param_groups") or [{"params": []}]
     sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
-    if sharded != bool(shards_model(args, world_info()[2])):
+    if sharded != bool(shards_model(args)):
         right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
             f"{path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "

@@ -22,6 +22,7 @@ from training_ext.core.rows import kind_of, needs_index, trains
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.loading import known_config
+from training_ext.openclip.machine import global_batch, world_info
 
 # Of names, by --dataset-type
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",), "folder": (".csv", ".tsv", ".tar")}
@@ -31,12 +32,12 @@ LOGGERS = ("none", "wandb", "tensorboard", "all")
 class Given(Namespace):
     """The flags of a run, and what the rules ask of it besides; a flag that this OpenCLIP lacks is None."""
 
-    def __init__(self, args: Namespace, processes: int):
+    def __init__(self, args: Namespace):
         super().__init__(**vars(args))
-        self.processes = processes
+        self.processes = world_info()[2]
         self.trains = trains(args)
         self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
-        self.shards_model = shards_model(args, processes)
+        self.shards_model = shards_model(args)
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
 
     @property
@@ -159,7 +160,7 @@ RULES = (
     Rule(
         "batch_size",
         lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
-        and run.batch_size * run.processes * run.accum_freq < 2,
+        and global_batch(run) < 2,
         "{batch_size} in {processes} process; a contrastive loss needs at least 2 pairs per step, since the other "
         "pairs are the negatives",
     ),
@@ -266,9 +267,9 @@ RULES = (
 )
 
 
-def check_rules(args: Namespace, processes: int) -> None:
-    """Raise InputError for the first rule that a run of `processes` processes breaks."""
-    run = Given(args, processes)
+def check_rules(args: Namespace) -> None:
+    """Raise InputError for the first rule that the run breaks."""
+    run = Given(args)
     for rule in RULES:
         if rule.wrong(run):
             raise InputError(rule.text.format_map(vars(run)), flag_of(rule.flag))

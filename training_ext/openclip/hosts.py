@@ -14,6 +14,7 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
+from training_ext.openclip.machine import world_info
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
@@ -208,9 +209,9 @@ def taken(function: Callable, **kwargs: Any) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name in parameters}
 
 
-def shards_model(args: Namespace, processes: int) -> bool:
+def shards_model(args: Namespace) -> bool:
     """Whether FSDP shards the model over the processes."""
-    return host().loop == TASKS and args.fsdp and processes > 1
+    return host().loop == TASKS and args.fsdp and world_info()[2] > 1
 
 
 def starts_from_weights(args: Namespace) -> bool:

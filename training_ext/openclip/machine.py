@@ -21,6 +21,11 @@ def world_info() -> tuple[int, int, int]:
     return world_info_from_env() if is_using_distributed() else (0, 0, 1)
 
 
+def global_batch(args: Namespace) -> int:
+    """Samples of one optimizer step, over all processes and accumulated batches."""
+    return args.batch_size * args.accum_freq * world_info()[2]
+
+
 def processes_here() -> int:
     """Number of processes on this machine; 1 if the launcher does not say."""
     found = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")

@@ -25,7 +25,7 @@ from training_ext.core.shards import Shards, find_shards, is_local, local_path, 
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
-from training_ext.openclip.machine import check_device, check_writable, world_info
+from training_ext.openclip.machine import check_device, check_writable, global_batch
 
 BATCH_SIZES = (64, 256, 1024)
 
@@ -129,15 +129,10 @@ class Data:
         return [[file.st_size, file.st_mtime_ns] for file in found]
 
 
-def training_batch(args: Namespace) -> int:
-    """The training's global batch size."""
-    return args.batch_size * args.accum_freq * world_info()[2]
-
-
 def batch_sizes(options: Namespace, args: Namespace, num_rows: int) -> list[int]:
     """Batch sizes of the minibatch estimates; InputError if a given one does not fit `num_rows`."""
     if options.batch_sizes is None:
-        return [size for size in sorted({*BATCH_SIZES, training_batch(args)}) if 2 <= size <= num_rows]
+        return [size for size in sorted({*BATCH_SIZES, global_batch(args)}) if 2 <= size <= num_rows]
     for size in options.batch_sizes:
         if not 2 <= size <= num_rows:
             raise InputError(f"{size} is out of range; it must be from 2 to the {num_rows} rows", "--batch-sizes")

@@ -21,8 +21,9 @@ from tqdm import tqdm
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer
+from training_ext.openclip.machine import global_batch
 from training_ext.report.embeddings import Embedded
-from training_ext.report.inputs import Saved, batch_sizes, training_batch
+from training_ext.report.inputs import Saved, batch_sizes
 from training_ext.report.objective import Objective
 from training_ext.report.verdict import verdict
 
@@ -60,7 +61,7 @@ def compare(
     places = torch.randperm(num_read, generator=draw_anchors)[: options.anchors].sort().values
     objective = Objective(loss, embedded, torch.tensor(saved.tau, dtype=torch.float32, device=args.device))
     true = in_parts(objective.exact, places, args, "Exact")
-    trained_with = min(max(training_batch(args), 2), num_read)
+    trained_with = min(max(global_batch(args), 2), num_read)
     own = None if loss is None or isinstance(loss.normalizer, BatchNormalizer) else loss
     minibatch = {
         size: in_parts(
