@@ -132,9 +132,11 @@ class Feature(WithOptions):
 
     Class attributes:
         needs_loss: whether its flags are refused without --loss.
+        topic: heading of its flags in --help.
     """
 
     needs_loss: ClassVar[bool] = True
+    topic: ClassVar[str] = "the run"
 
     def __init__(self, run: Run):
         super().__init__(**{option.name: getattr(run.args, option.name) for option in self.options})

@@ -25,10 +25,14 @@ FEATURES: tuple[type[Feature], ...] = (
 """An event reaches them in this order: a step is logged before the run ends at it, and the summary is last."""
 
 
+def owners() -> tuple[Any, ...]:
+    """What has options: the core's and the features' classes."""
+    return (RowFlags, SceneFlags, *FEATURES)
+
+
 def options(needing_loss: bool = False) -> Iterator[Option]:
     """The options of the core and of all features, or only those that are refused without --loss."""
-    owners: tuple[Any, ...] = (RowFlags, SceneFlags, *FEATURES)
-    for owner in owners:
+    for owner in owners():
         if owner.needs_loss or not needing_loss:
             yield from owner.options
 

@@ -62,3 +62,18 @@ def test_all_flags_show_no_default_that_a_loss_changes(shown):
     assert re.search(r"--queue-size INT .*?\(default: 4096\)", text)
     assert re.search(r"--npn-lr FLOAT .*?\(default: 1.0 for prototypes with adagrad, sqrt.* else 1e-3\)", text)
     assert "--train-data" in text
+
+
+def test_the_first_lines_and_the_groups(shown):
+    text = shown("--help")
+    assert "--loss NAME --help" in text.splitlines()[0] and len(text.splitlines()) < 400
+    headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert headings[:2] == ["which training", "data"] and headings[-1] == "OpenCLIP's flags"
+    for option in all_options():
+        assert len(re.findall(rf"^  {option.flag}\b(?!-)", text, re.MULTILINE)) == 1
+
+
+def test_a_recipe_is_a_line(shown):
+    lines = shown("--list-recipes").splitlines()
+    assert sum(line.startswith("neuclip-cc12m  ") for line in lines) == 1 and "--recipe NAME --dry-run" in lines[-1]
+    assert max(map(len, lines)) <= 120

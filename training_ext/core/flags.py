@@ -8,6 +8,7 @@ from training_ext.core.row_folders import SPLIT_ABOVE
 
 class RowFlags(WithOptions):
     needs_loss: ClassVar[bool] = True
+    topic: ClassVar[str] = "data"
 
     shard_sizes: str | None = option(
         None, "JSON file of samples per shard, by file name or URL, if there is no sizes.json beside the shards",
@@ -36,6 +37,7 @@ class RowFlags(WithOptions):
 
 class SceneFlags(WithOptions):
     needs_loss: ClassVar[bool] = False
+    topic: ClassVar[str] = "data"
 
     shapes_seed: int | None = option(
         None, "seed of the scenes of --dataset-type shapes (default: 0)",

@@ -49,6 +49,7 @@ class BadSamples(Feature, SampleWatch):
         valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
     )  # fmt: skip
     needs_loss = False
+    topic = "data"
 
     def __init__(self, run: Run):
         super().__init__(run)

@@ -26,6 +26,7 @@ START, BEST = "starting_point.json", "best.pt"  # in the run's folder, where `--
 class KeepBest(Feature):
     """Compares the evaluations of one run and keeps the best weights, on process 0."""
 
+    topic = "evaluation"
     keep_best: str | None = option(
         None, "keep the best weights by a metric of the evaluation, such as image_to_text_R@1, in best.pt",
         valid=bool, expected="not empty", metavar="METRIC",

@@ -30,6 +30,7 @@ class OwnClasses(Feature):
         metavar="DIR",
     )
     needs_loss = False
+    topic = "evaluation"
 
     def metrics(self) -> Sequence[str]:
         return () if self.zeroshot_data is None else tuple(OWN_CLASSES)

@@ -35,7 +35,7 @@ def default_texts() -> dict[str, str]:
 
 def _default_text(defaults: set[Any]) -> str:
     if len(defaults) > 1:
-        return " (default: per loss, see --loss NAME --help)"
+        return " (default: per loss)"
     (default,) = defaults
     return f" (default: {default.words if isinstance(default, Derived) else default})"
 

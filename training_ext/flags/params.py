@@ -11,6 +11,7 @@ from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
+from open_clip_ext.losses import Loss
 from open_clip_ext.options import Option, flag_of
 from training_ext import run
 from training_ext.core.temperature import trains_logit_scale
@@ -27,7 +28,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
             prog="open_clip_ext.main",
+            usage="python -m open_clip_ext.main --loss NAME [flags]; the flags of one loss: --loss NAME --help",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
 
     def error(self, message: str) -> NoReturn:
@@ -40,9 +43,11 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "folder", "shapes"]
-        group = self.add_argument_group("open_clip_ext", "losses over the whole data set; see --list-losses")
-        self._add_ours(group)
-        self._ours = group._group_actions
+        theirs, their_groups = len(self._actions), list(self._action_groups)
+        self._add_ours()
+        self._ours = self._actions[theirs:]
+        self._optionals.title = "OpenCLIP's flags"
+        self._action_groups.sort(key=their_groups.__contains__)  # in --help, OpenCLIP's come last
         others = [word for word in args if word not in ("-h", "--help")]
         first = self._parse_known(others)[0]
         for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
@@ -112,20 +117,32 @@ class Parser(argparse.ArgumentParser):
             action.default = argparse.SUPPRESS
         return vars(self.parse_known_args(args)[0])
 
-    def _add_ours(self, group: argparse._ArgumentGroup) -> None:
+    def _add_ours(self) -> None:
+        groups: dict[str, argparse._ArgumentGroup] = {}
+
+        def under(topic: str) -> argparse._ArgumentGroup:
+            return groups.get(topic) or groups.setdefault(topic, self.add_argument_group(topic))
+
+        group = under("which training")
+        prints: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
+        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
+        group.add_argument("--list-losses", **prints, help="print every loss with its paper, and exit")
         group.add_argument(
             "--recipe",
             metavar="NAME|FILE",
             help="use the flags of a published training or a YAML file as defaults; see --list-recipes",
         )
-        prints: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
-        group.add_argument("--list-recipes", **prints, help="print every recipe with its source, and exit")
+        group.add_argument("--list-recipes", **prints, help="print every recipe in a line, and exit")
         group.add_argument(
             "--dry-run",
             action="store_true",
             help="print the resulting flags, the steps and the memory of each process, and exit; needs no data if "
             "--train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
+        for owner in run.owners():
+            for option in owner.options:
+                add_option(under(owner.topic), option)
+        group = under("the run")
         group.add_argument(
             "--legacy-loop",
             action="store_true",
@@ -139,16 +156,13 @@ class Parser(argparse.ArgumentParser):
             action="store_true",
             help="show Python's traceback besides the line that an error before the first step ends with",
         )
-        group.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
-        group.add_argument("--list-losses", **prints, help="print every loss with its paper, and exit")
-        for part, valid in factory.PARTS.items():
-            flag, names = flag_of(part), ", ".join(valid)
-            group.add_argument(flag, metavar="PART", help=f"{PART_HELP[part]} instead of the loss's own: {names}")
         notes = default_texts()
-        for option in factory.all_options():
-            add_option(group, option, notes[option.name])
-        for option in run.options():
-            add_option(group, option)
+        for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
+            names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part])
+            group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
+            for option in factory.options_of(found for found in factory.all_parts() if issubclass(found, base)):
+                if option.name in notes:
+                    add_option(group, option, notes.pop(option.name))
 
 
 def add_option(group: argparse._ArgumentGroup, option: Option, note: str = "") -> None:

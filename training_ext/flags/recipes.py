@@ -15,8 +15,7 @@ Only `flags` is required.
 
 import argparse
 import os
-import shutil
-import textwrap
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -171,15 +170,13 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
 
 
 def listing() -> str:
-    """The text of `--list-recipes`: name, data, published score and source, wrapped to the terminal."""
-    width = min(100, shutil.get_terminal_size().columns)
-    lines = []
-    for name in names():
-        recipe = find(name)
-        lines.append(name)
-        for label, text in (("data", recipe.data), ("score", recipe.score), ("source", recipe.source)):
-            lines.append(textwrap.fill(text, width, initial_indent=f"    {label:8}", subsequent_indent=" " * 12))
-    return "\n".join(lines)
+    """The text of `--list-recipes`: a table of names, data, models and the first number of each published score."""
+    rows = [("recipe", "data", "pairs", "model", "published score")]
+    for recipe in map(find, names()):
+        data, score = (re.split("[,;]", text)[0] for text in (recipe.data, recipe.score))
+        rows.append((recipe.name, data, f"{recipe.samples:,}", str(recipe.flags["model"]), score))
+    table = [f"{name:23} {data:10} {pairs:>13}  {model:19} {score}" for name, data, pairs, model, score in rows]
+    return "\n".join([*table, "", "Flags, source and notes of one: --recipe NAME --dry-run. Of all: docs/recipes.md."])
 
 
 # Writing that of a run

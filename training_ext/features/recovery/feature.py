@@ -25,6 +25,7 @@ GIVEN: dict[str, Any] = dict(valid=bool, expected="not empty", metavar="PATH")
 class Recovery(Feature):
     """Recovers the optimizer's statistics before a new training, or loads them (TuneCLIP, Section 4.1)."""
 
+    topic = "recovery of the optimizer's statistics, for pretrained models"
     osr_epochs: float = option(
         0.0, "recover the optimizer's statistics before training: number of epochs, also a fraction, that update "
         "Adam's moments and the loss's table while the weights are fixed (default: 5 for tuneclip with --pretrained, "
