@@ -207,30 +207,30 @@ def scores(grid: Grid, results: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def declared(grid: Grid, results: list[dict], seeds: int = 5) -> str:
-    """A table of the declared comparisons whose methods have as many seeds.
+def declared(grid: Grid, results: list[dict], least: int = 3) -> str:
+    """A table of the declared comparisons whose methods have at least that many seeds.
 
     p is Student's of R@1 over the pairs of seeds, or Welch's, with Holm's correction for the size of the whole family.
     """
     lines = ["", "| family | runs | seeds | R@1 | p | R@10 |", f"|{'---|' * 6}"]
     for family, about in grid.comparisons.items():
         methods = by_method(results, grid, about["cell"])
-        pairs = [pair for pair in about["pairs"] if all(len(methods.get(method, {})) == seeds for method in pair)]
-        paired_by_seed = [grid.unpaired.isdisjoint(pair) for pair in pairs]
-        values = {  # by method and k, in the order of the seeds
-            (method, k): [last_recall(methods[method][seed], k=k) for seed in sorted(methods[method])]
-            for method in methods
-            for k in (1, 10)
-        }
-        tests = [
-            [tested(values[ours, k], values[theirs, k], by) for k in (1, 10)]
-            for (ours, theirs), by in zip(pairs, paired_by_seed, strict=True)
-        ]
-        p = holm([first for (_, _, first), _ in tests], len(about["pairs"]))
-        for pair, by, of, corrected in zip(pairs, paired_by_seed, tests, p, strict=True):
-            one, ten = (f"{value:+.1f} ± {half:.1f}" for value, half, _ in of)
+        rows, plain = [], []
+        for pair in about["pairs"]:
+            ours, theirs = (methods.get(method, {}) for method in pair)
+            seeds, paired_by_seed = sorted(ours.keys() & theirs.keys()), grid.unpaired.isdisjoint(pair)
+            if len(seeds) < least:
+                continue
+            one, ten = (
+                tested(*([last_recall(runs[seed], k=k) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
+                for k in (1, 10)
+            )
+            plain.append(one[2])
             names = " - ".join(f"`{grid.label(method)}`" for method in pair)
-            lines.append(f"| {family} | {names} | {'paired' if by else 'Welch'} | {one} | {corrected:.4f} | {ten} |")
+            shown = [f"{value:+.1f} ± {half:.1f}" for value, half, _ in (one, ten)]
+            rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", *shown))
+        for (names, how, one, ten), p in zip(rows, holm(plain, len(about["pairs"])), strict=True):
+            lines.append(f"| {family} | {names} | {how} | {one} | {p:.4f} | {ten} |")
     return "\n".join(lines) + "\n"
 
 
