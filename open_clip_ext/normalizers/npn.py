@@ -4,7 +4,7 @@ In each step: every T_r steps restart the network; make T_u optimizer steps on i
 embeddings, L and tau fixed; compute alpha. With `npn_joint`, Algorithm 3 instead: the gradients of encoders and network
 are taken at the same point, and both make one step. In plain PyTorch: `equations.neuclip_w`.
 
-Readings fixed here, where the paper is silent, with the measurements in `docs/settings.md`:
+Readings fixed here, where the paper is silent, with the measurements in `docs/evidence/flags.md`:
 
 - T_r is the paper's 500 steps, but at most a fifth of a pass over the data if its length is known: with 2 passes
   between restarts the network lags behind the encoders. If a fifth is a single step, every step would begin with a new

@@ -22,7 +22,7 @@ Readings fixed here, where the paper is silent:
 - A prototype keeps the key of the sample that it was drawn from until the next reset, and does not count for anchors of
   that key, neither in alpha nor in its training; alpha is a mean over those that count, and the batch's own estimate if
   none does. Its updates move it away from the sample, so that this is no more than an approximation; it is nearer to
-  the log-normalizers without the false negatives than all prototypes together are (`docs/neighbours.md`).
+  the log-normalizers without the false negatives than all prototypes together are (`docs/evidence/flags.md`).
 - `npn_split` shards the prototypes over the processes (`sharded_prototypes`); the result is the same to float32
   accuracy.
 

@@ -21,7 +21,7 @@ from training_ext.openclip.machine import global_batch
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md
-PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model of icons lost 6 points of R@1 in 500 steps, docs/settings.md
+PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model lost 6 points of R@1 in 500 steps, docs/evidence/flags.md
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 
