@@ -102,20 +102,26 @@ def wait_for_others() -> None:
 
 def gather_rows(own: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
     """Assemble a table, (num_rows, ...), on the CPU of process 0 from each process's rows r, r + W, r + 2W, ...; None
-    elsewhere. Every process must call it. Process 0 receives `chunk_rows` at a time."""
+    elsewhere. Every process must call it. Process 0 receives at most `chunk_rows` at a time, and W at least.
+
+    By `gather` and not by send and receive, for which NCCL would make a communicator for each pair of processes.
+    """
+    if (world := world_size()) == 1:
+        return own.to("cpu", copy=True)
     wait_for_others()
-    if rank() > 0:
-        for chunk in own.split(chunk_rows):
-            dist.send(transportable(chunk.contiguous()), dst=0)
-        return None
-    table = torch.empty(num_rows, *own.shape[1:], dtype=own.dtype)
-    for owner in range(world_size()):
-        chunks = own.split(chunk_rows)  # as many as another process sends, or one more
-        for chunk, target in zip(chunks, table[owner :: world_size()].split(chunk_rows), strict=False):
-            if owner > 0:
-                chunk = transportable(own.new_empty(target.shape))
-                dist.recv(chunk, src=owner)
-            target.copy_(chunk)
+    table = torch.empty(num_rows, *own.shape[1:], dtype=own.dtype) if rank() == 0 else None
+    most, step = -(-num_rows // world), -(-chunk_rows // world)
+    for start in range(0, most, step):
+        rows = slice(start, min(start + step, most))
+        piece = own.new_zeros(rows.stop - rows.start, *own.shape[1:])
+        piece[: len(own[rows])] = own[rows]  # the last process may have one row less
+        piece = transportable(piece)
+        received = None if table is None else [torch.empty_like(piece) for _ in range(world)]
+        dist.gather(piece, received)
+        if table is not None and received is not None:
+            for owner, part in enumerate(received):
+                target = table[owner::world][rows]
+                target.copy_(part[: len(target)])
     return table
 
 

@@ -36,16 +36,15 @@ class Waits(AssertionError):
 
 
 class Refused(AssertionError):
-    """NCCL would not take this tensor."""
+    """NCCL would not take this tensor, or make a communicator for it."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call: its operation, the shapes and types of its tensors, and the peer of a send or receive, else -1."""
+    """One call: its operation, and the shapes and types of its tensors; of a gather, those that are sent."""
 
     name: str
     tensors: tuple[tuple[tuple[int, ...], str], ...]
-    peer: int = -1
 
 
 class PretendGPU(TorchDispatchMode):
@@ -123,6 +122,8 @@ class PretendGPU(TorchDispatchMode):
         self.waits.append(name)
 
     def _note_collective(self, name: str, args: Any, tensors: list[Tensor]) -> None:
+        if name in ("c10d::send", "c10d::recv_"):
+            raise Refused(f"{name} makes a communicator for this pair of processes")
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor):
                 raise Refused(f"{name} of a tensor in host memory, {tuple(tensor.shape)}")
@@ -130,9 +131,9 @@ class PretendGPU(TorchDispatchMode):
                 raise Refused(f"{name} of a tensor that is not contiguous, {tuple(tensor.shape)}")
             if tensor.dtype not in NCCL_TYPES:
                 raise Refused(f"{name} of {tensor.dtype}")
-        shapes = tuple((tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors)
-        peer = next((arg for arg in args if type(arg) is int), -1) if name in ("c10d::send", "c10d::recv_") else -1
-        self.collectives.append(Collective(name, shapes, peer))
+        if name == "c10d::gather_":  # only its root has tensors to receive in
+            tensors = args[1]
+        self.collectives.append(Collective(name, tuple((tuple(one.shape), str(one.dtype)) for one in tensors)))
 
 
 def _value_like(tensor: Tensor) -> bool | int | float:
