@@ -6,6 +6,7 @@ is changed or copied.
 """
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from inspect import isfunction
 
@@ -35,6 +36,12 @@ SEAMS = (
         why="processes started with another loss or other data must be detected before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
+    ),
+    Seam(
+        "open_clip_train.distributed", "torch.distributed.init_process_group",
+        why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
+        contract="init_distributed_device starts the processes by init_process_group(backend=, init_method=, ...)",
+        replacement=lambda original, session: partial(original, timeout=timedelta(hours=2)),
     ),
     Seam(
         MAIN, "get_latest_checkpoint",

@@ -57,6 +57,22 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
     assert names() == before
 
 
+def test_processes_wait_longer_for_one_another_than_nccl_does(monkeypatch):
+    given = {}
+
+    def init_process_group(device_id=None, **arguments):
+        given.update(arguments)
+        raise Broken
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
+    args = parse_args([])
+    with scoped(session_class()(args), RUN), pytest.raises(Broken):
+        importlib.import_module("open_clip_train.distributed").init_distributed_device(args)
+    assert given["timeout"].total_seconds() == 2 * 60 * 60 and given["init_method"] == "env://"
+
+
 @pytest.mark.filterwarnings("error")
 def test_zero_shot_accuracy_needs_no_old_numpy():
     """NumPy warns of float(array), and from 2.4 on refuses it."""
