@@ -55,3 +55,12 @@ def standard_error(share: float, items: int) -> float:
     """Standard error of a fraction of `items`, with one more success and failure so that it is not zero at 0 or 1."""
     share = (share * items + 1) / (items + 2)
     return math.sqrt(share * (1 - share) / items)
+
+
+def duration(seconds: float) -> str:
+    """A duration as short text: 45s, 12m05s, 34h02m."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds}s"
+    minutes, seconds = divmod(seconds, 60)
+    return f"{minutes}m{seconds:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"

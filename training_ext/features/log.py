@@ -16,6 +16,7 @@ from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
+from training_ext.core.metrics import duration
 from training_ext.feature import Epoch, Feature
 from training_ext.openclip.hosts import host
 
@@ -167,12 +168,3 @@ class Log(Feature):
             handler.removeFilter(self._fits_terminal)
         if self._file is not None:
             self._file.close()
-
-
-def duration(seconds: float) -> str:
-    """A duration as short text: 45s, 12m05s, 34h02m."""
-    seconds = round(seconds)
-    if seconds < 60:
-        return f"{seconds}s"
-    minutes, seconds = divmod(seconds, 60)
-    return f"{minutes}m{seconds:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
