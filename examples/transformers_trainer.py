@@ -3,7 +3,8 @@
     python examples/transformers_trainer.py --loss fastclip-v3 --epochs 4
 
 It trains a tiny CLIPModel from scratch on generated scenes, on one process or under torchrun; --resume resumes. For
-your own model and data, keep ContrastiveTrainer and LossState; the data set returns each sample's row as `index`.
+your own model and data, keep WithLoss, ContrastiveTrainer and LossState; the data set returns each sample's row as
+`index`. It ends with the recall on held-out scenes, before and after.
 """
 
 import argparse
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import open_clip
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 from transformers import CLIPConfig, CLIPModel, Trainer, TrainerCallback, TrainingArguments
 
 from open_clip_ext import InputError, create_loss
 from open_clip_ext.data import Scenes
 from open_clip_ext.distributed import world_size
 from open_clip_ext.files import whole_file
+from open_clip_ext.retrieval import retrieval_ranks
 
 STATE = "contrastive_loss.pt"  # a file in each of the Trainer's checkpoints
 
@@ -37,8 +39,8 @@ class WithRow(Dataset):
         return {"pixel_values": image, "input_ids": tokens, "attention_mask": (tokens != 0).long(), "index": row}
 
 
-class ContrastiveTrainer(Trainer):
-    """A Trainer with a loss from `create_loss`."""
+class WithLoss:
+    """What a Trainer with a loss from `create_loss` does besides computing it."""
 
     def __init__(self, *args, contrastive_loss, **kwargs):
         super().__init__(*args, callbacks=[LossState(contrastive_loss)], **kwargs)
@@ -46,6 +48,19 @@ class ContrastiveTrainer(Trainer):
             reason = "parts do not see one another's negatives; give 1 and a larger batch, or see docs/custom-loop.md"
             raise InputError(f"{parts} {reason}", "gradient_accumulation_steps")
         self.contrastive_loss = contrastive_loss
+
+    def log(self, logs, *args, **kwargs):
+        if "loss" in logs:  # a training step's line
+            self.contrastive_loss.raise_if_not_finite()
+            logs = logs | {name: value.item() for name, value in self.contrastive_loss.diagnostics().items()}
+        super().log(logs, *args, **kwargs)
+
+
+class ContrastiveTrainer(WithLoss, Trainer):
+    """A Trainer of a CLIPModel."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.can_return_loss = True  # without labels, an evaluation would otherwise compute no loss
 
     def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
@@ -58,12 +73,6 @@ class ContrastiveTrainer(Trainer):
         scale = self.accelerator.unwrap_model(model).logit_scale.exp()
         value = self.contrastive_loss(outputs.image_embeds, outputs.text_embeds, scale, index=rows)
         return (value, outputs) if return_outputs else value
-
-    def log(self, logs, *args, **kwargs):
-        if "loss" in logs:  # a training step's line
-            self.contrastive_loss.raise_if_not_finite()
-            logs = logs | {name: value.item() for name, value in self.contrastive_loss.diagnostics().items()}
-        super().log(logs, *args, **kwargs)
 
 
 class LossState(TrainerCallback):
@@ -81,14 +90,30 @@ class LossState(TrainerCallback):
         self.loss.set_epoch(int(state.epoch or 0))
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
+        (logit_scale,) = (value for name, value in model.named_parameters() if name.endswith("logit_scale"))
         with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
+            logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
 
     def on_save(self, args, state, control, **kwargs):
         loss_state = self.loss.state_dict()  # every process must call it
         if state.is_world_process_zero:
             with whole_file(Path(args.output_dir, f"checkpoint-{state.global_step}", STATE)) as file:
                 torch.save(loss_state, file)
+
+
+class Recall(TrainerCallback):
+    """Prints the recall on held-out pairs before the first step and after the last."""
+
+    def __init__(self, embed):
+        self.embed = embed  # model -> embeddings of the held-out pairs, (n, d) and (n, d)
+
+    @torch.no_grad()
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        if state.is_world_process_zero:
+            there, back = (f"{100 * ranks.recall(1):.1f}" for ranks in retrieval_ranks(*self.embed(model.eval())))
+            print(f"step {state.global_step}: R@1 on held-out pairs {there} %, in reverse {back} %", flush=True)
+
+    on_train_end = on_train_begin
 
 
 def tiny_model() -> CLIPModel:
@@ -104,15 +129,20 @@ def scenes(num_samples: int, seed: int) -> Scenes:
     return Scenes(num_samples, seed, image_size=48, transform=transform, tokenizer=tokenizer)
 
 
-def main(argv: list[str] | None = None) -> ContrastiveTrainer:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parse(argv: list[str] | None, description: str, **defaults) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--loss", default="fastclip-v3")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--samples", type=int, default=2000)
     parser.add_argument("--batch-size", type=int, default=64, help="pairs per process")
     parser.add_argument("--out", default="trainer")
     parser.add_argument("--resume", action="store_true", help="resume from the last checkpoint in --out")
-    given = parser.parse_args(argv)
+    parser.set_defaults(**defaults)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> ContrastiveTrainer:
+    given = parse(argv, __doc__.splitlines()[0])
     settings = TrainingArguments(
         given.out, num_train_epochs=given.epochs, per_device_train_batch_size=given.batch_size, learning_rate=1e-3,
         per_device_eval_batch_size=64, save_strategy="epoch", eval_strategy="epoch", logging_steps=10, report_to="none",
@@ -129,6 +159,13 @@ def main(argv: list[str] | None = None) -> ContrastiveTrainer:
     model = tiny_model()
     model.logit_scale.requires_grad_(loss.trains_logit_scale)
     trainer = ContrastiveTrainer(model, settings, train_dataset=train, eval_dataset=held_out, contrastive_loss=loss)
+    pairs = default_collate([held_out[row] for row in range(len(held_out))])
+
+    def embed(model):
+        outputs = model(**{name: value.to(model.device) for name, value in pairs.items() if name != "index"})
+        return outputs.image_embeds, outputs.text_embeds
+
+    trainer.add_callback(Recall(embed))
     trainer.train(resume_from_checkpoint=given.resume)
     return trainer
 

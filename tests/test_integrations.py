@@ -1,5 +1,7 @@
-"""The examples for other trainers, where those are installed: `pip install accelerate lightning`."""
+"""The examples for other trainers, where those are installed:
+`pip install accelerate lightning "sentence-transformers[train]"`."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,8 @@ import torch
 from open_clip_ext import InputError
 
 pytestmark = pytest.mark.slow
-EXAMPLES = Path(__file__).parent.parent / "examples"
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
 FLAGS = "--loss fastclip-v3 --epochs 2 --samples 32 --batch-size 8 --out out".split()
 
 
@@ -37,18 +40,61 @@ def check_state(loss) -> dict:
     return state
 
 
-def test_the_trainer_of_transformers():
-    pytest.importorskip("accelerate")
-    from transformers_trainer import main
-
+def check_training_and_resume(main, capsys) -> list[str]:
+    """Recall before and after, and a resumed training equal to the whole one; what the whole one logged."""
     trainer = main(FLAGS)
+    printed = capsys.readouterr().out
+    assert "step 0: R@1 " in printed and "step 8: R@1 " in printed
     state = check_state(trainer.contrastive_loss)
-    logged = [name for entry in trainer.state.log_history for name in entry]
-    assert logged.count("eval_loss") == 2
     shutil.rmtree("out/checkpoint-8")
     resumed = main([*FLAGS, "--resume"])
     check_equal(check_state(resumed.contrastive_loss), state)
     check_equal(resumed.model.state_dict(), trainer.model.state_dict())
+    return [name for entry in trainer.state.log_history for name in entry]
+
+
+def on_two_processes(script: Path, **environment: str) -> None:
+    """Both step on the gradient of both; the state that process 0 writes has the rows of both."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    flags = "--loss fastclip-v3 --epochs 1 --samples 32 --batch-size 8 --out out".split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run([*command, script, *flags], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    state = torch.load("out/checkpoint-2/contrastive_loss.pt", weights_only=True)["_extra_state"]
+    assert state["state.log_u"].isfinite().all() and state["steps"] == 2
+
+
+def test_the_trainer_of_transformers(capsys):
+    pytest.importorskip("accelerate")
+    from transformers_trainer import main
+
+    assert check_training_and_resume(main, capsys).count("eval_loss") == 2
+
+
+def test_sentence_transformers(capsys):
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("datasets")
+    from sentence_transformers_trainer import main
+
+    assert "tau" in check_training_and_resume(main, capsys)
+
+
+ON_RANK = """
+import os, sys, torch
+from sentence_transformers_trainer import main
+torch.save(main(sys.argv[1:]).model.state_dict(), f"{os.environ['RANK']}.pt")
+"""
+
+
+def test_sentence_transformers_on_two_processes(tmp_path):
+    """The temperature, too, is the same on both."""
+    pytest.importorskip("sentence_transformers")
+    pytest.importorskip("datasets")
+    (tmp_path / "script.py").write_text(ON_RANK)
+    on_two_processes(tmp_path / "script.py", PYTHONPATH=f"{EXAMPLES}{os.pathsep}{ROOT}")
+    first, second = (torch.load(f"{rank}.pt", weights_only=True) for rank in range(2))
+    check_equal(first, second)
+    assert first["3.logit_scale"] != torch.tensor(2.7)
 
 
 def test_accumulation_is_refused(monkeypatch):
@@ -71,14 +117,8 @@ def test_accumulation_is_refused_by_lightning(monkeypatch):
 
 
 def test_the_trainer_of_transformers_on_two_processes():
-    """Both step on the gradient of both; the state that process 0 writes has the rows of both."""
     pytest.importorskip("accelerate")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    flags = "--loss fastclip-v3 --epochs 1 --samples 32 --batch-size 8 --out out".split()
-    done = subprocess.run([*command, EXAMPLES / "transformers_trainer.py", *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    state = torch.load("out/checkpoint-2/contrastive_loss.pt", weights_only=True)["_extra_state"]
-    assert state["state.log_u"].isfinite().all() and state["steps"] == 2
+    on_two_processes(EXAMPLES / "transformers_trainer.py")
 
 
 def test_lightning():
