@@ -7,14 +7,19 @@ REFERENCE ?= api
 
 BIN = $(VENV)/bin
 READY = $(VENV)/installed
+# The demo's icons.
+WHEEL = $(VENV)/mkdocs_material-9.8.2-py3-none-any.whl
 PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 API = $(shell find open_clip_ext -name '*.py' ! -name __main__.py | sort | sed 's|/__init__.py||; s|\.py$$||; s|/|.|g')
 
 .PHONY: demo finetune docs test test-slow test-all lint clean
 
-demo: $(READY)
-	$(BIN)/python examples/demo.py
+demo: $(READY) $(WHEEL)
+	$(BIN)/python examples/demo.py --wheel $(WHEEL)
+
+$(WHEEL): | $(READY)
+	$(BIN)/python -m pip download $(PIP_ARGS) --no-deps --dest $(VENV) mkdocs-material==9.8.2
 
 finetune: $(READY)
 	$(BIN)/python examples/finetune.py

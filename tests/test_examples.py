@@ -52,6 +52,33 @@ def test_a_sheet_of_samples(example, monkeypatch, tmp_path):
     assert len(drawn) == 4 and (tmp_path / "sheet.png").stat().st_size > 5_000
 
 
+def test_the_demo_tells_what_it_compared(example, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import demo
+
+    def train(runs, name, flags, epochs, size):
+        loss, seed = name.split("-")
+        recall = {"clip": 0.1, "neuclip": 0.2, "queue": 0.3}[loss] + int(seed) / 100
+        lines = [
+            {"epoch": e, "image_to_text_R@1": recall * e / epochs, "text_to_image_R@1": recall * e / epochs}
+            for e in range(1, epochs + 1)
+        ]
+        folder = runs.logs / name
+        (folder / "checkpoints").mkdir(parents=True)
+        (folder / "checkpoints/results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        runs.bar.update(epochs * size)
+        return folder
+
+    monkeypatch.setattr(demo.Runs, "train", train)
+    monkeypatch.setattr(demo, "make_data", lambda args: ({"train": "t", "test": "v"}, {"train": 7706, "test": 1000}))
+    example("demo", ["--wheel", "icons.whl"])
+    told = capsys.readouterr().out
+    assert "1,000 held-out icons" in told and "4 epochs of 7,706 icons at a batch of 32" in told
+    assert "neuclip   20.5 ± 1.3 (seeds 20.0, 21.0)     13.5 ± 0.6" in told
+    assert "open_clip_ext.make_shards FOLDER --out SHARDS" in told.splitlines()[-1]
+    assert Path("demo/curves.png").stat().st_size > 10_000
+
+
 @pytest.mark.slow
 def test_fine_tuning(example, tmp_path, capsys):
     torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "weights.pt")
@@ -145,7 +172,7 @@ def test_after_one_has_failed_no_other_run_begins(monkeypatch):
 @pytest.mark.parametrize(
     "name, arguments, part",
     [
-        ("demo", "--folder full", "'full' has files, and not from this demo"),
+        ("demo", "--wheel icons.whl --folder full", "'full' has files, and not from this demo"),
         ("compare", "methods --seeds 0", "'0' is not an integer of at least 1"),
         ("finetune", "--icons full", "'full' has no emoji/sizes.json"),
         ("finetune", "--variants", "--variants: expected at least one argument"),
