@@ -176,7 +176,7 @@ def listing() -> str:
         data, score = (re.split("[,;]", text)[0] for text in (recipe.data, recipe.score))
         rows.append((recipe.name, data, f"{recipe.samples:,}", str(recipe.flags["model"]), score))
     table = [f"{name:23} {data:10} {pairs:>13}  {model:19} {score}" for name, data, pairs, model, score in rows]
-    return "\n".join([*table, "", "Flags, source and notes of one: --recipe NAME --dry-run. Of all: docs/recipes.md."])
+    return "\n".join([*table, "", "Flags, source and notes of one: --recipe NAME --dry-run."])
 
 
 # Writing that of a run
