@@ -181,6 +181,23 @@ def test_several_processes(tmp_path):
     assert state["state.log_u"].isfinite().all() and state["temperature.tau"].shape == (1000, 2)
 
 
+def test_accelerate(tmp_path):
+    """On two processes; what `save_state` wrote has the rows of both."""
+    pytest.importorskip("accelerate")
+    first = "\n".join(code(None, LOOP)).partition("for epoch in range(epochs):")[0]
+    in_two_processes("\n".join([first, *code("accelerate", LOOP), "accelerator.load_state('state')"]), tmp_path)
+    state = torch.load(tmp_path / "state/custom_checkpoint_0.pkl", weights_only=True)["_extra_state"]
+    assert state["state.log_u"].isfinite().all() and state["steps"] == 3 * 10
+
+
+def test_pytorch_metric_learning(loop):
+    pytest.importorskip("pytorch_metric_learning")
+    names, _ = loop("pytorch-metric-learning")
+    assert names["loss"].steps == 4 * 20
+    exec("\n".join(code("Evaluation", LOOP)), names)
+    assert names["recall"] > 0.2
+
+
 CHECKS = """
 assert image_features.shape == (1, 64) and abs(image_features.norm().item() - 1) < 1e-5
 assert probabilities.shape == (1, 2) and abs(probabilities.sum().item() - 1) < 1e-5
