@@ -36,6 +36,7 @@ from statistics import mean, stdev
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
 from paired import shown
+from palette import styles
 from tqdm import tqdm
 
 from open_clip_ext.metrics_file import read_metrics
@@ -339,8 +340,8 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
     """Plot a metric by epoch, means thick and single seeds thin; with several cells, the last values by batch size, or
     by n / B if n differs, too."""
     one_n = len({cell.n for cell in results}) == 1
-    for number, variant in enumerate(variants):
-        style = {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--", "label": variant}
+    for variant, look in styles(variants).items():
+        style = {**look, "label": variant}
         if several:
             for n in dict.fromkeys(cell.n for cell in results):
                 batches = sorted({cell.batch for cell in results if cell.n == n})
@@ -367,6 +368,8 @@ def draw_lines(axis, results: dict[Cell, list[dict]], variants: list[str], metri
     axis.set_xlabel("epoch" if not several else "batch size" if one_n else "n / B")
     if metric == "normalizer_mse":
         axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
 
 
 def draw_bars(axis, results: dict[Cell, list[dict]], variants: list[str], metric: str) -> None:

@@ -29,11 +29,14 @@ from statistics import mean, stdev
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
 from paired import shown
+from palette import styles
 from tqdm import tqdm
 
 EVIDENCE = Path(__file__).parent / "evidence"
 BATCH = 64
-COLOURS = [*(f"C{i}" for i in range(10)), "black", "gold"]  # as many as variants; matplotlib has ten
+PICTURED = (
+    "clip", "recovery + clip", "recovery + GCL", "recovery + HGCL", "GCL, no recovery", "HGCL, no recovery"
+)  # more curves than six cannot be told apart
 
 
 @dataclass(frozen=True)
@@ -239,16 +242,16 @@ def draw(results: dict[str, list[list[dict]]], data: Data, args) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, len(data.metrics), figsize=(4.6 * len(data.metrics), 4.6), constrained_layout=True)
+    chosen = {variant: seeds for variant, seeds in results.items() if variant in PICTURED} or results
     for axis, (metric, title) in zip(axes, data.metrics.items(), strict=True):
-        for number, (variant, seeds) in enumerate(results.items()):
-            curves = [[100 * evaluated[metric] for evaluated in run] for run in seeds]
+        for variant, look in styles(chosen).items():
+            curves = [[100 * evaluated[metric] for evaluated in run] for run in chosen[variant]]
             middle = [mean(values) for values in zip(*curves, strict=True)]
             low, high = ([f(values) for values in zip(*curves, strict=True)] for f in (min, max))
-            style = "--" if variant.startswith("HGCL") else "-"
-            color = COLOURS[number % len(COLOURS)]
-            axis.plot(range(len(middle)), middle, style, marker="o", markersize=3, color=color, label=variant)
-            axis.fill_between(range(len(middle)), low, high, color=color, alpha=0.12, linewidth=0)
+            axis.plot(range(len(middle)), middle, marker="o", markersize=3, label=variant, **look)
+            axis.fill_between(range(len(middle)), low, high, color=look["color"], alpha=0.12, linewidth=0)
         axis.axhline(middle[0], color="black", linewidth=0.8, linestyle=":")
+        axis.set_ylim(bottom=0)
         axis.set(title=f"{title}, %", xlabel="epochs of fine-tuning")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from command import image_file
+from palette import styles
 
 from open_clip_ext.metrics_file import FILE, read_metrics
 
@@ -106,29 +107,29 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
     from matplotlib.lines import Line2D
 
     panels = {name: title for name, title in (PERCENT | STEPS).items() if any(name in run for run in runs.values())}
-    columns = min(3, len(panels))
+    looks, columns = styles(runs), 2 if len(panels) == 4 else min(3, len(panels))
     rows = -(-len(panels) // columns)
     size = 4 * columns, 3.2 * rows + 0.4
     figure, grid = plt.subplots(rows, columns, figsize=size, constrained_layout=True, squeeze=False)
     for axis in grid.flat[len(panels) :]:
         axis.set_visible(False)
     for axis, (panel, title) in zip(grid.flat, panels.items(), strict=False):
-        for number, run in enumerate(runs.values()):
-            style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.4}
+        for name, run in runs.items():
+            style: dict[str, Any] = {**looks[name], "linewidth": 1.4}
             points = run.get(panel, [])
             marker = "o" if len(points) < 20 else None
             axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, **style)
             if panel == "error":
                 points = run.get("minibatch", [])
-                axis.plot([x for x, _ in points], [y for _, y in points], linestyle=":", **style)
+                axis.plot([x for x, _ in points], [y for _, y in points], **style | {"linestyle": ":"})
         axis.set(title=title, xlabel="thousand samples", xlim=(0, None))
         axis.title.set_fontsize(10)
         if panel == "error":
             axis.set_yscale("log")
-        elif panel in PERCENT or panel == "throughput":
+        else:
             axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
-    lines = [Line2D([], [], color=f"C{number % 10}", linewidth=1.4) for number in range(len(runs))]
+    lines = [Line2D([], [], linewidth=1.4, **look) for look in looks.values()]
     labels = [name.replace("$", r"\$") for name in runs]
     figure.legend(lines, labels, loc="outside lower center", ncols=min(len(runs), 5))
     figure.savefig(path, dpi=120)

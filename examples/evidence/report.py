@@ -16,6 +16,7 @@ from grid import HERE, WAYS, Grid, last_recall, read_results, recall, told, tuni
 sys.path.append(str(HERE.parent))
 from paired import difference as tested
 from paired import holm, interval, p_values
+from palette import styles
 
 LEVELS = (2, 4, 8)  # percent of R@1
 BY_RULE = "fastclip-v3, gamma by rule"
@@ -26,6 +27,8 @@ PAIRS = (
     (BY_RULE, "clip"), (BY_RULE, "fastclip-v3"), (BY_RULE, "minibatch"), ("neuclip", BY_RULE),
     ("queue, unified", BY_RULE),
 )  # fmt: skip
+CURVES = ("clip", "clip, batch 256", "minibatch", "fastclip-v3", "neuclip", "queue, unified")  # drawn before others
+MOST_CURVES, MOST_ROWS = 6, 8
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image",
     "against clip, paired by seed", "zero-shot concepts, %", "against clip, paired by seed", "zero-shot emoji, %",
@@ -268,49 +271,47 @@ def tuning(grid: Grid, results: list[dict]) -> str:
 
 
 def draw(grid: Grid, cells: dict[str, dict[str, dict[int, dict]]], path: Path) -> None:
-    """Plot for each cell the curves, means thick, single seeds thin, and the differences with their intervals.
-
-    A cell in which some methods have three seeds shows these only.
-    """
+    """Plot for each cell a few curves, of methods with three seeds if there are, and the differences between them with
+    their intervals; more cannot be told apart."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    style = {
-        method: {"color": f"C{number % 10}", "linestyle": "-" if number < 10 else "--"}
-        for number, method in enumerate(grid.methods)
-    }
-    heights = [max(4.2, 0.46 * len(compared(grid, cell, methods))) for cell, methods in cells.items()]
     figure, axes = plt.subplots(
-        len(cells), 3, figsize=(14, sum(heights)), height_ratios=heights, constrained_layout=True, squeeze=False
+        len(cells), 3, figsize=(11, 4.2 * len(cells)), constrained_layout=True, squeeze=False, width_ratios=(5, 3, 3)
     )
     for (cell, methods), (left, *rights) in zip(cells.items(), axes, strict=True):
         about = grid.cells[cell]
-        often = {method: seeds for method, seeds in methods.items() if len(seeds) > 2}
-        for method, seeds in (often or methods).items():
+        often = {method: seeds for method, seeds in methods.items() if len(seeds) > 2} or methods
+        first = sorted(often, key=lambda method: method not in CURVES)[:MOST_CURVES]
+        shown = {method: seeds for method, seeds in often.items() if method in first}
+        style = styles(map(grid.label, shown))
+        for method, seeds in shown.items():
             curves = [[0.0, *map(recall, run["by_epoch"])] for run in seeds.values() if not run["diverged"]]
             if curves:
-                values = [mean(epoch) for epoch in zip(*curves, strict=True)]
-                left.plot(range(len(values)), values, label=grid.label(method), linewidth=2, **style[method])
-                for curve in curves:
-                    left.plot(range(len(curve)), curve, linewidth=0.6, alpha=0.6, **style[method])
+                name, epochs = grid.label(method), list(zip(*curves, strict=True))
+                left.plot(range(len(epochs)), list(map(mean, epochs)), label=name, linewidth=2, **style[name])
+                low, high = (list(map(bound, epochs)) for bound in (min, max))
+                left.fill_between(range(len(epochs)), low, high, color=style[name]["color"], alpha=0.12, linewidth=0)
+        pairs = [pair for pair in compared(grid, cell, methods) if set(pair) <= shown.keys()][:MOST_ROWS]
         for right, value, name in zip(rights, (last_recall, concepts), ("R@1", "zero-shot accuracy"), strict=True):
-            for method, base in compared(grid, cell, methods):
-                center, half, n = paired(methods[method], methods[base], value)
-                label, color = f"{grid.label(method)}\nless {grid.label(base)} ({n})", style[method]["color"]
-                right.errorbar(center, label, xerr=half, fmt="o", capsize=3, color=color)
+            for method, base in pairs:
+                center, half, _ = paired(methods[method], methods[base], value)
+                ours, theirs = grid.label(method), grid.label(base)
+                color = style[ours]["color"]
+                right.errorbar(center, f"{ours}\n- {theirs}", xerr=half, fmt="o", capsize=3, color=color)
             right.axvline(0, color="gray", linewidth=0.8)
             right.invert_yaxis()
-            right.set(title=f"Differences in {name}", xlabel="points, 95 % interval, paired by seed (number)")
+            right.set(title=name, xlabel="difference in points, 95 %")
             right.grid(alpha=0.3)
         rights[-1].set_yticklabels([])
-        title = f"{cell}: n = {about['rows']:,}, {about['epochs']} epochs"
-        left.set(title=title, xlabel="epoch", ylabel=f"R@1 on the {about['gallery']} gallery, %")
+        left.set(title=f"{cell}: {about['rows']:,} pairs, batch {grid.batch}", ylim=(0, None))
+        left.set(xlabel="epoch (bands: range of the seeds)", ylabel=f"R@1 on the {about['gallery']} gallery, %")
         left.xaxis.get_major_locator().set_params(integer=True)
         left.grid(alpha=0.3)
-        left.legend(fontsize=7, ncols=2)
-    figure.savefig(path, dpi=120)
+        left.legend(loc="upper left")
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":
