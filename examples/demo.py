@@ -18,6 +18,7 @@ from statistics import mean
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
 from paired import interval
+from palette import COLOURS
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
@@ -27,7 +28,6 @@ LOSSES = {
     "neuclip": "--loss neuclip --npn-prototypes 1024 --temperature fixed --tau-init 0.03",
     "queue": "--loss queue --queue-size 1024 --temperature fixed --tau-init 0.03",
 }
-COLOURS = {"clip": "C0", "neuclip": "C1", "queue": "C2"}
 RECIPE = (
     "--model ViT-icons-tiny --device cpu --precision fp32 --workers 0 --batch-size 32 --lr 1e-3 --wd 0.1 --warmup 100 "
     "--dataset-type webdataset --log-every-n-steps 50 --delete-previous-checkpoint"
