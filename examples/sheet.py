@@ -4,17 +4,14 @@
 """
 
 import argparse
-import io
 import random
-import sys
 import tarfile
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import webdataset
 from command import image_file, positive
-from PIL import Image
+
+from training_ext.pairs.sheet import draw, opened
 
 
 def main() -> None:
@@ -38,32 +35,6 @@ def main() -> None:
     pairs = [(opened(key, image), caption.decode(errors="replace")) for key, image, caption in chosen]
     draw(pairs, args.columns, args.out)
     print(args.out)
-
-
-def opened(key: str, data: bytes) -> Any:
-    """The image of a sample; an empty one, and a line on stderr, if it cannot be decoded."""
-    try:
-        return Image.open(io.BytesIO(data)).convert("RGB")
-    except Exception as error:  # image libraries may raise anything
-        print(f"sample {key!r} has an image that cannot be decoded: {error}", file=sys.stderr)
-        return Image.new("RGB", (8, 8), "red")
-
-
-def draw(samples: list[tuple], columns: int, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = -(-len(samples) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(1.6 * columns, 2.1 * rows), squeeze=False)
-    for axis in axes.flat:
-        axis.axis("off")
-    for axis, (image, caption) in zip(axes.flat, samples, strict=False):
-        axis.imshow(image)
-        axis.set_title("\n".join(textwrap.wrap(caption, 22, max_lines=4)), fontsize=7, parse_math=False)
-    figure.tight_layout(pad=0.3, h_pad=0.8)
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

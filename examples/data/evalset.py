@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
-from webdataset import TarWriter
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, RELATIONS, TEMPLATES, Scene, describe_scene
 from open_clip_ext.files import whole_file
+from training_ext.pairs.shards import write_shard
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 400, 200
 TASKS_FILE = "tasks.json"  # written last: if it exists, all files do
@@ -158,11 +158,9 @@ def _write_shards(folder: Path, samples: Iterator[Members], num_samples: int, pe
     shards = -(-num_samples // per_shard)
     with tqdm(total=num_samples, desc=folder.name, unit="sample") as bar:
         for shard in range(shards):
-            with whole_file(folder / "test" / f"{shard}.tar") as stream:
-                with TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False) as tar:
-                    for number in range(shard * per_shard, min((shard + 1) * per_shard, num_samples)):
-                        tar.write({"__key__": f"s{number:07d}", **next(samples)})
-                        bar.update()
+            numbers = range(shard * per_shard, min((shard + 1) * per_shard, num_samples))
+            named = ({"__key__": f"s{number:07d}", **next(samples)} for number in numbers)
+            bar.update(write_shard(folder / "test" / f"{shard}.tar", named))
     _write_lines(folder / "test" / "nshards.txt", [str(shards)])
 
 

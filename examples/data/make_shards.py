@@ -36,6 +36,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
@@ -54,16 +55,16 @@ from icons import (
 from PIL import Image
 from small_icons import collect_small_icons, split_small_icons
 from tqdm import tqdm
-from webdataset import TarWriter
 
 from open_clip_ext.data.scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, describe_scene, shifted_caption
 from open_clip_ext.files import PARTIAL, is_full, whole_file
 from training_ext.core.shard_scan import usable_cores
+from training_ext.pairs.shards import SIZES as SIZES_FILE
+from training_ext.pairs.shards import pattern, why_unfit, write_shard
 
 SHAPES_NUM_SAMPLES = 10_000
 SHAPES_VAL_SAMPLES = 1_000
 DIGITS_VAL_SAMPLES = 297
-SIZES_FILE = "sizes.json"
 
 _OWN_FILE = re.compile(
     r"((train|val|test)-\d{6}\.tar|sizes\.json|licenses\.tsv"
@@ -303,11 +304,8 @@ def _splits(args: argparse.Namespace) -> dict[str, Samples]:
 
 
 def _check_out(out: str, overwrite: bool) -> Path:
-    marks = ("{", "}", "::", *["\\"] * (os.sep == "/"))
-    # Brace expansion reads these marks, and webdataset reads NAME: as a protocol.
-    if not out or any(mark in out for mark in marks) or re.match(r"\w\w+:", out):
-        named = " ".join(marks)
-        raise ValueError(f"argument --out: must be a folder's name without {named} and 'NAME:' in front, got {out!r}")
+    if wrong := why_unfit(out):
+        raise ValueError(f"argument --out: {wrong}")
     folder = Path(out)
     try:
         _check_folder(folder, out, overwrite)
@@ -358,16 +356,13 @@ def _own_files(folder: Path) -> list[Path]:
 
 
 def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
-    with whole_file(path) as stream:
-        # A fixed time and no owner, so that the bytes depend only on the samples.
-        with TarWriter(stream, user="", group="", mode=0o644, mtime=0, encoder=False) as tar:
-            for _ in range(count):
-                key, image, caption, label = next(samples)
-                sample = {"__key__": key, image_format: image, "txt": caption.encode()}
-                if label is not None:
-                    sample["cls"] = str(label).encode()
-                tar.write(sample)
-                bar.update()
+    def members() -> Iterator[dict[str, str | bytes]]:
+        for key, image, caption, label in islice(samples, count):
+            named = {} if label is None else {"cls": str(label).encode()}
+            yield {"__key__": key, image_format: image, "txt": caption.encode(), **named}
+            bar.update()
+
+    write_shard(path, members())
 
 
 def _write_all(
@@ -405,12 +400,6 @@ def _write_all(
 def _write_text(path: Path, text: str) -> None:
     with whole_file(path, text=True) as file:
         file.write(text)
-
-
-def _pattern(folder: Path, split: str, shards: int) -> str:
-    numbers = "000000" if shards == 1 else f"{{000000..{shards - 1:06d}}}"
-    # Forward slashes on every platform: brace expansion reads a backslash as an escape.
-    return shlex.quote((folder / f"{split}-{numbers}.tar").as_posix())
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -468,7 +457,7 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
     for split, (total, _) in splits.items():
         if total:
             option = "val" if split == "test" else split
-            print(f"{total} {split} samples: --{option}-data {_pattern(folder, split, shards[split])}")
+            print(f"{total} {split} samples: --{option}-data {pattern(folder, split, shards[split])}")
     return 0
 
 

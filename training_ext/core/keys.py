@@ -53,6 +53,38 @@ def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_cs
     return read(path, **as_text, **more).reset_index(drop=True)
 
 
+def open_csv(args: Namespace, path: str, flag: str, read: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+    """The csv that `read` reads, with the columns of images and captions.
+
+    Raises:
+        InputError: it cannot be read, or lacks a column.
+    """
+    try:
+        table = read()
+    except Exception as error:  # several characters are a pattern to pandas; a path may be a URL, and a file compressed
+        if isinstance(error, FileNotFoundError):
+            raise InputError(f"{path!r} does not exist", flag) from None
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}", flag
+        ) from None
+    check_columns(args, list(table.columns), path)
+    return table
+
+
+def check_columns(args: Namespace, names: list[str], path: str) -> None:
+    """Raise InputError unless the columns of images and captions are among `names`."""
+    columns = ", ".join(map(repr, names))
+    for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
+        if column in names:
+            continue
+        if other := next((other for other in ",\t;|" if len(names) == 1 and other in names[0]), None):
+            text = f"{args.csv_separator!r} does not separate {columns}, the first line of {path!r}; give {other!r}"
+            raise InputError(text, "--csv-separator")
+        separated = "" if path.endswith(".parquet") else f" with --csv-separator {args.csv_separator!r}"
+        raise InputError(f"{path!r} has no column {column!r}; its columns{separated} are {columns}", key)
+
+
 def find_keys(args: Namespace, kind: str) -> Keys | None:
     """The function that finds the keys of a batch; None without keys, or if `JsonKey` finds them as shards are read."""
     if args.same_caption:

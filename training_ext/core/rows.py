@@ -5,6 +5,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -15,7 +16,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import check_column, key_of_samples, read_table
+from training_ext.core.keys import check_column, key_of_samples, open_csv, read_table
 from training_ext.core.pair_folders import is_folder
 from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
 from training_ext.openclip.hosts import host
@@ -169,27 +170,7 @@ def read_csv(
         InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
             `max_bad` of its lines (none by default), or none of its first images can be read.
     """
-    try:
-        table = read_table(args, path, sep=args.csv_separator)
-    except Exception as error:  # several characters are a pattern to pandas; a path may be a URL, and a file compressed
-        if isinstance(error, FileNotFoundError):
-            raise InputError(f"{path!r} does not exist", flag) from None
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{path!r} cannot be read with --csv-separator {args.csv_separator!r}: {reason}", flag
-        ) from None
-    for key, column in (("--csv-img-key", args.csv_img_key), ("--csv-caption-key", args.csv_caption_key)):
-        if column not in table.columns:
-            columns = ", ".join(repr(name) for name in table.columns)
-            other = next((other for other in ",\t;|" if len(table.columns) == 1 and other in table.columns[0]), None)
-            if other is not None:
-                text = f"{args.csv_separator!r} does not separate {columns}, the first line of {path!r}; give {other!r}"
-                raise InputError(text, "--csv-separator")
-            raise InputError(
-                f"{path!r} has no column {column!r}; its columns with --csv-separator {args.csv_separator!r} are "
-                f"{columns}",
-                key,
-            )
+    table = open_csv(args, path, flag, partial(read_table, args, path, sep=args.csv_separator))
     if os.path.isdir(path) and table.empty:
         shards = " (for shards give their files, such as '{00000..00099}.tar')"
         raise InputError(f"{path!r} has no image with a caption in a .txt of the same name{shards}", flag)

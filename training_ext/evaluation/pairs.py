@@ -5,13 +5,14 @@ import logging
 import os
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from open_clip_ext.errors import InputError
 from training_ext.core.captions import is_empty
+from training_ext.core.keys import open_csv
 from training_ext.core.pair_folders import find_pairs
 from training_ext.core.shards import local_path, shard_urls
 from training_ext.evaluation.folders import Sample, Shards, Source
@@ -26,16 +27,9 @@ class CsvPairs(Source):
         super().__init__(FLAG, args.val_data)
         self.type = "retrieval"
         columns = [args.csv_img_key, args.csv_caption_key]
-        with self.reading(repr(self.folder)):
-            table = pd.read_csv(self.folder, sep=args.csv_separator, dtype=str)
-        for flag, column in zip(("--csv-img-key", "--csv-caption-key"), columns, strict=True):
-            if column not in table:
-                names = ", ".join(map(repr, table.columns))
-                raise InputError(
-                    f"{column!r} is not a column of {self.folder!r}, which has {names} with --csv-separator "
-                    f"{args.csv_separator!r}",
-                    flag,
-                )
+        read = partial(pd.read_csv, self.folder, sep=args.csv_separator, dtype=str)
+        table = open_csv(args, self.folder, FLAG, read)
+        for column in columns:
             empty = table[column].map(is_empty)
             if empty.any():
                 raise self.wrong(f"{self.folder!r} has no {column} in line {int(empty.argmax()) + 2}")

@@ -77,7 +77,7 @@ def test_the_best_of_interpolated_weights(pairs, checkpoints, tmp_path, capsys):
 
 def test_what_is_wrong(evalset, pairs, checkpoints, tmp_path, refused):
     good = f"--checkpoint {checkpoints[0]} --out {tmp_path}/out.jsonl {' '.join(COLUMNS)} --val-data"
-    assert "--csv-img-key: 'image' is not a column of" in refused(f"{good} {pairs} --csv-separator ;")
+    assert "--csv-separator: ';' does not separate 'image,text'" in refused(f"{good} {pairs} --csv-separator ;")
     assert "--val-data: " in refused(f"{good} {tmp_path}/no.csv")
     assert "has neither images with a .txt" in refused(f"{good} {tmp_path}")
     assert "no.tar' is not a file on this machine" in refused(f"{good} {tmp_path}/no.tar")

@@ -1,0 +1,221 @@
+"""One's own pairs as shards: what is in them and what is left out, a run that is stopped, and that they train."""
+
+import io
+import json
+import re
+import shlex
+from pathlib import Path
+
+import open_clip_train.main
+import pandas as pd
+import pytest
+import webdataset
+from conftest import LOSSES
+from open_clip import get_tokenizer
+from open_clip_train.data import get_dataset_size
+from PIL import Image
+from test_captions import of_epochs
+
+from open_clip_ext.data import Scenes
+from open_clip_ext.make_shards import main as make_shards
+from training_ext.core.keys import keys_of_captions
+from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
+from training_ext.pairs import command, writing
+from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE
+from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
+
+CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """40 pairs, each with two captions, as png or jpg."""
+    folder = tmp_path / "pairs"
+    (folder / "b").mkdir(parents=True)
+    for row, (image, _) in enumerate(Scenes(40, image_size=48)):
+        path = folder / ("b" if row % 2 else "") / f"{row:02d}"
+        image.save(f"{path}.{'jpg' if row % 3 else 'png'}")
+        Path(f"{path}.txt").write_text("\n".join(CAPTIONS[2 * row : 2 * row + 2]))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def few_shown(monkeypatch):
+    monkeypatch.setattr(command, "SHOWN", 4)  # drawing 40 takes seconds
+
+
+@pytest.fixture
+def written(tmp_path, capsys):
+    """written(*arguments) -> the folder of the shards, once the command has ended well."""
+
+    def written(*arguments, out: str = "shards") -> Path:
+        assert not make_shards([*map(str, arguments), "--out", str(tmp_path / out)])
+        written.out = capsys.readouterr().out
+        return tmp_path / out
+
+    return written
+
+
+def samples(folder: Path, split: str) -> list[dict]:
+    return list(webdataset.WebDataset(sorted(map(str, folder.glob(f"{split}-*.tar"))), shardshuffle=False))
+
+
+def left_out(folder: Path) -> dict[str, int]:
+    return {why: entry["number"] for why, entry in json.loads((folder / "report.json").read_text())["left_out"].items()}
+
+
+def test_a_folder_with_surplus_files(folder, written):
+    for name in ("alone.png", "bad.jpg"):
+        (folder / name).write_bytes(b"no image")
+    (folder / "bad.txt").write_text("a bad one")
+    (folder / "README.txt").write_text("about")
+    cut = folder / "b" / "01.jpg"
+    cut.write_bytes(cut.read_bytes()[:-200])
+    shards = written(folder, "--val-share", "0.1", "--per-shard", "10")
+    assert left_out(shards) == {NO_TEXT: 1, NO_PICTURE: 1, UNREADABLE: 2}
+    assert f"2 {UNREADABLE}: " in written.out and "bad.jpg (cannot identify image file)" in written.out
+    assert (shards / "samples.png").stat().st_size > 5_000
+    train, val = samples(shards, "train"), samples(shards, "val")
+    by_source = {json.loads(sample["json"])["source"]: sample for sample in (*train, *val)}
+    assert len(by_source) == 39 and len(val) == 2 * (41 - len(train) - 2)  # one of each caption
+    for name, sample in by_source.items():
+        suffix = name.rpartition(".")[2]
+        row = int(Path(name).stem)
+        assert sample[suffix] == (folder / name).read_bytes()
+        assert json.loads(sample["json"])["captions"] == CAPTIONS[2 * row : 2 * row + 2]
+    assert {sample["txt"].decode() for sample in train} <= set(CAPTIONS[::2])
+    assert {sample["txt"].decode() for sample in val} & set(CAPTIONS[1::2])
+    assert list(by_source) != sorted(by_source)
+    last = len(list(shards.glob("train-*.tar"))) - 1
+    assert get_dataset_size(f"{shards}/train-{{000000..00000{last}}}.tar") == (len(train), last + 1)
+    other = written(folder, "--val-share", "0.1", "--per-shard", "10", "--seed", "1", out="other")
+    assert [sample["txt"] for sample in samples(other, "val")] != [sample["txt"] for sample in val]
+
+
+def test_a_stopped_run_resumes(folder, written, tmp_path, monkeypatch, capsys):
+    given = (folder, "--val-share", "0.1", "--per-shard", "8")
+    whole = written(*given)
+    stored, seen = writing.stored, []
+
+    def stopping(data, size):
+        seen.append(data)
+        if len(seen) == 21:  # within the third shard
+            raise KeyboardInterrupt
+        return stored(data, size)
+
+    monkeypatch.setattr(writing, "stored", stopping)
+    words = [*map(str, given), "--out", str(tmp_path / "stopped")]
+    assert make_shards(words) == 130
+    tars = sorted((tmp_path / "stopped").glob("*.tar"))
+    assert [path.name for path in tars] == ["train-000000.tar", "train-000001.tar"]
+    assert {*(tmp_path / "stopped").iterdir()} == {tmp_path / "stopped" / "report.json", *tars}
+    stamps = [path.stat().st_mtime_ns for path in tars]
+    assert not make_shards(words)
+    assert [path.stat().st_mtime_ns for path in tars] == stamps and len(seen) < 21 + 40 - 16 + 41
+    contents = [
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (whole, tmp_path / "stopped")
+    ]
+    assert contents[0] == contents[1]
+    capsys.readouterr()
+    (folder / "00.txt").write_text("another")
+    assert make_shards(words) == 2
+    assert "--out: " in (line := capsys.readouterr().err) and "of other pairs or settings" in line
+
+
+def test_they_train_by_the_printed_command(folder, written, run):
+    """Also by OpenCLIP's own main, which finds their sizes."""
+    written(folder, "--val-share", "0.1")
+    words = shlex.split(written.out.splitlines()[-1])
+    assert words[words.index("--captions-field") + 1] == "captions"
+    data = [flag for name in ("train", "val") for flag in (f"--{name}-data", words[words.index(f"--{name}-data") + 1])]
+    more = "--epochs 1 --batch-size 4 --workers 2"
+    log = run("ours", f"{' '.join(data)} --captions-field captions {more} {LOSSES['neuclip']}").log
+    assert "One of the captions in the field 'captions' is drawn each epoch" in log and "R@1" in log
+    assert "Left out of the train data" not in log
+    theirs = run("theirs", f"{' '.join(data)} {more}", main=open_clip_train.main.main)
+    assert "Train Epoch: 0" in theirs.log and "Eval Epoch: 1" in theirs.log
+
+
+def test_all_captions_reach_the_loss(folder, written, run, told, tmp_path):
+    """From a csv with a line for each, whose paths are relative to it."""
+    names = [str(next(folder.rglob(f"{row:02d}.[pj]*")).relative_to(folder)) for row in range(40)]
+    lines = [(names[line % 40], CAPTIONS[2 * (line % 40) + line // 40]) for line in range(80)]
+    lines += [(None, "no image"), ("b/nothing.png", " "), ("b/gone.png", "gone")]
+    pd.DataFrame(lines, columns=["image", "text"]).to_csv(folder / "list.csv", index=False)
+    columns = ["--csv-separator", ",", "--image-key", "image", "--csv-caption-key", "text"]
+    shards = written(folder / "list.csv", *columns, "--val-share", "0", "--per-shard", "41")
+    assert left_out(shards) == {EMPTY_IMAGE: 1, EMPTY_CAPTION: 1, UNREADABLE: 1}
+    common = f"{LOSSES['fastclip-v3']} --same-caption --epochs 3 --workers 1 --batch-size 8"
+    run("x", f"--train-data {shards}/train-000000.tar --captions-field captions {common}")
+    keys = keys_of_captions(get_tokenizer("ViT-test")(CAPTIONS)).tolist()
+    epochs = of_epochs(told, {key: number for number, key in enumerate(keys)}, 40)
+    pairs = [json.loads(sample["json"])["captions"] for sample in samples(shards, "train")]
+    assert len(epochs) == 3 and all(CAPTIONS[number] in pairs[row] for epoch in epochs for row, number in epoch.items())
+    assert any(first[row] != second[row] for first, second in zip(epochs, epochs[1:], strict=False) for row in first)
+
+
+def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
+    pytest.importorskip("pyarrow")
+    paths = sorted(folder.rglob("*.[pj]*"))
+    data = [path.read_bytes() for path in paths]
+    forms = {
+        "bytes": {"jpg": data, "caption": [CAPTIONS[n] for n in range(40)]},
+        "dicts": {"jpg": [{"bytes": one, "path": None} for one in data], "caption": [CAPTIONS[:2]] * 39 + [[]]},
+        "paths": {"jpg": list(map(str, paths)), "caption": [CAPTIONS[n] for n in range(39)] + [None]},
+    }
+    for name, columns in forms.items():
+        pd.DataFrame(columns).to_parquet(tmp_path / f"{name}.parquet")
+        given = ("--image-key", "jpg", "--caption-key", "caption", "--val-share", "0")
+        shards = written(tmp_path / f"{name}.parquet", *given, out=name)
+        found = samples(shards, "train")
+        assert sorted(sample.get("png") or sample["jpg"] for sample in found) == sorted(data[: len(found)])
+        assert len(found) == 40 - sum(left_out(shards).values()) >= 39
+    assert [json.loads(sample["json"])["source"] for sample in samples(tmp_path / "bytes", "train")][:2] == [
+        "bytes.parquet:0", "bytes.parquet:1"
+    ]
+
+
+def test_images_are_encoded_again_only_with_size(written, tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    for name, mode in (("large.jpg", "RGB"), ("clear.png", "RGBA"), ("bitmap.bmp", "RGB"), ("small.png", "L")):
+        image = Image.new(mode, (20, 10) if name == "small.png" else (200, 100))
+        image.save(folder / name, **({"exif": turned} if name == "large.jpg" else {}))
+        (folder / name).with_suffix(".txt").write_text(name)
+    kept = {sample["txt"].decode(): sample for sample in samples(written(folder, "--val-share", "0"), "train")}
+    assert kept.keys() == {"large.jpg", "clear.png", "small.png"} and left_out(tmp_path / "shards") == {OTHER_FORMAT: 1}
+    assert all(sample[name[-3:]] == (folder / name).read_bytes() for name, sample in kept.items())
+    scaled = samples(written(folder, "--val-share", "0", "--size", "50", out="scaled"), "train")
+    images = {sample["txt"].decode(): Image.open(io.BytesIO(sample.get("jpg") or sample["png"])) for sample in scaled}
+    sizes = {"large.jpg": (50, 100), "clear.png": (100, 50), "bitmap.bmp": (100, 50), "small.png": (20, 10)}
+    assert {name: image.size for name, image in images.items()} == sizes
+    assert images["clear.png"].getpixel((5, 5)) == (255, 255, 255) and images["large.jpg"].format == "JPEG"
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ("{folder}", "--out"),
+        ("{folder} --out {folder}/shards", "--out: .* is in the source"),
+        ("{folder} --out {tmp}/a{{b", "--out: must be a folder's name"),
+        ("{folder} --out {tmp}/x --val-share 1", "--val-share: 1.0 is out of range"),
+        ("{folder} --out {tmp}/x --val {tmp}/none", "--val: .* does not exist"),
+        ("{folder} --out {tmp}/x --size 0", "--size: 0 is out of range"),
+        ("{tmp}/none --out {tmp}/x", "SOURCE: .* does not exist"),
+        ("{tmp}/empty --out {tmp}/x", "SOURCE: there are no pairs: no image with a .txt beside it"),
+        ("{tmp}/t.csv --out {tmp}/x", "--csv-separator: .* give ','"),
+        ("{tmp}/t.csv --out {tmp}/x --csv-separator ,", "--csv-img-key: .* has no column 'filepath'; .* 'a', 'b'"),
+        ("{tmp}/t.xls --out {tmp}/x", "SOURCE: .* is no folder, .csv, .tsv or .parquet"),
+    ],
+)
+def test_wrong_input(folder, tmp_path, capsys, arguments, line):
+    (tmp_path / "empty").mkdir()
+    for name in ("t.csv", "t.xls"):
+        (tmp_path / name).write_text("a,b\n1,2\n")
+    before = set(tmp_path.rglob("*"))
+    assert make_shards(shlex.split(arguments.format(folder=folder, tmp=tmp_path))) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(line, error), error
+    assert set(tmp_path.rglob("*")) == before

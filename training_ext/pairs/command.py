@@ -1,0 +1,131 @@
+"""The command `open_clip_ext.make_shards`: its flags and its steps."""
+
+import hashlib
+import json
+import warnings
+from argparse import Namespace
+from pathlib import Path
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import InUseError, only_user, whole_file
+from training_ext.evaluation.arguments import Parser
+from training_ext.openclip.machine import check_writable
+from training_ext.pairs.shards import SIZES, pattern, why_unfit
+from training_ext.pairs.sheet import draw, opened
+from training_ext.pairs.sources import LeftOut, Pair, drawn, find_sources
+from training_ext.pairs.writing import REPORT, Job, Report, read_images, write
+
+SHEET, SHOWN, COLUMNS, SHOWN_SIZE = "samples.png", 40, 8, 256
+PER_SHARD, FEWEST_SHARDS = 1000, 8  # shards, so that several loader workers have some
+LARGEST_BATCH, EPOCHS, STEPS, WORKERS = 256, 30, 10, 4  # of the printed training; steps: at least, per epoch
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Parse the command's flags.
+
+    Raises:
+        InputError: a wrong flag.
+    """
+    parser = Parser(
+        prog="open_clip_ext.make_shards", allow_abbrev=False,
+        description="Writes your own images and captions as webdataset shards that OpenCLIP trains on.",
+    )
+    add = parser.add_argument
+    about = "folder of images with a .txt of the same name, one caption a line; or a .csv, .tsv or .parquet"
+    add("sources", nargs="+", metavar="SOURCE", help=about)
+    add("--out", required=True, metavar="SHARDS", help="folder for the shards; a run that was stopped resumes")
+    add("--val", nargs="+", metavar="SOURCE", help="sources of the validation pairs, in place of a share")
+    add("--val-share", type=float, default=0.01, metavar="SHARE", help="of the images to validate on (default: 0.01)")
+    add("--seed", type=int, default=0, help="of the order and the share (default: 0)")
+    add("--size", type=int, metavar="PIXELS", help="shorter side that larger images get (default: bytes are kept)")
+    add("--per-shard", type=int, metavar="N", help=f"images per shard (default: {PER_SHARD}, fewer for small data)")
+    add("--csv-separator", default="\t", metavar="CHAR", help="of a csv (default: a tab)")
+    image, caption = ("--image-key", "--csv-img-key"), ("--caption-key", "--csv-caption-key")
+    add(*image, dest="csv_img_key", default="filepath", metavar="NAME", help="column of the images, paths or, in a "
+        "parquet, their bytes (default: filepath)")  # fmt: skip
+    add(*caption, dest="csv_caption_key", default="title", metavar="NAME", help="column of captions (default: title)")
+    args = parser.parse_args(argv)
+    for flag, value, least in (("--size", args.size, 1), ("--per-shard", args.per_shard, 1)):
+        if value is not None and value < least:
+            raise InputError(f"{value} is out of range; it must be at least {least}", flag)
+    if not 0 <= args.val_share < 1:
+        raise InputError(f"{args.val_share} is out of range; it must be in [0, 1)", "--val-share")
+    return args
+
+
+def run(argv: list[str]) -> None:
+    """Write the shards, or what is missing of them.
+
+    Raises:
+        InputError: one line; nothing was written, or what is complete stays.
+    """
+    args = parse(argv)
+    out = Path(args.out)
+    if wrong := why_unfit(args.out):
+        raise InputError(wrong, "--out")
+    for source in (*args.sources, *(args.val or ())):
+        if out.resolve().is_relative_to(Path(source).resolve()):
+            raise InputError(f"{args.out!r} is in the source {source!r}; give a folder outside", "--out")
+    check_writable("--out", args.out)
+    left_out: LeftOut = {}
+    train = find_sources(args.sources, args, "SOURCE", left_out)
+    if args.val:
+        val = find_sources(args.val, args, "--val", left_out)
+    else:
+        train, val = split(train, args.val_share, args.seed)
+    args.per_shard = args.per_shard or min(PER_SHARD, -(-len(train) // FEWEST_SHARDS))
+    try:
+        with only_user(out), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of images
+            _write(args, out, train, val, left_out)
+    except InUseError as holder:
+        raise InputError(f"{args.out!r} is in use by {holder}; let that end, or give another folder", "--out") from None
+
+
+def split(pairs: list[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
+    """The pairs to train and to validate on, in their order; at least one to validate on, unless the share is 0."""
+    number = min(max(1, round(share * len(pairs))) if share else 0, len(pairs) - 1)
+    chosen = {id(pair) for pair in sorted(pairs, key=lambda pair: drawn(seed, f"val {pair.name}"))[:number]}
+    return [pair for pair in pairs if id(pair) not in chosen], [pair for pair in pairs if id(pair) in chosen]
+
+
+def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_out: LeftOut) -> None:
+    jobs = [
+        Job(name, number, pairs[start : start + args.per_shard])
+        for name, pairs in (("train", train), ("val", val))
+        for number, start in enumerate(range(0, len(pairs), args.per_shard))
+    ]
+    content = [(job.file, [(pair.name, pair.captions) for pair in job.pairs]) for job in jobs]
+    made_of = hashlib.sha256(json.dumps([args.size, content]).encode()).hexdigest()
+    report = Report.start(out, made_of)
+    if not report.shards:
+        report.add(left_out)
+    write(out, jobs, report, args.size)
+    counts = {name: sum(n for file, n in report.shards.items() if file.startswith(name)) for name in ("train", "val")}
+    if not counts["train"]:
+        raise InputError(f"none of the images can be used: {report.told()}", "SOURCE")
+    with whole_file(out / SIZES, text=True) as file:
+        json.dump(report.shards, file, indent=1)
+    images = [(found[1], pair) for pair, found in read_images(train[:SHOWN], SHOWN_SIZE, {}) if found is not None]
+    draw([(opened(pair.name, data), pair.captions[0]) for data, pair in images], COLUMNS, out / SHEET)
+    print(report.told())
+    print(f"{counts['train']} train and {counts['val']} validation samples; see {out / SHEET} and {out / REPORT}")
+    print(f"to train on them:\n  {training(out, report.shards, jobs)}")
+
+
+def training(out: Path, sizes: dict[str, int], jobs: list[Job]) -> str:
+    """A training's command line. The numbers of samples are in sizes.json."""
+    train = sorted(number for file, number in sizes.items() if file.startswith("train"))
+    workers = min(WORKERS, len(train))
+    # A worker needs a batch in its shards.
+    most = min(LARGEST_BATCH, sum(train[: len(train) // workers]), sum(train) // STEPS)
+    batch = max(2, 1 << max(1, most).bit_length() - 1)
+    parts = ["python -m open_clip_ext.main --loss neuclip --model ViT-B-32"]
+    for split in ("train", "val"):
+        if number := sum(job.split == split for job in jobs):
+            parts.append(f"--{split}-data {pattern(out, split, number)}")
+    if any(len(pair.captions) > 1 for job in jobs for pair in job.pairs if job.split == "train"):
+        parts.append("--captions-field captions")
+    steps = EPOCHS * (sum(train) // batch)
+    parts.append(f"--batch-size {batch} --workers {workers} --epochs {EPOCHS} --warmup {max(1, steps // 10)}")
+    return " ".join(parts)
