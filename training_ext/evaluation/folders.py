@@ -25,10 +25,22 @@ from open_clip_ext.errors import InputError
 from training_ext.core.tars import headers_of_samples, one_line
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
-TYPES = ("classification", "multilabel", "retrieval")
+CLASSIFICATION = "classification"  # the type of a folder that does not say
+TYPES = (CLASSIFICATION, "multilabel", "retrieval")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
+
+
+def type_of(folder: str) -> str:
+    """What the files of a task's folder say that it is: one of `TYPES`, "winogavil", or the unknown that they name."""
+    if os.path.exists(os.path.join(folder, WINOGAVIL)):
+        return "winogavil"
+    path = os.path.join(folder, TYPE)
+    if not os.path.exists(path):
+        return CLASSIFICATION
+    with open(path, encoding="utf-8") as file:
+        return next((line.strip().lower() for line in file if line.strip()), CLASSIFICATION)
 
 
 @dataclass(frozen=True)
@@ -153,10 +165,11 @@ class Shards(Source):
             self.shards.append(os.path.join(folder, "test", f"{index}.tar"))
             if not os.path.isfile(self.shards[-1]):
                 raise self.wrong(f"{self.shards[-1]!r} is missing; nshards.txt says {number} shards")
-        kind = (self.lines(TYPE) or ["classification"])[0]
-        self.type = kind.lower()
+        with self.reading(repr(os.path.join(folder, TYPE))):
+            self.type = type_of(folder)
         if self.type not in TYPES:
-            raise self.wrong(f"{os.path.join(folder, TYPE)!r} has {kind!r}, which is not one of {', '.join(TYPES)}")
+            path = os.path.join(folder, TYPE)
+            raise self.wrong(f"{path!r} has {self.type!r}, which is not one of {', '.join(TYPES)}")
         if self.type != "retrieval":
             self.classes, self.templates = self.lines(CLASSNAMES, needed=True), self.prompts(needed=True)
 

@@ -156,8 +156,7 @@ def find_tasks(args: Namespace) -> tuple[str, list[Task], list[Task], dict[str, 
     wanted = [task for task in tasks if not args.tasks or task.key in args.tasks or task.name in args.tasks]
     folders = {}
     for task in tasks:
-        paths = (os.path.join(args.data, folder) for folder in task.folder_names())
-        if found := next(filter(os.path.isdir, paths), None):
+        if found := task.folder_in(args.data):
             folders[task.key] = found
     there = [task for task in wanted if task.key in folders]
     if not there:

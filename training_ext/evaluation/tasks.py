@@ -5,10 +5,11 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_origin
 
 from open_clip_ext.errors import InputError
+from training_ext.evaluation.folders import CLASSIFICATION, type_of
 
 TASKS_FILE = "tasks.json"
 DATACOMP = "DataComp"
@@ -51,6 +52,10 @@ class Task:
         names = self.folders or (self.key.removeprefix("fairness/").replace("/", "-"),)
         return [form.format(name) for name in names for form in ("wds_{}_test", "wds_{}", "{}")]
 
+    def folder_in(self, folder: str) -> str | None:
+        """Path of its folder, if there is one."""
+        return next(filter(os.path.isdir, (os.path.join(folder, name) for name in self.folder_names())), None)
+
     def digest(self) -> str:
         """Digest of what the task measures, 16 hex digits."""
         measured = (self.kind, self.main_metric, self.fields, self.group_by, self.top_k, self.macro)
@@ -63,6 +68,11 @@ def own_task(path: str, kind: str = OWN) -> Task:
     return Task(f"{kind}/{name}", name, main_metric="", kind=kind)
 
 
+# Kind and usual metric by the type of a folder.
+KINDS = {
+    CLASSIFICATION: (CLASSIFICATION, "acc1"), "multilabel": (CLASSIFICATION, "mean_average_precision"),
+    "retrieval": ("retrieval", "mean_recall@1"), "winogavil": ("winogavil", "jaccard_score_10-12"),
+}
 PER_CLASS = "mean_per_class_recall"
 DATACOMP_TASKS = (
     Task("vtab/caltech101", "Caltech-101", 6085, PER_CLASS),
@@ -129,7 +139,8 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     try:
         with open(path, encoding="utf-8") as file:
             content = json.load(file)
-        name, tasks = str(content["name"]), tuple(map(task_of, content["tasks"]))
+        name = str(content.get("name", os.path.basename(os.path.abspath(folder))))
+        tasks = tuple(task_of(row, folder) for row in content["tasks"])
         if name == DATACOMP or len({task.key for task in tasks}) < len(tasks) or not tasks:
             raise ValueError(f"it needs a name other than {DATACOMP} and tasks of different keys")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -143,19 +154,23 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     return name, tasks
 
 
-def task_of(row: dict[str, Any]) -> Task:
-    """A task of tasks.json.
+def task_of(row: str | dict[str, Any], folder: str) -> Task:
+    """A task of tasks.json: its key, or fields of `Task`, of which its folder tells the kind and so the metric.
 
     Raises:
         AttributeError, TypeError, ValueError: it is not as `Task` says.
     """
+    row = {"key": row} if isinstance(row, str) else row
+    row = {"name": row.get("key"), **row}
     given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
     task = Task(**given)
     for field in fields(Task):
         kind: Any = tuple if get_origin(field.type) is tuple else field.type
         if not isinstance(getattr(task, field.name), kind):
             raise ValueError(f"{field.name} of {task.key!r} is {getattr(task, field.name)!r}, not {kind}")
-    return task
+    place = task.folder_in(folder)
+    kind, main_metric = KINDS.get(type_of(place) if place else CLASSIFICATION, KINDS[CLASSIFICATION])
+    return replace(task, **{"kind": kind, "main_metric": main_metric} | given)
 
 
 SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")

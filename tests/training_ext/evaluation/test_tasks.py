@@ -71,7 +71,7 @@ def test_a_table_of_ones_own(tmp_path):
     assert read_tasks(str(tmp_path)) == ("mine", tasks)
     assert averages("mine", tasks, [{"a": 0.5, "b": 1.0}]) == [("mine: average of 2", [0.75])]
     for content in (
-        "no json", '{"name": "mine"}', '{"name": "mine", "tasks": [{"key": "a"}]}', '{"name": "mine", "tasks": []}',
+        "no json", '{"name": "mine"}', '{"name": "mine", "tasks": [{}]}', '{"name": "mine", "tasks": []}',
         '{"name": "DataComp", "tasks": [{"key": "a", "name": "A"}]}',
         '{"name": "mine", "tasks": [{"key": "a", "name": "A", "group_by": ["age"]}]}',
         json.dumps({"name": "mine", "tasks": [{"key": "a", "name": "A"}] * 2}),
@@ -79,6 +79,24 @@ def test_a_table_of_ones_own(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match="--data: .*tasks.json"):
             read_tasks(str(tmp_path))
+
+
+def test_what_folders_tell_needs_no_field(evalset, tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name in ("background", "colours", "retrieval"):
+        (folder / f"wds_{name}_test").symlink_to(evalset / f"wds_evalset-{name}_test")
+    (folder / "association").symlink_to(evalset / "evalset-association")
+    keys = ["background", "colours", "retrieval", "association"]
+    (folder / "tasks.json").write_text(json.dumps({"tasks": [*keys, "none"]}))
+    name, tasks = read_tasks(str(folder))
+    every = {task["name"]: task for task in json.loads((evalset / "tasks.json").read_text())["tasks"]}
+    assert name == "own" and [(task.key, task.name) for task in tasks] == [(key, key) for key in (*keys, "none")]
+    for task, same in zip(tasks, ("Background", "Both colours", "Retrieval", "Association", "Background"), strict=True):
+        given = every[same]
+        assert (task.kind, task.main_metric) == (given.get("kind", "classification"), given.get("main_metric", "acc1"))
+    (folder / "tasks.json").write_text(json.dumps({"tasks": [{"key": "colours", "main_metric": "acc1"}]}))
+    assert read_tasks(str(folder))[1][0].main_metric == "acc1"
 
 
 @pytest.mark.parametrize(
