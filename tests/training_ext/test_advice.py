@@ -19,12 +19,16 @@ def told(flags: str, num_samples: int = 300, steps_per_epoch: int = 4) -> list[s
     return advise(args, num_samples, steps_per_epoch)
 
 
-@pytest.mark.parametrize("length, share", [(30, ""), (31, "25 %"), (60, "25 %"), (64, "25 %"), (65, "25 %")])
-def test_captions_that_are_cut(length, share):
+@pytest.mark.parametrize(
+    "length, share, lost, enough",
+    [(30, "", "", 0), (31, "25 %", "3", 40), (60, "25 %", "48", 64), (65, "25 %", "52", 72)],
+)
+def test_captions_that_are_cut(length, share, lost, enough):
     """ViT-test reads 32 tokens, a start and an end among them."""
     args = parse_args(f"{COMMON} --loss clip".split())
     (line, *more) = advise_on_captions(args, SeenCaptions(["x " * length, *"abc"], 2, "")) or [""]
     assert not more and ("--model: " + share in line if share else line == "")
+    assert not share or f"lose {lost} % of theirs; with --force-context-length {enough} " in line
 
 
 @pytest.mark.parametrize(
