@@ -2,17 +2,20 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
+import open_clip
 import pytest
 import torch
 from documents import code
 
-from open_clip_ext import InputError, factory
+from open_clip_ext import MODEL_CONFIGS, InputError, factory
+from open_clip_ext.data import Scenes
 from open_clip_ext.normalizers import NORMALIZERS, MovingAverageTable, Normalizer
 
 ROOT = Path(__file__).parents[1]
@@ -99,6 +102,28 @@ def test_a_broken_package_is_named_in_one_line(monkeypatch, name, value, message
         with pytest.raises(InputError, match=f"entry point {name!r} of {value}.*{message}"):
             load()
         assert table == NORMALIZERS
+
+
+@pytest.mark.slow
+def test_fine_tuning_from_the_start_to_the_retrieval(tmp_path):
+    """The commands of README with a tiny model: each one's output is what the next reads."""
+    open_clip.add_model_config(MODEL_CONFIGS)
+    torch.save(open_clip.create_model("ViT-shapes-tiny").state_dict(), tmp_path / "START.pt")
+    for seed, name in enumerate(("train", "val", "test")):
+        lines = ["filepath,title"]
+        for row, (image, caption) in enumerate(Scenes(16, seed, image_size=48)):
+            image.save(tmp_path / f"{name}-{row}.png")
+            lines.append(f'{name}-{row}.png,"{caption}"')
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines))
+    block = code("The command")[1].replace("\\\n", "").replace("ViT-B-32", "ViT-shapes-tiny")
+    commands = [shlex.split(line)[1:] for line in block.splitlines()]
+    tiny = "--device cpu --workers 0 --batch-size 8".split()
+    training = [*tiny, *"--precision fp32 --osr-epochs 1 --log-every-n-steps 1".split()]
+    for command, more in zip(commands, (training, tiny, tiny), strict=True):
+        done = run([sys.executable, *command, *more], tmp_path, PYTHONPATH=str(ROOT))
+        assert done.returncode == 0, done.stderr
+    for label in ("START", "tuned/best", "between"):
+        assert re.search(f"^{label}: test.csv: .* R@1,5,10 .* of 16 images$", done.stdout, re.MULTILINE), label
 
 
 @pytest.mark.slow
