@@ -32,7 +32,7 @@ from measuring import table
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import main as train
 from open_clip_ext.metrics_file import FILE
-from training_ext import seams, session  # noqa: F401  # imported once, before every fork
+from training_ext import launch  # noqa: F401  # imported once, before every fork
 from training_ext.flags import params, preflight  # noqa: F401
 
 MODEL = {

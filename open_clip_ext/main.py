@@ -75,14 +75,14 @@ def _run(argv: list[str]) -> Trained:
 
     hosts.installed()
     try:
-        from training_ext import seams
+        from training_ext import launch, seams
         from training_ext.core import checkpoint
         from training_ext.flags import dry_run, params, preflight, recipes
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
         hosts.choose(args.legacy_loop)
-        seams.check_seams()
+        launch.check_seams()
     except ImportError as error:
         raise InputError(hosts.cannot_import(error)) from None
     if args.seams:
@@ -98,10 +98,10 @@ def _run(argv: list[str]) -> Trained:
         with failures.in_one_line(args):
             with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
                 rows = preflight.check(args)
-            session = seams.session_class()(args, rows, flags, alone)
+            session = launch.session_class()(args, rows, flags, alone)
             session.told = told
             with _logging_as_before():
-                seams.run(session)
+                launch.run(session)
     by_epoch = session.evaluations.by_epoch
     del session
     gc.collect()  # frees loader workers and the model's memory

@@ -13,6 +13,7 @@ from training_ext.core import checkpoint, row_folders
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss
 from training_ext.core.temperature import whole
+from training_ext.openclip.hosts import LEGACY, host
 
 
 class Saving:
@@ -33,15 +34,11 @@ class Saving:
         self._restored: dict[str, Any] | None = None
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
 
-    def take(self, loaded: Any, path: str, wraps_model: bool) -> None:
-        """Take our entry out of a loaded file, and let the names of its weights fit the model.
-
-        Args:
-            wraps_model: see `checkpoint.fit_names`.
-        """
+    def take(self, loaded: Any, path: str) -> None:
+        """Take our entry out of a loaded file, and let the names of its weights fit the model."""
         args = self.run.args
         entry = checkpoint.take_entry(loaded)
-        checkpoint.fit_names(loaded, wraps_model)
+        checkpoint.fit_names(loaded, host().loop == LEGACY and args.distributed and not args.horovod)
         if not self.run.trains or not isinstance(loaded, dict):
             return
         if "epoch" in loaded:

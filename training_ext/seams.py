@@ -10,17 +10,14 @@ from datetime import timedelta
 from functools import partial
 from inspect import isfunction
 
-from open_clip_ext.errors import InputError, fault_of_machine
-from open_clip_ext.losses import NonFiniteError
-from training_ext.core.checkpoint_files import last_saved, latest_checkpoint, save_checkpoint
+from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
-from training_ext.flags.usual import likely_cause
-from training_ext.openclip.hosts import LEGACY, host, open_clip_version
+from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.openclip.patching import look_up, replaced
 from training_ext.run import FEATURES
-from training_ext.seam import DATA, MAIN, RUN, SHARDS, TRAIN, Seam
+from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import Session
 from training_ext.task_seams import TASK_SEAMS
 
@@ -42,6 +39,7 @@ SEAMS = (
         why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
         contract="init_distributed_device starts the processes by init_process_group(backend=, init_method=, ...)",
         replacement=lambda original, session: partial(original, timeout=timedelta(hours=2)),
+        for_ext_loss=True,
     ),
     Seam(
         MAIN, "get_latest_checkpoint",
@@ -282,15 +280,6 @@ SEAMS = (
 )
 
 
-def session_class() -> type[Session]:
-    """The class of the session for the chosen training loop."""
-    if host().loop == LEGACY:
-        return Session
-    from training_ext.task_session import TaskSession  # OpenCLIP before 4 has no tasks
-
-    return TaskSession
-
-
 def seams() -> tuple[Seam, ...]:
     """The rows of the table for the chosen training loop, with its names filled in."""
     found = (seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
@@ -313,46 +302,3 @@ def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
     """A context in which the names of `scope` are replaced."""
     chosen = [s for s in seams() if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
     return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
-
-
-def check_seams() -> None:
-    """Check that every replaced name exists.
-
-    Raises:
-        InputError: one does not; one line with OpenCLIP's version.
-        ImportError: the training loop itself cannot be imported.
-    """
-    if not hasattr(host().main_module, "main"):
-        raise ImportError(f"cannot import name 'main' from {host().main!r}")
-    for seam in seams():
-        try:
-            look_up(seam.module, seam.path)
-        except (AttributeError, ImportError) as error:
-            raise InputError(
-                f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
-                f"replaces: {error}; it runs with {host().range}"
-            ) from None
-
-
-def run(session: Session) -> None:
-    """Run OpenCLIP's main with the names replaced.
-
-    Raises:
-        InputError: OpenCLIP ended early, or the machine failed: a full disk, a worker that was killed.
-        NonFiniteError: a value is not finite; the message names the step, the tensor and the likely cause.
-        Stopped: after SIGTERM or Ctrl-C.
-    """
-    try:
-        with scoped(session, RUN):
-            if host().main_module.main(None):
-                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
-            session.completed = True
-    except NonFiniteError as error:
-        raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
-    except (OSError, RuntimeError) as error:
-        fault = fault_of_machine(error, session.run.folder)
-        if fault is None:
-            raise
-        raise InputError(f"{fault}{last_saved(session.args)}") from None
-    finally:
-        session.close()

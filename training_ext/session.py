@@ -197,13 +197,8 @@ class Session:
 
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
         loaded = load_resumed(path, **kwargs)
-        self.saving.take(loaded, path, self.wraps_model)
+        self.saving.take(loaded, path)
         return loaded
-
-    @property
-    def wraps_model(self) -> bool:
-        """Whether checkpoints name the model's state as DistributedDataParallel does."""
-        return self.args.distributed and not self.args.horovod
 
     # Data
 

@@ -56,10 +56,6 @@ class TaskSession(Session):
 
     # Checkpoints
 
-    @property
-    def wraps_model(self) -> bool:
-        return False
-
     def save_checkpoint(self, original: Callable, *args: Any, **kwargs: Any) -> dict[str, Any]:
         saved = original(*args, **kwargs)
         self.saving.add_to(saved["optimizer"])

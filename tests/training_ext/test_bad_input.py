@@ -183,8 +183,8 @@ def test_a_missing_seam(refused, monkeypatch):
 
 
 def test_training_code_that_cannot_be_imported(refused, monkeypatch):
-    monkeypatch.delitem(sys.modules, "training_ext.seams")
-    monkeypatch.delattr(training_ext, "seams")
+    monkeypatch.delitem(sys.modules, "training_ext.launch")
+    monkeypatch.delattr(training_ext, "launch")
     monkeypatch.delattr(open_clip_train.main, "main")
     line = refused(NEUCLIP)
     assert all(part in line for part in (open_clip.__version__, "'main'", "open_clip_train.main", "pip install")), line
