@@ -130,9 +130,8 @@ def test_gradient_accumulation_over_processes(tmp_path):
     in_two_processes(ACCUMULATING.format(first=first, accumulation=accumulation), tmp_path)
 
 
-@pytest.mark.parametrize("heading", ["Mixed precision", "GradScaler"])
-def test_mixed_precision(loop, heading):
-    names, _ = loop(heading)
+def test_mixed_precision(loop):
+    names, _ = loop("Mixed precision")
     names["loss"].raise_if_not_finite()
     assert names["loss"].steps == 4 * 20
     exec("\n".join(code("Evaluation", LOOP)), names)
@@ -175,8 +174,8 @@ def in_two_processes(script: str, folder: Path) -> None:
 
 
 def test_several_processes(tmp_path):
-    (script,) = code("Several processes", LOOP)
-    in_two_processes(script, tmp_path)
+    first = "\n".join(code(None, LOOP)).partition("for epoch in range(epochs):")[0]
+    in_two_processes("\n".join([first, *code("Several processes", LOOP)]), tmp_path)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["loss"]["_extra_state"]
     assert state["state.log_u"].isfinite().all() and state["temperature.tau"].shape == (1000, 2)
 
