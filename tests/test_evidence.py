@@ -329,6 +329,31 @@ def test_sentences_of_readme_and_results_follow_from_the_results(evidence):
             assert row in results or (ours, theirs) == (report.BY_RULE, "fastclip-v3"), (ours, theirs)
 
 
+def test_the_smaller_grids_tables_follow_from_the_results(evidence):
+    grid, _, report = evidence
+    declared = grid.Grid(EVIDENCE / "small.yaml")
+    results = list(grid.read_results(EVIDENCE / "small.jsonl").values())
+    page = (EVIDENCE.parent.parent / "docs/evidence/small.md").read_text()
+    assert {one["commit"] for one in results} == {results[0]["commit"]} and not any(one["compiled"] for one in results)
+    for text in (report.scores(declared, results), report.declared(declared, results)):
+        assert text.strip() in page
+    runs = report.by_method(results, declared, "isolation")
+    value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
+    for name in ("README.md", "docs/results.md"):
+        assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text()
+
+
+def test_declared_comparisons_by_hand(evidence):
+    """Paired by seed, and Welch's where the order differs; Holm's correction counts what did not run."""
+    _, _, report = evidence
+    ours, theirs = [5.0, 6.0, 7.0, 6.0, 6.0], [4.0, 4.0, 6.0, 5.0, 5.0]
+    difference, half, p = report.tested(ours, theirs, True)
+    assert difference == pytest.approx(1.2) and half == pytest.approx(2.776 * math.sqrt(0.2 / 5), rel=1e-3) and p < 0.01
+    difference, half, p = report.tested(ours, theirs, False)
+    assert difference == pytest.approx(1.2) and half == pytest.approx(2.31 * math.sqrt(0.24), rel=5e-3)  # 7.8 degrees
+    assert report.holm([0.01, 0.03], 4) == pytest.approx([0.04, 0.09]) and report.holm([0.5]) == [0.5]
+
+
 @pytest.mark.slow
 def test_a_real_run(evidence, monkeypatch, tmp_path):
     _, run, _ = evidence
