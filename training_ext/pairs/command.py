@@ -97,9 +97,7 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
     ]
     content = [(job.file, [(pair.name, pair.captions) for pair in job.pairs]) for job in jobs]
     made_of = hashlib.sha256(json.dumps([args.size, content]).encode()).hexdigest()
-    report = Report.start(out, made_of)
-    if not report.shards:
-        report.add(left_out)
+    report = Report.start(out, made_of, left_out)
     write(out, jobs, report, args.size)
     counts = {name: sum(n for file, n in report.shards.items() if file.startswith(name)) for name in ("train", "val")}
     if not counts["train"]:

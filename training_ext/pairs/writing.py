@@ -54,15 +54,18 @@ class Report:
     left_out: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, folder: Path, made_of: str) -> "Report":
-        """The report of an earlier run for the same pairs, or a new one.
+    def start(cls, folder: Path, made_of: str, left_out: LeftOut) -> "Report":
+        """The report of an earlier run for the same pairs, or a new one, which is saved.
 
         Raises:
             InputError: the folder has other shards.
         """
         held = [path.name for name in (REPORT, SIZES, "train-*.tar", "val-*.tar") for path in folder.glob(name)]
         if not held:
-            return cls(made_of)
+            report = cls(made_of)
+            report.add(left_out)
+            report.save(folder)  # before the first shard, which a kill may leave alone
+            return report
         with suppress(OSError, ValueError, TypeError):
             report = cls(**json.loads((folder / REPORT).read_text(encoding="utf-8")))
             if report.made_of == made_of:
@@ -75,6 +78,10 @@ class Report:
             entry = self.left_out.setdefault(why, {"number": 0, "first": []})
             entry["number"] += len(names)
             entry["first"] = [*entry["first"], *names][:NAMED]
+
+    def save(self, folder: Path) -> None:
+        with whole_file(folder / REPORT, text=True) as file:
+            json.dump(asdict(self), file, indent=1)
 
     def told(self) -> str:
         """What was left out, a line for each reason."""
@@ -92,8 +99,7 @@ def write(folder: Path, jobs: list[Job], report: Report, size: int | None) -> No
             left_out: LeftOut = {}
             report.shards[job.file] = write_shard(folder / job.file, _samples(job, size, left_out, bar))
             report.add(left_out)
-            with whole_file(folder / REPORT, text=True) as file:
-                json.dump(asdict(report), file, indent=1)
+            report.save(folder)
 
 
 def _samples(job: Job, size: int | None, left_out: LeftOut, bar: tqdm) -> Iterator[dict[str, Any]]:
