@@ -77,7 +77,7 @@ import importlib, pkgutil, sys
 sys.modules |= dict.fromkeys(("open_clip", "training_ext", "safetensors", "webdataset", "pandas", "PIL", "yaml"))
 import torch, open_clip_ext
 for module in pkgutil.walk_packages(open_clip_ext.__path__, "open_clip_ext."):
-    if module.name.split(".")[1] not in ("data", "main", "evaluate", "normalizers_report"):
+    if module.name.split(".")[1] not in ("data", "main", "evaluate", "make_shards", "normalizers_report"):
         importlib.import_module(module.name)
 loss = open_clip_ext.create_loss("fastclip-v3", num_samples=8, epochs=2)
 loss.set_epoch(0)
