@@ -110,9 +110,10 @@ class Batch:
         return other
 
     def or_zeros(self) -> "Batch":
-        """Replace a non-finite batch by zeros (temperatures by 1), so that sums over it stay finite."""
+        """Replace what a non-finite batch has beside its embeddings by zeros (temperatures by 1), so that sums over it
+        stay finite. A copy of the embeddings would take as much memory as they do."""
         other = copy.copy(self)
-        for name in ("all_image", "all_text", "all_positives", "all_tau", "all_log_batch"):
+        for name in ("all_positives", "all_tau", "all_log_batch"):
             instead = 1.0 if name == "all_tau" else 0.0
             setattr(other, name, torch.where(self.finite, getattr(self, name), instead))
         return other

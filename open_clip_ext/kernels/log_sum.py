@@ -30,10 +30,15 @@ LEFT_OUT = -1e4
 Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int64
 
 
+def constants_of(positives: Tensor, tau: Tensor, surrogate: Surrogate) -> Tensor:
+    """What `exponents_of` leaves out for each anchor, (..., r); the arguments are its."""
+    return -positives / tau if is_linear(surrogate) else torch.zeros_like(tau)
+
+
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
-) -> tuple[Tensor, Tensor, Tensor | float]:
-    """Exponents l(cos(e_i, q_j) - s_ii) / tau up to a constant per anchor.
+) -> tuple[Tensor, Tensor | float]:
+    """Exponents l(cos(e_i, q_j) - s_ii) / tau less the anchors' constants.
 
     Args:
         similarities: the cosines, (..., r, k), divided by tau if l is linear; overwritten.
@@ -41,15 +46,14 @@ def exponents_of(
         tau: (..., r).
 
     Returns:
-        The exponents minus the constants, (..., r, k); the constants, (..., r); the derivative of l, (..., r, k) or a
-        number.
+        The exponents and the derivative of l, (..., r, k) or a number.
     """
     if is_linear(surrogate):
-        return similarities, -positives / tau, 1.0
+        return similarities, 1.0
     similarities.sub_(positives[:, None])
     slope = surrogate.slope(similarities)
     exponents = surrogate.value(similarities).div_(tau[..., None])
-    return exponents, torch.zeros_like(positives), slope
+    return exponents, slope
 
 
 def log_sums(
@@ -121,13 +125,13 @@ def _write(
                 left = torch.div(left, row_tau[:, None], out=anchors_memory[: len(left)])
             products = products_memory[: len(left) * len(some)].view(-1, len(some))
             torch.mm(left, some.T, out=products)
-            exponents, shift, slope = exponents_of(products, positives[row], row_tau, surrogate)
+            exponents, slope = exponents_of(products, positives[row], row_tau, surrogate)
             if keys is not None:
                 exponents.masked_fill_(keys[0][row, None] == keys[1][column], LEFT_OUT)
             peak = highest(exponents, 1)
             # If l is not the identity, the derivative in tau needs the exponents again.
             probs = exp_(exponents.sub_(peak) if linear else exponents - peak)
-            peak = peak[:, 0] + shift
+            peak = peak[:, 0] + constants_of(positives[row], row_tau, surrogate)
             log_sum = probs.sum(1).log_().add_(peak)
             before = values[row]
             after = log_sum if first else torch.logaddexp(before, log_sum)

@@ -86,11 +86,13 @@ class SimilarityBlocks:
                 similarities = self._similarities(block, part)
                 row_tau = batch.tau[block.row_side, part]
                 rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory)
-                log_sums[block.row_side, part] = torch.logaddexp(log_sums[block.row_side, part], rows)
+                own = log_sums[block.row_side, part]
+                torch.logaddexp(own, rows, out=own)
                 if block.whole:
                     column_tau = batch.tau[block.column_side]
                     columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
-                    log_sums[block.column_side] = torch.logaddexp(log_sums[block.column_side], columns)
+                    other = log_sums[block.column_side]
+                    torch.logaddexp(other, columns, out=other)
         return log_sums - self.log_negatives[batch.local]
 
     def _leave_out(self, values: Tensor, part: slice, instead: float) -> None:
@@ -134,22 +136,20 @@ class SimilarityBlocks:
             row_side, column_side = block.row_side, block.column_side
             for part in reversed(self.parts):  # the last part of the first pass is still cached
                 similarities = self._similarities(block, part)
-                weights, positive, grad_tau = self._weights(
+                weights = self._weights(
                     similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, part,
-                    gaps=memory, out=row_memory,
+                    gaps=memory, out=row_memory, sums=(positive_weight[part], tau_terms[row_side, part]),
                 )
-                positive_weight[part] += positive
-                tau_terms[row_side, part] -= grad_tau
-                column_weights, positive, grad_tau = self._weights(
+                column_weights = self._weights(
                     similarities, batch.all_positives, batch.all_tau[column_side], all_alpha[column_side], 0, part,
                     gaps=self._memory, out=memory,
+                    # The columns' anchors of other processes are summed up there.
+                    sums=(positive_weight, tau_terms[column_side]) if block.whole else None,
                 )
                 self._latest = None  # overwritten
                 weights.add_(column_weights)
                 features[row_side][part].addmm_(weights, block.columns, alpha=1 / batch.size)
                 if block.whole:
-                    positive_weight += positive
-                    tau_terms[column_side] -= grad_tau
                     features[column_side].addmm_(weights.T, block.rows[part], alpha=1 / batch.size)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
@@ -157,27 +157,30 @@ class SimilarityBlocks:
 
     def _weights(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, part: slice,
-        gaps: Tensor, out: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights of a part's pairs in the gradient. The negatives lie along `dim`, the anchors along the other one.
+        gaps: Tensor, out: Tensor, sums: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Weights exp(l / tau - alpha) dl/ds of a part's pairs in the gradient. The negatives lie along `dim`, the
+        anchors along the other one.
 
         Args:
             alpha: log-normalizers of the anchors plus the log of their number of negatives.
             gaps: buffer for intermediate values; may be the memory of `similarities`.
             out: buffer for the weights.
-
-        Returns:
-            exp(l / tau - alpha) dl/ds of each pair; per anchor the sum of these, and of exp(l / tau - alpha) l / tau.
+            sums: per anchor; to the first is added the sum of its weights, and from the second is taken that of
+                exp(l / tau - alpha) l / tau.
         """
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
         weights = exp_(torch.sub(exponents, alpha.unsqueeze(dim), out=like(out, similarities)))
         self._leave_out(weights, part, 0.0)
-        grad_tau = exponents.mul_(weights).sum(dim)
+        if sums is not None:
+            sums[1].sub_(exponents.mul_(weights).sum(dim))
         if isinstance(slope, Tensor) or slope != 1:
             weights.mul_(slope)
-        return weights, weights.sum(dim), grad_tau
+        if sums is not None:
+            sums[0].add_(weights.sum(dim))
+        return weights
 
 
 def like(memory: Tensor, tensor: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[li
 def are_finite(*tensors: Tensor) -> Tensor:
     """Whether each tensor is free of NaN and infinity, (number of tensors,) bool, in one pass: its minimum or maximum
     would show either."""
-    extremes = [extreme for tensor in tensors for extreme in torch.aminmax(tensor.detach())]
-    return torch.stack(extremes).view(-1, 2).isfinite().all(dim=1)
+    extremes = torch.stack([extreme for tensor in tensors for extreme in torch.aminmax(tensor.detach())]).view(-1, 2)
+    return (extremes - extremes == 0).all(dim=1)  # fewer operations than isfinite
 
 
 def exp_(exponents: Tensor) -> Tensor:

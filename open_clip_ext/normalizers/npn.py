@@ -155,7 +155,7 @@ class NPN(Normalizer):
         if `batch.finite` is False, and returns alpha, (2, B).
 
         Args:
-            batch: from `Batch.or_zeros`, so that its values are finite.
+            batch: from `Batch.or_zeros`; its embeddings may not be finite.
         """
         raise NotImplementedError
 
