@@ -75,6 +75,11 @@ class Loss(LossState):
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
+        # Not as a decorator, which would import the compiler, two seconds, with this package.
+        return torch.compiler.disable(super().__call__)(*args, **kwargs)
+
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
         self.epoch = epoch

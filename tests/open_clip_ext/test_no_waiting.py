@@ -57,6 +57,29 @@ def test_no_step_waits_for_the_device(name):
         torch.empty((), device="meta").item()
 
 
+@pytest.mark.parametrize("name", ["fastclip-v3", "neuclip"])
+def test_a_compiled_step_has_a_graph_before_the_loss_and_one_for_its_features(name):
+    """Left to itself, torch.compile makes 18 graphs of a step of fastclip-v3 and 29 of neuclip's."""
+    torch._dynamo.reset()
+    graphs, loss, scale = [], make(name, "cpu"), torch.tensor(20.0, requires_grad=True)
+    encoder = torch.nn.Linear(6, 8)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def step(pictures, captions, index):
+        image, text = (torch.nn.functional.normalize(encoder(given), dim=1) for given in (pictures, captions))
+        loss(image, text, scale * 1.0, index=index).backward()
+
+    loss.set_epoch(0)
+    for _ in range(3):
+        step(torch.randn(16, 6), torch.randn(16, 6), torch.randperm(100)[:16])
+    assert len(graphs) <= 2 and encoder.weight.grad.norm() > 0
+    assert loss.steps == 3
+
+
 @pytest.mark.parametrize("name", ["neuclip", "neuclip, hinge", "neuclip, individual"])
 def test_an_update_of_the_network_is_one_graph(name):
     """torch.compile, which nothing here uses yet, finds nothing in it that it would have to leave to Python."""
