@@ -15,6 +15,13 @@ ENDED_WORKER = re.compile(
     r"|</torch_\S+>: (No space left on device|Cannot allocate memory)"
 )
 
+# In messages of gloo and of the store; then of NCCL, of the process that it fails in and of one that waits in vain.
+LOST_ANOTHER = (
+    "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed",
+    "connection was likely closed", "remote process", "closed by remote peer", "nccl communicator was aborted",
+    "caught collective operation timeout",
+)  # fmt: skip
+
 
 class InputError(ValueError):
     """Bad input from the user: one line that names the argument, the value and what would be right.
@@ -86,9 +93,8 @@ def lost_another_process(error: RuntimeError) -> bool:
     """Whether a collective failed because another process has ended."""
     import torch.distributed as dist
 
-    signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process")
     text = str(error).lower()
-    return dist.is_available() and dist.is_initialized() and any(sign in text for sign in signs)
+    return dist.is_available() and dist.is_initialized() and any(sign in text for sign in LOST_ANOTHER)
 
 
 def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:

@@ -98,6 +98,9 @@ class Saving:
         if loss is not None:
             loss.loss.raise_if_not_finite()
             when = f"step {loss.loss.steps}"
-        for name, parameter in model.named_parameters():
-            if not whole(parameter.isfinite().all()):
+        named = dict(model.named_parameters())
+        # One wait for the device, not one for each parameter.
+        finite = torch.stack([whole(parameter.isfinite().all()) for parameter in named.values()]).tolist()
+        for name, is_finite in zip(named, finite, strict=True):
+            if not is_finite:
                 raise NonFiniteError(f"{when}: {plain_name(name)} is not finite; training cannot continue")

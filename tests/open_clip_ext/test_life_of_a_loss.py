@@ -14,6 +14,7 @@ from torch import nn
 from open_clip_ext import InputError, NonFiniteError, create_loss
 from open_clip_ext.batch import add_eps
 from open_clip_ext.distributed import transportable
+from open_clip_ext.errors import lost_another_process
 from open_clip_ext.losses.global_contrastive import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
@@ -557,3 +558,36 @@ def test_a_reference_and_keys_are_refused_where_they_are_needed_or_have_no_place
     for name, options in (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
         with pytest.raises(ValueError, match="key: .* takes no keys"):
             create_loss(name, num_samples=8, epochs=1, **options)(image, text, scale, index=rows(), key=rows())
+
+
+@ONE_OF_EACH
+def test_a_step_that_a_scaler_skips_updates_the_state_once(name):
+    """Scaled gradients overflowed, but the batch was finite: the weights stay, the estimates know the batch."""
+    loss, other = make(name), make(name)
+    encoder = nn.Linear(3, 8)
+    before, inputs, text = encoder.weight.detach().clone(), unit(torch.Generator(), 4, 3), features()[1].detach()
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1000)
+    image = nn.functional.normalize(encoder(inputs.float()), dim=1)
+    other(image.detach().requires_grad_(), text, torch.tensor(20.0), index=rows())
+    scaler.scale(1e3 * loss(image, text, torch.tensor(20.0), index=rows())).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**126 and torch.equal(encoder.weight, before)
+    assert loss.steps == 1
+    same_state(loss.full_state(), other.full_state())
+
+
+def test_signs_of_a_lost_process(monkeypatch):
+    """In the words of gloo, of the store and of NCCL, as PyTorch 2.14 has them; an error of one's own is none."""
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    for message in (
+        "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4077",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.\nLast "
+        "error:\nsocketProgress: Connection closed by remote peer node-2<40211>",
+        "NCCL communicator was aborted on rank 1.",
+        "[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST) ran for 7200011",
+    ):
+        assert lost_another_process(torch.distributed.DistBackendError(message)), message
+    assert not lost_another_process(RuntimeError("CUDA error: an illegal memory access was encountered"))

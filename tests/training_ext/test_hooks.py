@@ -4,12 +4,15 @@ import importlib
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import open_clip
 import pytest
 import torch
 from conftest import LOSSES, ext_main, run_main
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from open_clip_ext.losses import NonFiniteError
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.core.rows import DataRows
 from training_ext.core.shards import Shards
@@ -17,6 +20,7 @@ from training_ext.flags.params import parse_args
 from training_ext.launch import check_seams, session_class
 from training_ext.openclip.hosts import host
 from training_ext.openclip.patching import look_up
+from training_ext.saving import Saving
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
 
@@ -121,3 +125,24 @@ def test_the_table_is_printed_with_who_answers_each_event(capsys):
     printed = capsys.readouterr().out
     assert all(f"{seam.module}.{seam.path}\n    {seam.why}" in printed for seam in seams())
     assert re.search(r"^evaluated +.*\bKeepBest\b", printed, re.M)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads one by one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_save_waits_for_the_device_once_and_not_for_each_parameter():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(9)))
+    saving = Saving(None, SimpleNamespace(epoch=3))
+    with Reads() as reads:
+        saving.raise_if_not_finite(model, None)
+        assert reads.count == 0  # one copy of all results
+        model[4].bias.data[1] = torch.inf
+        with pytest.raises(NonFiniteError, match="^epoch 3: 4.bias is not finite"):
+            saving.raise_if_not_finite(model, None)
