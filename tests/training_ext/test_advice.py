@@ -28,7 +28,7 @@ def test_captions_that_are_cut(length, share, lost, enough):
     args = parse_args(f"{COMMON} --loss clip".split())
     (line, *more) = advise_on_captions(args, SeenCaptions(["x " * length, *"abc"], 2, "")) or [""]
     assert not more and ("--model: " + share in line if share else line == "")
-    assert not share or f"lose {lost} % of theirs; with --force-context-length {enough} " in line
+    assert not share or f"lose {lost} % of theirs; --force-context-length {enough} " in line
 
 
 @pytest.mark.parametrize(

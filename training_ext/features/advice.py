@@ -84,8 +84,8 @@ def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
             enough = 8 * ceil(lengths.quantile(0.99).item() / 8)
             yield (
                 f"--model: {100 * share:.2g} % of the first {len(cut)} captions are longer than the {length} tokens "
-                f"that {args.model} reads, and lose {100 * lost:.2g} % of theirs; with --force-context-length {enough} "
-                "99 in 100 are read whole"
+                f"that {args.model} reads, and lose {100 * lost:.2g} % of theirs; --force-context-length {enough} "
+                "lets it read 99 % of the captions whole"
             )
 
 
