@@ -207,11 +207,11 @@ def test_images_are_encoded_again_only_with_size(written, tmp_path):
         ("{folder} --out {tmp}/x --val-share 1", "--val-share: 1.0 is out of range"),
         ("{folder} --out {tmp}/x --val {tmp}/none", "--val: .* does not exist"),
         ("{folder} --out {tmp}/x --size 0", "--size: 0 is out of range"),
-        ("{tmp}/none --out {tmp}/x", "SOURCE: .* does not exist"),
-        ("{tmp}/empty --out {tmp}/x", "SOURCE: there are no pairs: no image with a .txt beside it"),
+        ("{tmp}/none --out {tmp}/x", "error: .* does not exist"),
+        ("{tmp}/empty --out {tmp}/x", "error: there are no pairs: no image with a .txt beside it"),
         ("{tmp}/t.csv --out {tmp}/x", "--csv-separator: .* give ','"),
         ("{tmp}/t.csv --out {tmp}/x --csv-separator ,", "--csv-img-key: .* has no column 'filepath'; .* 'a', 'b'"),
-        ("{tmp}/t.xls --out {tmp}/x", "SOURCE: .* is no folder, .csv, .tsv or .parquet"),
+        ("{tmp}/t.xls --out {tmp}/x", "error: .* is no folder, .csv, .tsv or .parquet"),
     ],
 )
 def test_wrong_input(folder, tmp_path, capsys, arguments, line):

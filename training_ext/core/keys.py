@@ -53,7 +53,7 @@ def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_cs
     return read(path, **as_text, **more).reset_index(drop=True)
 
 
-def open_csv(args: Namespace, path: str, flag: str, read: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+def open_csv(args: Namespace, path: str, flag: str | None, read: Callable[[], pd.DataFrame]) -> pd.DataFrame:
     """The csv that `read` reads, with the columns of images and captions.
 
     Raises:

@@ -68,7 +68,7 @@ def run(argv: list[str]) -> None:
             raise InputError(f"{args.out!r} is in the source {source!r}; give a folder outside", "--out")
     check_writable("--out", args.out)
     left_out: LeftOut = {}
-    train = find_sources(args.sources, args, "SOURCE", left_out)
+    train = find_sources(args.sources, args, None, left_out)
     if args.val:
         val = find_sources(args.val, args, "--val", left_out)
     else:
@@ -101,7 +101,7 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
     write(out, jobs, report, args.size)
     counts = {name: sum(n for file, n in report.shards.items() if file.startswith(name)) for name in ("train", "val")}
     if not counts["train"]:
-        raise InputError(f"none of the images can be used: {report.told()}", "SOURCE")
+        raise InputError("none of the images can be used: " + " ".join(report.told().split()))
     with whole_file(out / SIZES, text=True) as file:
         json.dump(report.shards, file, indent=1)
     images = [(found[1], pair) for pair, found in read_images(train[:SHOWN], SHOWN_SIZE, {}) if found is not None]

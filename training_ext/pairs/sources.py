@@ -58,7 +58,7 @@ def drawn(seed: int, name: str) -> bytes:
     return hashlib.blake2b(f"{seed} {name}".encode(errors="replace"), digest_size=8).digest()
 
 
-def find_sources(paths: Iterable[str], args: Namespace, flag: str, left_out: LeftOut) -> list[Pair]:
+def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_out: LeftOut) -> list[Pair]:
     """The pairs of all sources; those with files of their own are shuffled by `--seed`, a parquet's keep their order.
 
     Args:
@@ -106,7 +106,7 @@ def _of_table(table: pd.DataFrame, path: str, args: Namespace, left_out: LeftOut
     return [Pair(image, texts, os.path.join(beside, image)) for image, texts in captions.items()]
 
 
-def _of_parquet(path: str, args: Namespace, flag: str, left_out: LeftOut) -> list[Pair]:
+def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut) -> list[Pair]:
     try:
         from pyarrow import parquet, types
     except ImportError:
