@@ -15,7 +15,7 @@ import pandas as pd
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import is_empty
 from training_ext.core.keys import check_columns, open_csv
-from training_ext.core.pair_folders import find_pairs
+from training_ext.core.pair_folders import find_pairs, place_of
 
 LeftOut = dict[str, list[str]]
 """Names of what is left out, by reason."""
@@ -94,7 +94,7 @@ def _of_table(table: pd.DataFrame, path: str, args: Namespace, left_out: LeftOut
     captions: dict[str, list[str]] = {}
     for line, (image, cell) in enumerate(zip(table[args.csv_img_key], table[args.csv_caption_key], strict=True)):
         if is_empty(image):
-            left_out.setdefault(EMPTY_IMAGE, []).append(f"line {line + 1} of the pairs in {path}")
+            left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, line))
         else:
             captions.setdefault(str(image), []).extend(_texts(cell))
     beside = os.path.dirname(path)
