@@ -55,7 +55,7 @@ def parse(argv: list[str]) -> Namespace:
     add("--zeroshot-data", metavar="DIR", help="classify your own images: class folders of images, or shards")
     add(
         "--val-data", metavar="PATH",
-        help="retrieval on your own pairs: a csv, shards or folder as for a training, or the folder of a retrieval task",
+        help="retrieval on your own pairs: a csv, shards or folder as for a training, or a retrieval task's folder",
     )
     add("--csv-separator", default="\t", metavar="CHAR", help="of a csv (default: a tab)")
     add("--csv-img-key", default="filepath", metavar="NAME", help="column of the images (default: filepath)")
