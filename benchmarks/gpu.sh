@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# All measurements that need a GPU, in parts of at most 8 minutes; about 20 minutes in all on an H100.
+# All measurements that need a GPU, in the order of what they decide, in parts of at most 8 minutes; each prints its
+# figures as it gets them, and is useful alone.
 #
 #   bash benchmarks/gpu.sh                        all parts; tables on the terminal, JSON in gpu-results/
 #   bash benchmarks/gpu.sh parity loss            these parts
-#   ICONS=icons bash benchmarks/gpu.sh icons      with the folder of `make_shards icons` (docs/icons.md)
+#   ICONS=icons bash benchmarks/gpu.sh icons      with the folder of `make_shards icons` (docs/icons.md); BATCHES="64 32"
+#                                                 trains at these batches alone
 #   PEERS=peers.py bash benchmarks/gpu.sh loss    also losses of other code, see benchmarks/loss.py
 #   TINY=1 bash benchmarks/gpu.sh                 the same commands on a CPU in a few minutes, to try the script
 #
@@ -21,7 +23,8 @@ if [[ -n ${TINY:-} ]]; then
     network=(--batch-sizes 16 -m 64 --dim 16 --also bfloat16)
     rows=(--rows 1000 10000 --batch-size 64)
     models=("ViT-shapes-tiny 4") parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
-    demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batch=16 warmup=1
+    demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
+    pairs=(--train-num-samples 64 --batch-size 4)
 else
     device=cuda precision=amp_bf16 seconds=4
     sizes=(--batch-sizes 512 1024 4096 16384 --dtypes float32 bfloat16
@@ -29,7 +32,8 @@ else
     network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
     models=("ViT-B-32 512" "RN50 256") parity=()
-    demo=(--processes 1 --batch 128) epochs=30 samples=${ICONS_SAMPLES:-20000} batch=64 warmup=500
+    demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
+    pairs=(--train-num-samples 20000 --batch-size 128)
 fi
 common=(--device "$device" --seconds "$seconds")
 
@@ -51,7 +55,7 @@ steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's tim
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --losses neuclip queue fastclip-v3 tuneclip --json "$OUT/steps-$name.json"
+            --prototypes 4096 --losses fastclip-v3 neuclip queue tuneclip --json "$OUT/steps-$name.json"
     done
 }
 precision() {  # what TF32 and bfloat16 do to the estimates
@@ -63,33 +67,59 @@ demo() {
 tests() {  # the library's tests on this machine
     "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext ${TINY:+-k test_queue}
 }
-icons() {  # the main methods of the comparison on icons, one seed each
-    if [[ -z ${ICONS:-} ]]; then
+# A training of the command; the lines of its log with pattern $1, of the last step or the evaluation.
+train() {
+    local pattern=$1 log=$OUT/$2.txt
+    shift 2
+    "$PYTHON" "$@" --precision "$precision" --lr 1e-3 --wd 0.1 --logs "$OUT/logs" > "$log" 2>&1 || { tail -3 "$log"; return 1; }
+    grep "$pattern" "$log" | tail -1 | grep .  # fails without a line
+}
+processes() {  # two processes on one GPU over gloo, and over NCCL where there are two GPUs
+    local backends=(gloo) where loss
+    [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -lt 2 ]] || backends+=(nccl)
+    for backend in "${backends[@]}"; do
+        where=(--device "$device")
+        [[ $device == cpu || $backend == nccl ]] || where=(--device cuda:0 --no-set-device-rank)
+        for loss in clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2; do
+            echo "$backend, $loss:"
+            train " loss .*/s " "processes-$backend-${loss// /}" -m torch.distributed.run --standalone --nproc_per_node 2 \
+                -m -- open_clip_ext.main --loss $loss --dist-backend $backend "${where[@]}" --model ViT-shapes-tiny \
+                --dataset-type shapes --workers 1 --epochs 1 --warmup 10 --log-every-n-steps 1 --zeroshot-frequency 0 \
+                --name "processes-$backend-${loss// /}" "${pairs[@]}" || return 1
+        done
+    done
+}
+icons() {  # the main methods of the comparison on icons at each batch, one seed; large batches, the fastest, first
+    # A trial without icons takes shapes.
+    local data=(--model ViT-shapes-tiny --dataset-type shapes --train-num-samples "$samples" --val-num-samples 32)
+    if [[ -n ${ICONS:-} ]]; then
+        local shards=("$ICONS"/train-*.tar)
+        data=(--model ViT-icons-tiny --dataset-type webdataset --train-num-samples "$samples"
+            --train-data "$(IFS=:; echo "${shards[*]}" | sed 's/:/::/g')" --val-data "$ICONS/test-000000.tar")
+    elif [[ -z ${TINY:-} ]]; then
         echo "icons: give ICONS=FOLDER; left out"
         return 0
     fi
-    local data=("$ICONS"/train-*.tar)
-    local recipe=(--model ViT-icons-tiny --device "$device" --precision "$precision" --workers 4 --batch-size "$batch"
-        --lr 1e-3 --wd 0.1 --warmup $warmup --epochs "$epochs" --dataset-type webdataset --train-num-samples "$samples"
-        --train-data "$(IFS=:; echo "${data[*]}" | sed 's/:/::/g')" --val-data "$ICONS/test-000000.tar"
-        --save-frequency 0 --logs "$OUT/icons")
-    for method in "clip" "neuclip --rho 6.5" "queue --rho 6.5" "fastclip-v3 --rho 6.5"; do
-        "$PYTHON" -m open_clip_ext.main --loss $method --name "${method%% *}" "${recipe[@]}" > "$OUT/icons-${method%% *}.txt" 2>&1 ||
-            { tail -3 "$OUT/icons-${method%% *}.txt"; return 1; }
-        echo "$method: $(grep 'Eval Epoch' "$OUT/icons-${method%% *}.txt" | tail -1)"
+    for batch in ${BATCHES:-$batches}; do
+        for method in "clip" "neuclip --rho 6.5" "queue --rho 6.5" "fastclip-v3 --rho 6.5"; do
+            echo "batch $batch, $method:"
+            train "Eval Epoch" "icons-$batch-${method%% *}" -m open_clip_ext.main --loss $method --device "$device" \
+                --workers 4 --batch-size "$batch" --warmup "$warmup" --epochs "$epochs" --save-frequency 0 \
+                --name "icons-$batch-${method%% *}" "${data[@]}" || return 1
+        done
     done
 }
-export -f parity loss network rows steps precision demo tests icons
+export -f parity steps loss network processes icons rows precision demo tests train
 
 failed=0
 for part in "${@:-}"; do
-    parts=(${part:-parity steps loss network rows precision demo tests icons})
+    parts=(${part:-parity steps loss network processes icons rows precision demo tests})
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
         if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models parity \
-            demo epochs samples batch warmup common); $name"; then
+            demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi
