@@ -81,13 +81,16 @@ class SimilarityBlocks:
         batch = self.batch
         log_sums = torch.full_like(batch.tau, -math.inf)
         memory = self._part_memory()
+        once = len(self.blocks) == 2  # all negatives of an anchor are in one part
         for block in self.blocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
                 row_tau = batch.tau[block.row_side, part]
-                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory)
                 own = log_sums[block.row_side, part]
-                torch.logaddexp(own, rows, out=own)
+                out = own if once else None
+                rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory, out)
+                if not once:
+                    torch.logaddexp(own, rows, out=own)
                 if block.whole:
                     column_tau = batch.tau[block.column_side]
                     columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
@@ -105,13 +108,14 @@ class SimilarityBlocks:
             values.masked_fill_(keys[:, None] == self.batch.keys, instead)
 
     def _log_sum(
-        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, part: slice, memory: Tensor
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, part: slice, memory: Tensor,
+        out: Tensor | None = None,
     ) -> Tensor:
         """log-sum-exp over the negatives, which lie along `dim`; the anchors lie along the other dimension."""
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(memory, similarities))
         exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
         self._leave_out(exponents, part, -math.inf)
-        return log_sum_exp_(exponents, dim)
+        return log_sum_exp_(exponents, dim, out)
 
     def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
@@ -129,57 +133,66 @@ class SimilarityBlocks:
             Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
         """
         batch = self.batch
-        alpha, all_alpha = alpha + self.log_negatives[batch.local], all_alpha + self.log_negatives
-        tau_terms, positive_weight = torch.zeros_like(alpha), torch.zeros_like(batch.positives)
+        all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
+        shift, all_shift = -(alpha + self.log_negatives[batch.local]), -(all_alpha + self.log_negatives)
+        sums = alpha.new_zeros(2, 2, len(batch.positives))  # by side of the anchor, as in `_weights`
         memory, row_memory = self._part_memory(), self._part_memory()
         for block in reversed(self.blocks):
             row_side, column_side = block.row_side, block.column_side
+            row_sums, column_sums = torch.empty_like(sums[0]), torch.empty_like(sums[0])
             for part in reversed(self.parts):  # the last part of the first pass is still cached
                 similarities = self._similarities(block, part)
                 weights = self._weights(
-                    similarities, batch.positives[part], batch.tau[row_side, part], alpha[row_side, part], 1, part,
-                    gaps=memory, out=row_memory, sums=(positive_weight[part], tau_terms[row_side, part]),
+                    similarities, batch.positives[part], batch.tau[row_side, part], shift[row_side, part], 1, part,
+                    gaps=memory, out=row_memory, sums=row_sums[:, part],
                 )
+                # The columns' anchors of other processes are summed up there.
                 column_weights = self._weights(
-                    similarities, batch.all_positives, batch.all_tau[column_side], all_alpha[column_side], 0, part,
-                    gaps=self._memory, out=memory,
-                    # The columns' anchors of other processes are summed up there.
-                    sums=(positive_weight, tau_terms[column_side]) if block.whole else None,
+                    similarities, batch.all_positives, all_tau[column_side], all_shift[column_side], 0, part,
+                    gaps=self._memory, out=memory, sums=column_sums if block.whole else None,
                 )
                 self._latest = None  # overwritten
+                if block.whole:
+                    sums[column_side] += column_sums
                 weights.add_(column_weights)
                 features[row_side][part].addmm_(weights, block.columns, alpha=1 / batch.size)
                 if block.whole:
                     features[column_side].addmm_(weights.T, block.rows[part], alpha=1 / batch.size)
+            sums[row_side] += row_sums
+        positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
-        return tau_terms
+        return -sums[:, 1]
 
     def _weights(
-        self, similarities: Tensor, positives: Tensor, tau: Tensor, alpha: Tensor, dim: int, part: slice,
-        gaps: Tensor, out: Tensor, sums: tuple[Tensor, Tensor] | None,
+        self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,
+        gaps: Tensor, out: Tensor, sums: Tensor | None,
     ) -> Tensor:
         """Weights exp(l / tau - alpha) dl/ds of a part's pairs in the gradient. The negatives lie along `dim`, the
         anchors along the other one.
 
         Args:
-            alpha: log-normalizers of the anchors plus the log of their number of negatives.
+            shift: less alpha and less the log of the number of negatives, of the anchors.
             gaps: buffer for intermediate values; may be the memory of `similarities`.
             out: buffer for the weights.
-            sums: per anchor; to the first is added the sum of its weights, and from the second is taken that of
-                exp(l / tau - alpha) l / tau.
+            sums: (2, anchors), for the sum of each anchor's weights and that of exp(l / tau - alpha) l / tau.
         """
         gaps = torch.sub(similarities, positives.unsqueeze(dim), out=like(gaps, similarities))
         slope = self.surrogate.slope(gaps)
-        exponents = self.surrogate.value(gaps).div_(tau.unsqueeze(dim))
-        weights = exp_(torch.sub(exponents, alpha.unsqueeze(dim), out=like(out, similarities)))
+        values, out = self.surrogate.value(gaps), like(out, similarities)
+        tau, shift = tau.unsqueeze(dim), shift.unsqueeze(dim)
+        if sums is None:
+            torch.addcdiv(shift, values, tau, out=out)
+        else:
+            torch.add(values.div_(tau), shift, out=out)
+        weights = exp_(out)
         self._leave_out(weights, part, 0.0)
         if sums is not None:
-            sums[1].sub_(exponents.mul_(weights).sum(dim))
+            torch.sum(values.mul_(weights), dim, out=sums[1])
         if isinstance(slope, Tensor) or slope != 1:
             weights.mul_(slope)
         if sums is not None:
-            sums[0].add_(weights.sum(dim))
+            torch.sum(weights, dim, out=sums[0])
         return weights
 
 
