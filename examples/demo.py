@@ -5,8 +5,8 @@ the same global objective with the batch's own estimates.
 
     make demo
 
-The icons come from the wheel of mkdocs-material, which `make demo` downloads (9 MB). Two trainings run at a time, which
-takes about five minutes on 2 CPU cores. Shards, logs, checkpoints and the plot go to `demo/`. A second run starts over.
+The icons come from the wheel of mkdocs-material, which `make demo` downloads (9 MB). Two trainings run at a time, about
+seven minutes on 2 CPU cores. Shards, logs, checkpoints and the plot go to `demo/`. A second run starts over.
 """
 
 import argparse
