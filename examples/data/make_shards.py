@@ -27,17 +27,12 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import os
 import random
-import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from itertools import islice
-from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 import evalset
@@ -53,30 +48,20 @@ from icons import (
     split_icons,
 )
 from PIL import Image
+from shard_folder import Sample, Samples, check_out, write_all
 from small_icons import collect_small_icons, split_small_icons
-from tqdm import tqdm
 
 from open_clip_ext.data.scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, describe_scene, shifted_caption
-from open_clip_ext.files import PARTIAL, is_full, whole_file
+from open_clip_ext.files import is_full
 from training_ext.core.shard_scan import usable_cores
-from training_ext.pairs.shards import SIZES as SIZES_FILE
-from training_ext.pairs.shards import pattern, why_unfit, write_shard
+from training_ext.pairs.shards import SIZES, pattern
 
 SHAPES_NUM_SAMPLES = 10_000
 SHAPES_VAL_SAMPLES = 1_000
 DIGITS_VAL_SAMPLES = 297
 
-_OWN_FILE = re.compile(
-    r"((train|val|test)-\d{6}\.tar|sizes\.json|licenses\.tsv"
-    r"|zeroshot-(concepts|emoji)/(classnames\.txt|zeroshot_classification_templates\.txt|test/(nshards\.txt|0\.tar)))"
-    r"(\.([0-9a-f]{8}\.)?partial)?"
-)
 _MAX_SAMPLES = 1_000_000_000
 _MAX_SEED = 2**63 - 1
-
-# Key, image, caption, label.
-Sample = tuple[str, bytes, str, int | None]
-Samples = tuple[int, Iterator[Sample]]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -166,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _make_evalset(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     try:
-        folder = _check_out(args.out, args.overwrite)
+        folder = check_out(args.out, args.overwrite)
         _check_options(args)
         for name, default in (("val_samples", None), ("image_format", "png")):
             if getattr(args, name) != default:
@@ -303,44 +288,6 @@ def _splits(args: argparse.Namespace) -> dict[str, Samples]:
     }
 
 
-def _check_out(out: str, overwrite: bool) -> Path:
-    if wrong := why_unfit(out):
-        raise ValueError(f"argument --out: {wrong}")
-    folder = Path(out)
-    try:
-        _check_folder(folder, out, overwrite)
-    except OSError as error:  # a name that is too long, a folder that may not be entered
-        raise ValueError(f"argument --out: the folder {out!r} cannot be made: {error.strerror or error}") from error
-    return folder
-
-
-def _check_folder(folder: Path, out: str, overwrite: bool) -> None:
-    """Raise ValueError or OSError if `folder`, given as `out`, cannot be made or has shards already."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"argument --out: must be a folder, got the file {out!r}")
-    held = [path for name in ("*.tar", SIZES_FILE, evalset.TASKS_FILE) for path in sorted(folder.glob(name))]
-    held += [path for path in sorted(_own_files(folder)) if path.suffix != PARTIAL] if folder.exists() else []
-    if held and not overwrite:
-        holds = held[0].relative_to(folder).as_posix()
-        raise ValueError(f"argument --out: {out!r} already holds {holds}; name another folder or add --overwrite")
-    _check_sizes(folder)
-    # Checked before minutes of rendering, and without creating anything.
-    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise ValueError(f"argument --out: the folder {out!r} cannot be made in {str(above)!r}")
-
-
-def _check_sizes(folder: Path) -> None:
-    """Raise ValueError if the folder's sizes.json, which will be replaced, counts shards of other names."""
-    try:
-        sizes = json.loads((folder / SIZES_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return
-    other = [name for name in sizes if not _OWN_FILE.fullmatch(name)] if isinstance(sizes, dict) else []
-    if other:
-        raise ValueError(f"argument --out: {SIZES_FILE} in {str(folder)!r} counts {other[0]}, too; name another folder")
-
-
 def _encode(image: Image.Image, image_format: str) -> bytes:
     stream = io.BytesIO()
     if image_format == "png":
@@ -348,58 +295,6 @@ def _encode(image: Image.Image, image_format: str) -> bytes:
     else:
         image.save(stream, "JPEG", quality=95, subsampling=0)
     return stream.getvalue()
-
-
-def _own_files(folder: Path) -> list[Path]:
-    paths = [*folder.iterdir(), *folder.glob("zeroshot-*/*"), *folder.glob("zeroshot-*/test/*")]
-    return [path for path in paths if _OWN_FILE.fullmatch(path.relative_to(folder).as_posix())]
-
-
-def _write_shard(path: Path, samples: Iterator[Sample], count: int, image_format: str, bar: tqdm) -> None:
-    def members() -> Iterator[dict[str, str | bytes]]:
-        for key, image, caption, label in islice(samples, count):
-            named = {} if label is None else {"cls": str(label).encode()}
-            yield {"__key__": key, image_format: image, "txt": caption.encode(), **named}
-            bar.update()
-
-    write_shard(path, members())
-
-
-def _write_all(
-    folder: Path,
-    splits: dict[str, Samples],
-    beside: dict[str, str | Samples],
-    per_shard: int,
-    image_format: str,
-) -> dict[str, int]:
-    own = _own_files(folder)
-    # sizes.json is removed first, so that an interrupted run never looks complete.
-    for path in sorted(own, key=lambda path: path.name != SIZES_FILE):
-        path.unlink()
-    sizes: dict[str, int] = {}
-    for split, (total, samples) in splits.items():
-        with tqdm(total=total, desc=split, unit="sample", disable=not total) as bar:
-            for shard, start in enumerate(range(0, total, per_shard)):
-                count = min(per_shard, total - start)
-                path = folder / f"{split}-{shard:06d}.tar"
-                _write_shard(path, samples, count, image_format, bar)
-                sizes[path.name] = count
-    for name, content in beside.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            _write_text(path, content)
-            continue
-        total, samples = content
-        with tqdm(total=total, desc=name, unit="sample") as bar:
-            _write_shard(path, samples, total, image_format, bar)
-    _write_text(folder / SIZES_FILE, json.dumps(sizes, indent=2) + "\n")
-    return sizes
-
-
-def _write_text(path: Path, text: str) -> None:
-    with whole_file(path, text=True) as file:
-        file.write(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -432,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spool: BinaryIO) -> int:
     try:
-        folder = _check_out(args.out, args.overwrite)
+        folder = check_out(args.out, args.overwrite)
         _check_options(args)
         splits, beside = _icon_splits(args, spool) if "icons" in args.source else (_splits(args), {})
         shards = {split: -(-total // args.samples_per_shard) for split, (total, _) in splits.items()}
@@ -449,11 +344,11 @@ def _make_shards(parser: argparse.ArgumentParser, args: argparse.Namespace, spoo
         return 1
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = _write_all(folder, splits, beside, args.samples_per_shard, args.image_format)
+        sizes = write_all(folder, splits, beside, args.samples_per_shard, args.image_format)
     except OSError as error:
         print(f"make_shards: writing to {args.out!r} failed: {error}", file=sys.stderr)
         return 1
-    print(f"wrote {len(sizes)} shards and {SIZES_FILE} to {folder}")
+    print(f"wrote {len(sizes)} shards and {SIZES} to {folder}")
     for split, (total, _) in splits.items():
         if total:
             option = "val" if split == "test" else split

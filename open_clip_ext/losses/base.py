@@ -78,7 +78,8 @@ class Loss(LossState):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
         # Not as a decorator, which would import the compiler, two seconds, with this package.
-        return torch.compiler.disable(super().__call__)(*args, **kwargs)
+        call = super().__call__
+        return (torch.compiler.disable(call) if torch.compiler.is_compiling() else call)(*args, **kwargs)
 
     def set_epoch(self, epoch: int) -> None:
         """Start epoch `epoch`, 0-based; epochs of a recovery of statistics count. Required where `follows_epochs`."""
