@@ -61,14 +61,12 @@ class MLP(NPN):
             parameter.copy_(new.named[name])
 
     def _gradient_setter(self, batch: Batch) -> Callable[[], Tensor]:
-        image, text = (torch.where(batch.finite, features, 0.0) for features in (batch.all_image, batch.all_text))
-
         def set_gradient() -> Tensor:
-            log_ratio = self.network(image, text) - batch.all_positives / batch.all_tau
+            log_ratio = self.network(batch.all_image, batch.all_text) - batch.all_positives / batch.all_tau
             alpha = add_eps(log_ratio, self.eps)
             slopes = self.objective.slope(batch.all_log_batch, alpha) * (log_ratio - alpha).exp()
             slopes *= self.objective.weight(batch.all_tau) / batch.size
-            self.network.backward(image, text, slopes, batch.finite)
+            self.network.backward(batch.all_image, batch.all_text, slopes, batch.finite)
             return alpha
 
         return set_gradient

@@ -20,7 +20,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from training_ext.core.checkpoint import KEY
 from training_ext.core.loader import RowLoader
-from training_ext.core.rows import find_rows
+from training_ext.core.rows import find_rows, kind_of
 from training_ext.core.seeding import AT_BATCH, AT_EPOCH, Start
 from training_ext.core.tags import NUMBER, ROW, Tags
 from training_ext.features.recovery import recovered
@@ -269,3 +269,16 @@ def test_shards_without_a_table_are_not_looked_into(run, datasets):
         for name, count in (("given", "--train-num-samples 48"), ("unknown", ""))
     )
     assert given.logged() == unknown.logged()
+
+
+@pytest.mark.parametrize("path", ["a.csv", "b/a.tsv", "s3://b/{00..12}.tar", "a.tar.gz", "a", "csv"])
+def test_the_kind_of_data_is_open_clips(path):
+    kinds = {open_clip_train.data.get_wds_dataset: "webdataset", open_clip_train.data.get_csv_dataset: "csv"}
+    args = SimpleNamespace(dataset_type="auto")
+    try:
+        kind = kinds[open_clip_train.data.get_dataset_fn(path, "auto")]
+    except ValueError:
+        with pytest.raises(InputError, match="^--train-data: "):
+            kind_of(args, path)
+    else:
+        assert kind_of(args, path) == kind

@@ -21,7 +21,7 @@ from open_clip_ext.make_shards import main as make_shards
 from training_ext.core.keys import keys_of_captions
 from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
 from training_ext.pairs import command, writing
-from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE
+from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, Pair
 from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
 
 CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
@@ -124,6 +124,13 @@ def test_a_stopped_run_resumes(folder, written, tmp_path, monkeypatch, capsys):
     (folder / "00.txt").write_text("another")
     assert make_shards(words) == 2
     assert "--out: " in (line := capsys.readouterr().err) and "of other pairs or settings" in line
+
+
+def test_a_share_has_a_pair_to_validate_on_and_leaves_one_to_train_on():
+    pairs = [Pair(str(number), ["a"], "") for number in range(9)]
+    assert [len(command.split(pairs, share, 0)[1]) for share in (0, 0.01, 0.3, 0.99)] == [0, 1, 3, 8]
+    train, val = command.split(pairs, 0.3, 0)
+    assert sorted([*train, *val], key=pairs.index) == pairs and command.split(pairs, 0.3, 1)[1] != val
 
 
 def test_they_train_by_the_printed_command(folder, written, run):
