@@ -1,0 +1,131 @@
+"""TuneCLIP against interpolated weights (WiSE-FT): what is kept of the old kind at the same knowledge of the new.
+
+    python examples/finetune.py --icons kinds --folder finetune-icons --epochs 2 --osr-epochs 2 --variants \
+        clip "recovery + GCL" "recovery + HGCL"
+    python examples/evidence/interpolate.py --icons kinds --folder finetune-icons
+
+The weights of each run's end are interpolated with those of the pretrained model at nine shares, and scored on the old
+kind (zero-shot accuracy) and on the new (R@10, mean of both directions). Two comparisons with Holm's correction, paired
+by seed and declared before the first score: the old kind's accuracy of recovery + GCL, and of recovery + HGCL, less the
+best of `clip` interpolated that has at least the same R@10 of the new kind, along straight lines between the shares.
+
+Scores go to FOLDER/interpolated and are not repeated, all of them to FOLDER/interpolated.jsonl, a plot beside it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+
+from grid import HERE
+
+sys.path.append(str(HERE.parent))
+from paired import p_values, shown
+from palette import styles
+
+ALPHAS = [number / 8 for number in range(9)]
+OURS = ("recovery + GCL", "recovery + HGCL")
+NAMES = {"clip": "clip", "recovery + GCL": "recovery-gcl", "recovery + HGCL": "recovery-hgcl"}  # folders of the runs
+Curve = list[tuple[float, float]]  # (new, old) in percent at each of ALPHAS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--icons", type=Path, required=True, help="folder of mono/ and emoji/, as for finetune.py")
+    parser.add_argument("--folder", type=Path, required=True, help="--folder of finetune.py")
+    args = parser.parse_args()
+    seeds = sorted(int(path.name.rpartition("-")[2]) for path in (args.folder / "logs").glob("clip-[0-9]*"))
+    if not seeds:
+        parser.error(f"--folder: {str(args.folder)!r} has no logs/clip-0; give the folder that finetune.py wrote")
+    curves = {variant: [score(args, f"{name}-{seed}") for seed in seeds] for variant, name in NAMES.items()}
+    lines = [
+        {"variant": variant, "seed": seed, "alpha": alpha, "new": new, "old": old}
+        for variant, runs in curves.items()
+        for seed, curve in zip(seeds, runs, strict=True)
+        for alpha, (new, old) in zip(ALPHAS, curve, strict=True)
+    ]
+    (args.folder / "interpolated.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print("\n".join(report(curves)))
+    draw(curves, args.folder / "interpolated.png")
+
+
+def score(args: argparse.Namespace, name: str) -> Curve:
+    """The scores of one run's weights at each share."""
+    last = max((args.folder / "logs" / name / "checkpoints").glob("epoch_*.pt"), key=lambda path: path.stat().st_mtime)
+    start = next((args.folder / "logs" / "pretrained" / "checkpoints").glob("epoch_4.pt"))
+    out = args.folder / "interpolated" / name
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "open_clip_ext.evaluate", "--checkpoint", str(last), "--interpolate", str(start)]
+    command += ["--alphas", ",".join(map(str, ALPHAS)), "--device", "cpu", "--workers", "0", "--out", str(out)]
+    command += ["--zeroshot-data", str(args.icons / "mono" / "zeroshot-concepts")]
+    command += ["--val-data", str(args.icons / "emoji" / "test-000000.tar")]
+    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+        sys.exit(2)
+    return [read(next(out.glob(f"*@{alpha:g}.jsonl"))) for alpha in ALPHAS]
+
+
+def read(path: Path) -> tuple[float, float]:
+    metrics: dict[str, float] = {}
+    for line in path.read_text().splitlines():
+        metrics |= json.loads(line)["metrics"]
+    recalls = [metrics[f"{way}_retrieval_recall@10"] for way in ("text", "image")]
+    return 50 * sum(recalls), 100 * metrics["acc1"]
+
+
+def best_old(curve: Curve, new: float) -> float:
+    """The largest accuracy of the old kind on the curve where it has at least `new` of the new kind."""
+    found = [old for ours, old in curve if ours >= new]
+    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+        if min(x0, x1) <= new <= max(x0, x1) and x0 != x1:
+            found.append(y0 + (y1 - y0) * (new - x0) / (x1 - x0))
+    return max(found)
+
+
+def differences(curves: dict[str, list[Curve]], variant: str) -> list[float]:
+    """Old accuracy of the variant's end less the best of clip interpolated at no less of the new kind, by seed."""
+    ends = [curve[-1] for curve in curves[variant]]
+    return [old - best_old(clip, new) for (new, old), clip in zip(ends, curves["clip"], strict=True)]
+
+
+def report(curves: dict[str, list[Curve]]) -> list[str]:
+    lines = ["| share of the fine-tuned weights | " + " | ".join(f"{alpha:g}" for alpha in ALPHAS) + " |"]
+    lines.append("|---|" + "---|" * len(ALPHAS))
+    for variant, runs in curves.items():
+        for kind, place in (("old", 1), ("new", 0)):
+            cells = [f"{mean(curve[step][place] for curve in runs):.1f}" for step in range(len(ALPHAS))]
+            lines.append(f"| {variant}: {kind} | " + " | ".join(cells) + " |")
+    found = {variant: differences(curves, variant) for variant in OURS}
+    corrected: Sequence[float | str] = p_values(list(found.values())) if len(curves["clip"]) > 1 else ["-"] * len(OURS)
+    for (variant, values), p in zip(found.items(), corrected, strict=True):
+        told = ", ".join(f"{value:+.1f}" for value in values)
+        lines.append(f"{variant} less clip interpolated, old kind: {shown(values)} (p {p:.2g}; by seed {told})")
+    return lines
+
+
+def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+    """Draw the old kind against the new along the shares: thick the means, thin the seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 4.4), constrained_layout=True)
+    for variant, look in styles(curves).items():
+        middle = [tuple(map(mean, zip(*points, strict=True))) for points in zip(*curves[variant], strict=True)]
+        for curve in curves[variant]:
+            axis.plot(*zip(*curve, strict=True), linewidth=0.6, alpha=0.5, **look)
+        axis.plot(*zip(*middle, strict=True), linewidth=2.2, marker="o", markersize=3, label=variant, **look)
+        axis.plot(*middle[-1], marker="*", markersize=15, color=look["color"])
+    axis.set(xlabel="new kind: R@10 on emoji, %", ylabel="old kind: zero-shot accuracy, %")
+    axis.set(xlim=(0, None), ylim=(0, None))
+    axis.set_title("From the pretrained weights to the fine-tuned (stars)")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
