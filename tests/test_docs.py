@@ -122,6 +122,7 @@ os._exit(0)  # gloo's threads may abort while Python shuts down and DistributedD
 """
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_over_processes(tmp_path):
     """Micro-batches without synchronization, and one with it: the gradient is that of the global batch."""
     first = "\n".join(code(None, LOOP)).partition("for epoch in range(epochs):")[0]
@@ -173,6 +174,7 @@ def in_two_processes(script: str, folder: Path) -> None:
     assert [process.returncode for process in started] == [0, 0], errors
 
 
+@pytest.mark.slow
 def test_several_processes(tmp_path):
     first = "\n".join(code(None, LOOP)).partition("for epoch in range(epochs):")[0]
     in_two_processes("\n".join([first, *code("Several processes", LOOP)]), tmp_path)
@@ -209,6 +211,7 @@ assert torch.equal(tokenizer(captions), open_clip.get_tokenizer(name)(captions))
 """
 
 
+@pytest.mark.slow
 def test_inference(tmp_path):
     """In a process of its own, in which nothing else has told OpenCLIP about the model."""
     flags = "--dataset-type shapes --train-num-samples 16 --model ViT-shapes-tiny --device cpu --precision fp32 "

@@ -105,6 +105,7 @@ def test_digits_are_split_without_overlap(tmp_path):
     assert [int(sample["__key__"]) for sample in samples(tmp_path / "b", "val-*.tar")] == val[-12:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["shapes", "digits"])
 def test_same_arguments_same_bytes(tmp_path, monkeypatch, source):
     argv = ["--num-samples", 23, "--val-samples", 5]

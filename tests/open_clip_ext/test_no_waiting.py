@@ -8,12 +8,13 @@ import torch
 from open_clip_ext import create_loss, list_losses
 
 LOSSES = {preset.name: {} for preset in list_losses() if not preset.is_open_clip}
+FEW = dict(npn_prototypes=40, npn_updates=2)  # the ten of a step are alike
 LOSSES |= {
-    "neuclip": dict(npn_prototypes=40, npn_restart_every=2),
-    "neuclip, hinge": dict(npn_prototypes=40, surrogate="hinge"),
-    "neuclip, mlp": dict(normalizer="mlp", npn_restart_every=2),
+    "neuclip": dict(FEW, npn_restart_every=2),
+    "neuclip, hinge": dict(FEW, surrogate="hinge"),
+    "neuclip, mlp": dict(normalizer="mlp", npn_updates=2, npn_restart_every=2),
     "neuclip, joint": dict(npn_prototypes=40, npn_joint=True),
-    "neuclip, individual": dict(npn_prototypes=40, temperature="individual", mixing=0.5),
+    "neuclip, individual": dict(FEW, temperature="individual", mixing=0.5),
     "queue": dict(queue_size=40, consistency=0.25),
     "sogclr, both sides": dict(negatives="both"),
 }

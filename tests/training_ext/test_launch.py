@@ -37,6 +37,7 @@ def test_processes(variables, info, here, monkeypatch):
     assert is_using_distributed() == (info[2] > 1)
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads():
     """As into `head`, which ends after its lines."""
     read, write = os.pipe()

@@ -95,14 +95,19 @@ RESUMED = [
     ("fastclip-v3", "resampled", 0, "", 1),
     ("fastclip-v3", "shapes", 0, "--accum-freq 2 --lr-tau-scheduler model", 9),
     ("fastclip-v3", "shapes", 0, "--batch-size 4", 4),  # normalizer_mse is shown from the 10th step on, of 12
-    ("queue", "shards", 0, "", 4),
     ("sogclr", "shards", 0, "--train-num-samples 144", 14),  # in the third pass over the shards
-    ("isogclr", "csv", 0, "--accum-freq 2", 7),
-    ("fastclip-v2", "shards", 1, "--save-most-recent", 10),
     ("amorlip", "shapes", 0, "--accum-freq 2", 10),
-    ("joint", "shapes", 0, "", 9),
-    ("cyclip", "shapes", 0, "--precision amp", 9),
-    ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1", 9),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("queue", "shards", 0, "", 4),
+            ("isogclr", "csv", 0, "--accum-freq 2", 7),
+            ("fastclip-v2", "shards", 1, "--save-most-recent", 10),
+            ("joint", "shapes", 0, "", 9),
+            ("cyclip", "shapes", 0, "--precision amp", 9),
+            ("fastclip-v3", "synthetic", 0, "--opt timm/sgd --momentum 0.9 --lr 0.1", 9),
+        )
+    ),
 ]
 
 

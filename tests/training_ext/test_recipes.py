@@ -209,6 +209,7 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert len(warned) >= 2 and " ".join(text.split("Warnings")[1].split()).startswith(" ".join(warned))
 
 
+@pytest.mark.slow
 def test_the_page_names_every_recipe_and_shows_what_is_printed(eight, monkeypatch, capsys):
     text = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
     assert [name for name in NAMES if f"`{name}`" not in text] == []
