@@ -49,7 +49,7 @@ echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metr
 @pytest.fixture
 def evidence(monkeypatch, tmp_path):
     """The modules grid, run and report, and a small grid in an empty folder."""
-    for name in ("grid", "run", "report", "gallery"):
+    for name in ("grid", "run", "report", "gallery", "interpolate"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(EVIDENCE))
     monkeypatch.setenv("PYTHONPATH", str(EVIDENCE.parent.parent))
@@ -64,7 +64,7 @@ def evidence(monkeypatch, tmp_path):
     yield grid, run, report
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in ("grid", "run", "report", "gallery"):
+    for name in ("grid", "run", "report", "gallery", "interpolate"):
         sys.modules.pop(name, None)
 
 
@@ -352,6 +352,19 @@ def test_declared_comparisons_by_hand(evidence):
     difference, half, p = report.tested(ours, theirs, False)
     assert difference == pytest.approx(1.2) and half == pytest.approx(2.31 * math.sqrt(0.24), rel=5e-3)  # 7.8 degrees
     assert report.holm([0.01, 0.03], 4) == pytest.approx([0.04, 0.09]) and report.holm([0.5]) == [0.5]
+
+
+def test_a_run_against_the_best_interpolation_of_another(evidence):
+    """Between two shares the line counts, and at least as much of the new kind is asked for."""
+    import interpolate
+
+    clip = [(0.0, 30.0), (10.0, 28.0), (20.0, 20.0), (24.0, 10.0)]
+    assert interpolate.best_old(clip, 15.0) == 24.0
+    assert interpolate.best_old(clip, 10.0) == 28.0
+    bent = [(0.0, 30.0), (20.0, 20.0), (15.0, 26.0)]  # more of both at the last share than on the line
+    assert interpolate.best_old(bent, 12.0) == 26.0
+    curves = {"clip": [clip, clip], "recovery + GCL": [[(0.0, 30.0), (15.0, 25.0)], [(0.0, 30.0), (10.0, 27.0)]]}
+    assert interpolate.differences(curves, "recovery + GCL") == [1.0, -1.0]
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ kind (zero-shot accuracy) and on the new (R@10, mean of both directions). Two co
 by seed and declared before the first score: the old kind's accuracy of recovery + GCL, and of recovery + HGCL, less the
 best of `clip` interpolated that has at least the same R@10 of the new kind, along straight lines between the shares.
 
-Scores go to FOLDER/interpolated and are not repeated, all of them to FOLDER/interpolated.jsonl, a plot beside it.
+Finished scores are not repeated. All go to interpolated.jsonl beside this file, from where they are read without
+`--icons`.
 """
 
 import argparse
@@ -34,22 +35,33 @@ Curve = list[tuple[float, float]]  # (new, old) in percent at each of ALPHAS
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--icons", type=Path, required=True, help="folder of mono/ and emoji/, as for finetune.py")
-    parser.add_argument("--folder", type=Path, required=True, help="--folder of finetune.py")
+    parser.add_argument("--icons", type=Path, help="folder of mono/ and emoji/, as for finetune.py")
+    parser.add_argument("--folder", type=Path, default=Path("finetune-icons"), help="--folder of finetune.py")
+    parser.add_argument("--results", type=Path, default=HERE / "interpolated.jsonl", help="(default: beside this file)")
+    parser.add_argument("--plot", type=Path, default=Path("interpolated.png"), help="(default: interpolated.png)")
     args = parser.parse_args()
-    seeds = sorted(int(path.name.rpartition("-")[2]) for path in (args.folder / "logs").glob("clip-[0-9]*"))
-    if not seeds:
-        parser.error(f"--folder: {str(args.folder)!r} has no logs/clip-0; give the folder that finetune.py wrote")
-    curves = {variant: [score(args, f"{name}-{seed}") for seed in seeds] for variant, name in NAMES.items()}
-    lines = [
-        {"variant": variant, "seed": seed, "alpha": alpha, "new": new, "old": old}
-        for variant, runs in curves.items()
-        for seed, curve in zip(seeds, runs, strict=True)
-        for alpha, (new, old) in zip(ALPHAS, curve, strict=True)
-    ]
-    (args.folder / "interpolated.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if args.icons:
+        seeds = sorted(int(path.name.rpartition("-")[2]) for path in (args.folder / "logs").glob("clip-[0-9]"))
+        if not seeds:
+            parser.error(f"--folder: {str(args.folder)!r} has no logs/clip-0; give the folder that finetune.py wrote")
+        lines = [
+            {"variant": variant, "seed": seed, "alpha": alpha, "new": new, "old": old}
+            for variant, name in NAMES.items()
+            for seed in seeds
+            for alpha, (new, old) in zip(ALPHAS, score(args, f"{name}-{seed}"), strict=True)
+        ]
+        args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    curves = read_curves(args.results)
     print("\n".join(report(curves)))
-    draw(curves, args.folder / "interpolated.png")
+    draw(curves, args.plot)
+
+
+def read_curves(path: Path) -> dict[str, list[Curve]]:
+    """The curves of each variant, by seed."""
+    found: dict[str, dict[int, Curve]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        found.setdefault(line["variant"], {}).setdefault(line["seed"], []).append((line["new"], line["old"]))
+    return {variant: list(runs.values()) for variant, runs in found.items()}
 
 
 def score(args: argparse.Namespace, name: str) -> Curve:
