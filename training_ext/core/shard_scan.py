@@ -4,10 +4,10 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from training_ext.core.tars import Contents, scan
@@ -31,11 +31,11 @@ def _stamp(path: str) -> list[int]:
     return [status.st_size, status.st_mtime_ns]
 
 
-def scanned_before(paths: dict[str, str]) -> set[str]:
-    """The URLs with a valid entry in the cache; `paths` are local files by URL."""
+def scanned_before(paths: dict[str, str]) -> dict[str, Contents]:
+    """Contents of the shards, by URL, whose files are as they were when scanned; `paths` are local files by URL."""
     cache = _load_cache() if paths else {}
     entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
-    return {url for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
+    return {url: Contents(*entry[2:]) for url, entry in entries.items() if entry and entry[:2] == _stamp(paths[url])}
 
 
 def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
@@ -47,26 +47,19 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
         paths: local files by URL.
         progress: whether to show a progress bar.
     """
-    found: dict[str, Contents] = {}
-    todo = {}
-    cache = _load_cache() if paths else {}
-    for url, path in paths.items():
-        key, stamp = os.path.abspath(path), _stamp(path)
-        if key in cache and cache[key][:2] == stamp:
-            samples, keys = cache[key][2:]
-            found[url] = Contents(samples, keys)
-        else:
-            todo[url] = path, key, stamp
+    found = scanned_before(paths)
+    todo = {url: path for url, path in paths.items() if url not in found}
+    stamps = {url: _stamp(path) for url, path in todo.items()}
     fresh: dict[str, list[int]] = {}
     saved = time.monotonic()
     try:
-        for (url, (_, key, stamp)), contents in tqdm(
-            zip(todo.items(), _scan_each([path for path, _, _ in todo.values()]), strict=True),
+        for url, contents in tqdm(
+            zip(todo, _scan_each([*todo.values()]), strict=True),
             desc="Counting samples", unit="shard", total=len(todo), disable=not (progress and todo),
         ):
             found[url] = contents
             if contents.damage is None:
-                fresh[key] = [*stamp, contents.samples, contents.keys]
+                fresh[os.path.abspath(todo[url])] = [*stamps[url], contents.samples, contents.keys]
             if time.monotonic() - saved > _SAVE_EVERY:
                 _save_cache(fresh)
                 saved = time.monotonic()
@@ -76,23 +69,13 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
     return found
 
 
-class _Scans(Dataset):
-    def __init__(self, paths: list[str]):
-        self.paths = paths
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, i: int) -> Contents:
-        return scan(self.paths[i])
-
-
-def _scan_each(paths: list[str]) -> Iterator[Contents]:
+def _scan_each(paths: list[str]) -> Iterable[Contents]:
     """The contents of each shard, in order."""
     large = sum(os.path.getsize(path) for path in paths) > _PARALLEL_ABOVE
     workers = min(_MOST_WORKERS, usable_cores(), len(paths)) if large else 0
     # A generator of its own leaves the global one as it is.
-    yield from DataLoader(_Scans(paths), batch_size=None, num_workers=workers, generator=torch.Generator())
+    own = torch.Generator()
+    return DataLoader(paths, batch_size=None, num_workers=workers, collate_fn=scan, generator=own)  # type: ignore[arg-type]
 
 
 def _cache_file() -> str:

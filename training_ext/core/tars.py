@@ -129,14 +129,12 @@ class Contents:
 
 def scan(path: str) -> Contents:
     """Scan the headers of a local tar, without its payloads."""
-    samples, keys, damage = 0, KeyDigest(), None
+    samples, keys = 0, KeyDigest()
     errors: list[Exception] = []
     for sample in group_by_keys_nothrow(_lengths(path, errors)):
         samples += 1
         keys.add(sample["__key__"])
-    if errors:
-        damage = one_line(errors[0])
-    return Contents(samples, keys.value(), damage)
+    return Contents(samples, keys.value(), one_line(errors[0]) if errors else None)
 
 
 def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:

@@ -8,21 +8,19 @@ from typing import Any
 
 
 class Overlay:
-    """Stands in for a module: has the module's names, except those that are replaced on the overlay.
+    """Stands in for a module: has the module's names, except those that are set in `vars` of the overlay.
 
-    Only the code that holds the overlay sees the replacement; the module itself stays as it is.
+    Only the code that holds the overlay sees these; the module itself stays as it is.
     """
 
     def __init__(self, original: Any):
-        object.__setattr__(self, "_original", original)
-        object.__setattr__(self, "_replaced", {})
+        vars(self)["_original"] = original
 
     def __getattr__(self, name: str) -> Any:
         # `_original` is absent while a copy or a pickle of the overlay is being made.
         if name.startswith("__") or "_original" not in vars(self):
             raise AttributeError(name)
-        replaced = self._replaced
-        return replaced[name] if name in replaced else getattr(self._original, name)
+        return getattr(self._original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._original, name, value)
@@ -50,27 +48,21 @@ def replaced(replacements: dict[tuple[str, str], Any]) -> Iterator[None]:
     that only this module sees the change. A built-in name becomes a name of the module within the block.
     """
     with ExitStack() as undo:
+
+        def put(holder: Any, name: str, value: Any) -> None:
+            names = vars(holder)
+            if name in names:
+                undo.callback(names.__setitem__, name, names[name])
+            else:
+                undo.callback(names.pop, name)
+            names[name] = value
+
         for (module_name, path), value in replacements.items():
             holder: Any = importlib.import_module(module_name)
             *parents, last = path.split(".")
-            for depth, name in enumerate(parents):
-                child = holder._replaced.get(name) if isinstance(holder, Overlay) else getattr(holder, name)
-                if not isinstance(child, Overlay):
-                    original = getattr(holder, name)
-                    child = Overlay(original)
-                    if depth == 0:
-                        undo.callback(setattr, holder, name, original)
-                        setattr(holder, name, child)
-                    else:
-                        holder._replaced[name] = child
-                holder = child
-            if isinstance(holder, Overlay):
-                undo.callback(object.__setattr__, holder, "_replaced", holder._replaced)
-                object.__setattr__(holder, "_replaced", {**holder._replaced, last: value})
-            else:
-                if hasattr(holder, last):
-                    undo.callback(setattr, holder, last, getattr(holder, last))
-                else:
-                    undo.callback(delattr, holder, last)
-                setattr(holder, last, value)
+            for name in parents:
+                if not isinstance(getattr(holder, name), Overlay):
+                    put(holder, name, Overlay(getattr(holder, name)))
+                holder = getattr(holder, name)
+            put(holder, last, value)
         yield
