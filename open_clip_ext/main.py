@@ -76,7 +76,6 @@ def _run(argv: list[str]) -> Trained:
     hosts.installed()
     try:
         from training_ext import launch, seams
-        from training_ext.core import checkpoint
         from training_ext.flags import dry_run, params, preflight, recipes
         from training_ext.openclip import failures, loading
 
@@ -102,12 +101,12 @@ def _run(argv: list[str]) -> Trained:
             session.told = told
             with _logging_as_before():
                 launch.run(session)
-    by_epoch = session.evaluations.by_epoch
+    by_epoch, place = session.evaluations.by_epoch, session.run.folder
     del session
     gc.collect()  # frees loader workers and the model's memory
-    if not checkpoint.keeps_files(args):
+    if place is None:
         return Trained(by_epoch, None, [])
-    folder = Path(args.logs, args.name)
+    folder = Path(place)
     whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
     checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
     return Trained(by_epoch, folder, checkpoints)

@@ -4,9 +4,8 @@ import os
 from argparse import Namespace
 from dataclasses import dataclass
 
-from training_ext.core.checkpoint import keeps_files, name_after, saves_after
 from training_ext.core.rows import trains
-from training_ext.openclip.hosts import shards_model
+from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.machine import global_batch
 
 
@@ -27,7 +26,7 @@ class Run:
     @property
     def keeps_files(self) -> bool:
         """Whether the run may write anything."""
-        return keeps_files(self.args)
+        return bool(self.args.logs) and self.args.logs.lower() != "none"
 
     @property
     def is_first(self) -> bool:
@@ -60,8 +59,14 @@ class Run:
 
     def saves_after(self, epochs: int) -> bool:
         """Whether OpenCLIP writes a checkpoint once this many epochs are done."""
-        return saves_after(self.args, epochs)
+        return self.keeps_files and (self._numbers_after(epochs) or self.args.save_most_recent)
 
     def checkpoint_after(self, epochs: int) -> str:
         """Path of that checkpoint."""
-        return os.path.join(self.args.checkpoint_path, name_after(self.args, epochs))
+        name = f"epoch_{epochs}.pt" if self._numbers_after(epochs) else host().main_module.LATEST_CHECKPOINT_NAME
+        return os.path.join(self.args.checkpoint_path, name)
+
+    def _numbers_after(self, epochs: int) -> bool:
+        """Whether the checkpoint's name has the epoch."""
+        every = self.args.save_frequency
+        return epochs == self.args.epochs or (every > 0 and epochs % every == 0)

@@ -1,6 +1,7 @@
 """`Saving`: our state in OpenCLIP's checkpoints, of the one that a run resumes from and of the next one."""
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -44,7 +45,9 @@ class Saving:
         if "epoch" in loaded:
             self.restore(entry, path, loaded["epoch"])
         elif args.uses_ext_loss and args.tau_init is not None:
-            checkpoint.set_temperature(loaded, args.tau_init)
+            for name, value in loaded.items():  # weights only
+                if plain_name(name) == "logit_scale" and isinstance(value, torch.Tensor):
+                    loaded[name] = torch.full_like(value, -math.log(args.tau_init))
 
     def restore(self, entry: dict[str, Any] | None, path: str, epoch: int) -> None:
         """Check the entry of the checkpoint to resume, which has `epoch` completed epochs; `load_into` loads it."""

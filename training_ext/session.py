@@ -31,7 +31,7 @@ from training_ext.feature import Epoch, Feature, NewTraining
 from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
-from training_ext.openclip.loading import load_resumed
+from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
@@ -196,7 +196,7 @@ class Session:
     # Checkpoints
 
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
-        loaded = load_resumed(path, **kwargs)
+        loaded = load_checkpoint(path, **kwargs)
         self.saving.take(loaded, path)
         return loaded
 
@@ -264,7 +264,9 @@ class Session:
             if self.loss is None:
                 seed_all(args.seed, AT_EPOCH, epoch.seed, args.rank)
             own = {**data, "train": replace(data["train"], dataloader=epoch.loader)}
-            run_epoch(epoch, own, lambda step: None, self._unlogged())
+            # It appears in the log only.
+            unlogged = Namespace(**{**vars(args), "save_logs": False, "wandb": False, "trackio": False})
+            run_epoch(epoch, own, lambda step: None, unlogged)
 
         saved = self.saving.begin_epoch()
         if self.temperature is not None:
@@ -328,15 +330,11 @@ class Session:
     def close(self) -> None:
         """End the run, after success or an error; temporary files are removed after the last checkpoint."""
         args = self.args
-        self.data.close()
+        self.data.workers.close()
         if self.completed and args.loss is not None and trains(args) and args.save_logs:
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.features.tell(Feature.end, self.completed and self._has_begun)
         self.sync.end(self.completed)
-
-    def _unlogged(self) -> Namespace:
-        """The run's arguments, changed so that an epoch or evaluation appears in the log only."""
-        return Namespace(**{**vars(self.args), "save_logs": False, "wandb": False, "trackio": False})
 
     @staticmethod
     def unwrapped(model: Any) -> torch.nn.Module:

@@ -150,9 +150,7 @@ def test_urls_expand_as_openclips_and_count_once(tmp_path):
     shards = find_shards(f"file:{tmp_path}/a/1.tar::{tmp_path}/{{b/0,b/1,a/0,b/0}}.tar", progress=False)
     assert shards.urls == (f"file:{tmp_path}/a/1.tar", *(f"{tmp_path}/{name}.tar" for name in ("b/0", "b/1", "a/0")))
     assert shards.sizes == (2, 4, 5, 1) and [*shards.offsets.values()] == [0, 2, 6, 11] and shards.num_rows == 12
-    assert shards.size_of(shards.urls[1]) == 4
-    with pytest.raises(KeyError):
-        shards.size_of("9.tar")
+    assert shards.size_of[shards.urls[1]] == 4
 
 
 def test_sizes_come_from_flag_then_sizes_json_then_scan(tmp_path):

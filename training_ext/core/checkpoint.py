@@ -4,7 +4,6 @@ It is one extra key of the optimizer's state, of tensors, numbers and strings. T
 is as OpenCLIP writes it, so that `open_clip.create_model_and_transforms(..., pretrained=path)` loads it.
 """
 
-import math
 import os
 import shutil
 from argparse import Namespace
@@ -14,13 +13,12 @@ from typing import Any
 import torch
 
 from open_clip_ext import factory
-from open_clip_ext.distributed import plain_name, world_size
+from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import FULL, InputError
 from open_clip_ext.files import is_full, os_error, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.core.rows import DataRows, needs_index
-from training_ext.openclip.hosts import host
-from training_ext.openclip.loading import load_verified, one_line
+from training_ext.openclip.loading import load_checkpoint, load_verified, one_line
 
 KEY = "open_clip_ext"
 FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
@@ -86,11 +84,6 @@ def fit_names(checkpoint: Any, wrapped: bool) -> None:
         weights.update(fitted)
 
 
-def keeps_files(args: Namespace) -> bool:
-    """Whether `args`, as `params.parse_args` gives them, let a run write anything."""
-    return bool(args.logs) and args.logs.lower() != "none"
-
-
 def make_entry(
     args: Namespace, rows: DataRows, loss_state: dict[str, Any], folder: str | None, reference: str | None,
     order: dict[str, Any], position: dict[str, Any] | None = None,
@@ -133,31 +126,10 @@ def order_of(args: Namespace, streams: int) -> dict[str, Any]:
     return order
 
 
-def saves_after(args: Namespace, completed_epoch: int) -> bool:
-    """Whether OpenCLIP writes a checkpoint once `completed_epoch` epochs are done."""
-    regular = args.save_frequency > 0 and completed_epoch % args.save_frequency == 0
-    return keeps_files(args) and (completed_epoch == args.epochs or regular or args.save_most_recent)
-
-
-def name_after(args: Namespace, completed_epoch: int) -> str:
-    """Name of a checkpoint that OpenCLIP writes then; only valid if `saves_after`."""
-    regular = args.save_frequency > 0 and completed_epoch % args.save_frequency == 0
-    if completed_epoch == args.epochs or regular:
-        return f"epoch_{completed_epoch}.pt"
-    return host().main_module.LATEST_CHECKPOINT_NAME
-
-
 def take_entry(checkpoint: Any) -> dict[str, Any] | None:
     """Remove our entry from a loaded checkpoint and return it; None if there is none."""
     optimizer = checkpoint.get("optimizer") if isinstance(checkpoint, dict) else None
     return optimizer.pop(KEY, None) if isinstance(optimizer, dict) else None
-
-
-def set_temperature(weights: dict[str, Any], tau: float) -> None:
-    """Set the temperature in a loaded file of weights only."""
-    for name, value in weights.items():
-        if plain_name(name) == "logit_scale" and isinstance(value, torch.Tensor):
-            weights[name] = torch.full_like(value, -math.log(tau))
 
 
 def write_sharded_entry(folder: str, entry: dict[str, Any]) -> None:
@@ -182,20 +154,6 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
         raise InputError(f"{folder!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
 
 
-def read_file(path: str, flag: str) -> Any:
-    """A checkpoint, whose tensors stay on disk until they are used.
-
-    Raises:
-        InputError: the file is missing or not a complete checkpoint.
-    """
-    try:
-        return load_verified(path)
-    except FileNotFoundError:
-        raise InputError(f"{path!r} does not exist", flag) from None
-    except Exception as error:
-        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", flag) from None
-
-
 def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     """Whether the checkpoint has a training state, and our entry or None. Tensors stay on disk.
 
@@ -204,18 +162,14 @@ def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
     """
     if os.path.isdir(path):
         return True, read_sharded_entry(path)
-    checkpoint = read_file(path, "--resume")
+    checkpoint = load_checkpoint(path)
     if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
         raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
     return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 
 def check_entry(
-    entry: dict[str, Any] | None,
-    path: str,
-    args: Namespace,
-    rows: DataRows | None,
-    flag: str = "--resume",
+    entry: dict[str, Any] | None, path: str, args: Namespace, rows: DataRows | None, flag: str = "--resume",
     instead: str = "give --pretrained PATH to start from its weights only",
 ) -> None:
     """Raise InputError unless training with `args` can resume from a checkpoint with this entry.

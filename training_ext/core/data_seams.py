@@ -12,12 +12,7 @@ from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.retrieval import ANY_CAPTION
-from training_ext.core.captions import (
-    DigestLoader,
-    Pictures,
-    captions_of_samples,
-    draw_from_lines,
-)
+from training_ext.core.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
 from training_ext.core.keys import find_keys, key_of_samples, read_table
 from training_ext.core.loader import RowLoader, WithRow
 from training_ext.core.pair_folders import is_folder
@@ -76,10 +71,6 @@ class DataSeams:
     def epoch(self, epoch: int) -> None:
         self._shared_epoch.set_value(epoch)
 
-    def close(self) -> None:
-        """End the run, after success or an error."""
-        self.workers.close()
-
     def val_pictures(self) -> Pictures | None:
         """The validation pairs by image; None if each image has one pair, or a feature asks for it (--keep-best)."""
         images = list(self.val_images)
@@ -130,9 +121,8 @@ class DataSeams:
         is_train = self._building == TRAIN_DATA
         if self.args.dataset_type == "shapes":
             original = shapes_dataset(self.args, is_train)
-        return self.rowed(original) if is_train and self.args.uses_ext_loss else original
-
-    def rowed(self, original: Callable) -> Callable:
+        if not is_train or not self.args.uses_ext_loss:
+            return original
         return lambda *args, **kwargs: WithRow(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
     def csv_lines(self, original: Callable) -> Callable:
@@ -141,16 +131,21 @@ class DataSeams:
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
             self._warn_of_joined(lines.captions, path)
-            first_lines = None
-            if is_train and self.args.several_captions:
-                first_lines = self._draw_captions(lines)
-            if is_train:
-                self._lines = len(lines)
-            else:
+            if not is_train:
                 self.val_images = lines.images
-            if is_train and self.args.uses_ext_loss:
+                return UsableLines(lines, lines, path, None)
+            first_lines = None
+            if self.args.several_captions:
+                captions = len(lines)
+                pictures = draw_from_lines(lines, self.args.seed, self._shared_epoch)
+                first_lines = pictures.first.tolist()
+                if is_master(self.args):
+                    of = f"{captions} captions of {len(pictures)} pictures"
+                    logging.info(f"{of}: one of each picture's is drawn each epoch")
+            self._lines = len(lines)
+            if self.args.uses_ext_loss:
                 rowed = WithRow(lines, self.args.seed, self._shared_epoch)
-            return UsableLines(lines, rowed, path, self.watch if is_train else None, first_lines)
+            return UsableLines(lines, rowed, path, self.watch, first_lines)
 
         return build
 
@@ -167,14 +162,6 @@ class DataSeams:
                 f"line {found[0] + 2}, up to {most} in one: if none should have, a quote that begins a caption has "
                 "joined the lines up to the next quote; remove such quotes"
             )
-
-    def _draw_captions(self, lines: Any) -> Sequence[int]:
-        """Group the lines by image, log it, and return each image's first line."""
-        captions = len(lines)
-        pictures = draw_from_lines(lines, self.args.seed, self._shared_epoch)
-        if is_master(self.args):
-            logging.info(f"{captions} captions of {len(pictures)} pictures: one of each picture's is drawn each epoch")
-        return pictures.first.tolist()
 
     def complete(self, original: Callable) -> Callable:
         def build(**keys: Any) -> CountIncomplete:

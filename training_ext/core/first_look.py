@@ -13,7 +13,7 @@ from open_clip_ext.errors import InputError
 from training_ext.core.captions import JsonCaptions, SeenCaptions, see
 from training_ext.core.images import warn_of_images
 from training_ext.core.pair_folders import place_of
-from training_ext.core.shards import is_local
+from training_ext.core.shards import local_path
 from training_ext.core.tars import one_line, read_samples
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
@@ -36,7 +36,7 @@ def look_at_shards(
     Raises:
         InputError: none of the first samples of the first shards is usable, or `key` raises it.
     """
-    if not all(map(is_local, urls)):
+    if None in map(local_path, urls):
         return None
     reasons: Counter[str] = Counter()
     for url in urls[:LOOKED_AT]:

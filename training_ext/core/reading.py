@@ -97,7 +97,7 @@ def _read_shards(
     wds = open_clip_data.wds
     stage = ShardRows(shards, lambda url, error, *place: tell(error), recaption=recaption)
     for url, first in shards.offsets.items():
-        if first >= stop or first + shards.size_of(url) <= start:
+        if first >= stop or first + shards.size_of[url] <= start:
             continue
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(stage([{"url": url}])))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):

@@ -98,7 +98,7 @@ def find_rows(args: Namespace) -> DataRows:
             listing = digest_of_list(args.train_data)
             return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=tolerated(args))
-        seen = look_at_first(args, [url for url in shards.urls if shards.size_of(url)])
+        seen = look_at_first(args, [url for url in shards.urls if shards.size_of[url]])
         return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
     if args.shard_sizes:
         raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")

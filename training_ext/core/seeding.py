@@ -48,11 +48,6 @@ def worker_id() -> int:
     return 0 if info is None else info.id
 
 
-def num_workers() -> int:
-    info = get_worker_info()
-    return 1 if info is None else info.num_workers
-
-
 @dataclass(frozen=True)
 class Start:
     """Where a process resumes an interrupted epoch.
@@ -140,13 +135,14 @@ class SeededEpochs(IterableDataset):
         self._start = start
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, worker, workers = self.shared_epoch.get_value(), worker_id(), num_workers()
+        epoch, worker = self.shared_epoch.get_value(), worker_id()
         seed_all(self.seed, IN_WORKER, epoch, self.rank, worker)
         start = self._start
         if start is None or start.epoch != epoch:
             self.stream.begin(epoch)
             return iter(self.dataset)
         self.stream.begin(epoch, start.samples[worker])
+        workers = len(start.samples)
         done = len(range(worker, start.batches, workers))
         left = len(range(worker, start.of, workers)) - done
         # The loader asks worker 0 first, so a worker that is a batch ahead first yields an empty one, which `RowLoader`

@@ -82,7 +82,7 @@ class ShardRows:
         if url not in self.shards.offsets:
             known = len(self.shards.urls)
             raise InputError(f"shard {url!r} is not one of the {known} that have rows", "--train-data")
-        return self.shards.offsets[url], self.shards.size_of(url)
+        return self.shards.offsets[url], self.shards.size_of[url]
 
     def _check_whole(self, url: str, size: int | None, samples: int, keys: KeyDigest) -> None:
         if self.shards is None or size is None:

@@ -39,10 +39,6 @@ class Shards:
     sizes: tuple[int, ...]
     keys: dict[str, int] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self) -> None:
-        if len(self.urls) != len(self.sizes) or len(set(self.urls)) != len(self.urls):
-            raise ValueError("urls must be distinct and have one size each")
-
     @cached_property
     def offsets(self) -> dict[str, int]:
         """First row of each shard, by full url."""
@@ -53,17 +49,14 @@ class Shards:
         """Number of samples in all shards."""
         return sum(self.sizes)
 
-    def size_of(self, url: str) -> int:
-        """Number of samples in one shard; KeyError for a url that is not among `urls`."""
-        return self._size_by_url[url]
+    @cached_property
+    def size_of(self) -> dict[str, int]:
+        """Number of samples in each shard, by full url."""
+        return dict(zip(self.urls, self.sizes, strict=True))
 
     def num_listed(self, train_data: str) -> int:
         """Number of samples in one pass over `train_data`, where a shard that is listed twice counts twice."""
-        return sum(self.size_of(url) for url in expand_urls(train_data)[0])
-
-    @cached_property
-    def _size_by_url(self) -> dict[str, int]:
-        return dict(zip(self.urls, self.sizes, strict=True))
+        return sum(self.size_of[url] for url in expand_urls(train_data)[0])
 
     def at(self, urls: Iterable[str]) -> "Shards":
         """The same shards in the same order under other URLs, for example those of another machine."""
@@ -239,11 +232,6 @@ def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
     if not urls or "" in urls:
         raise InputError(f"{data!r} names no shard or an empty one; give tar files", flag)
     return list(dict.fromkeys(urls))
-
-
-def is_local(url: str) -> bool:
-    """Whether a shard is a file of this machine."""
-    return local_path(url) is not None
 
 
 def local_path(url: str) -> str | None:

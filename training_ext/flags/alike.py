@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.core import checkpoint
+from training_ext.context import Run
 from training_ext.core.rows import DataRows, find_rows
 from training_ext.flags.recipes import NOT_FLAGS
 
@@ -37,7 +37,7 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
         InputError: a process has another loss, another setting that must be the same, or other data.
     """
     own = {name: value for name, value in sorted(vars(args).items()) if name not in OWN}
-    own["logs"] = args.logs if checkpoint.keeps_files(args) else None
+    own["logs"] = args.logs if Run(args).keeps_files else None
     own["files"], own["has_rows"] = _files_of(args), rows is not None
     every = _of_all(args, own)
     first = every[0]

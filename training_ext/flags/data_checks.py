@@ -34,7 +34,7 @@ def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
     urls = expand_urls(args.train_data)[0]
     loaders = max(1, args.workers)
     # Without a count, as if every shard were large.
-    sizes = sorted(args.batch_size if rows.shards is None else rows.shards.size_of(url) for url in urls)
+    sizes = sorted(args.batch_size if rows.shards is None else rows.shards.size_of[url] for url in urls)
     fewest = len(sizes) // world_size // loaders
     if sum(sizes[:fewest]) < args.batch_size:
         raise InputError(

@@ -48,7 +48,7 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
         InputError: another run uses the folder.
     """
     # Processes of horovod do not know their rank yet.
-    if world_info()[1] > 0 or not checkpoint.keeps_files(args) or args.name is None or args.horovod:
+    if world_info()[1] > 0 or not Run(args).keeps_files or args.name is None or args.horovod:
         return
     if args.loss is not None:
         check_name(args)

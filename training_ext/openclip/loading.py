@@ -154,13 +154,13 @@ def verify_records(file: Any) -> None:
                 raise ValueError(f"its record {record.filename!r} is damaged: {one_line(error)}") from None
 
 
-def load_resumed(path: str, map_location: Any = "cpu") -> Any:
-    """Load the checkpoint of `--resume`, a path or a URL for fsspec.
+def load_checkpoint(path: str, flag: str = "--resume", map_location: Any = "cpu") -> Any:
+    """Load a checkpoint from a path or a URL for fsspec.
 
     A local file is memory-mapped, since each process needs only its own rows of a table.
 
     Raises:
-        InputError: it cannot be read, or has more than tensors, numbers and strings.
+        InputError: it does not exist, is not complete, or has more than tensors, numbers and strings.
     """
     try:
         if os.path.isfile(path):
@@ -170,8 +170,10 @@ def load_resumed(path: str, map_location: Any = "cpu") -> Any:
                 verify_records(file)
                 file.seek(0)
             return load_plain(file, map_location=map_location)
+    except FileNotFoundError:
+        raise InputError(f"{path!r} does not exist", flag) from None
     except Exception as error:  # file systems and archives may raise anything
-        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
+        raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", flag) from None
 
 
 def load_weights(path: Any, **options: Any) -> Any:

@@ -21,10 +21,11 @@ from open_clip_ext.recovery import digest_of
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
-from training_ext.core.shards import Shards, find_shards, is_local, local_path, shard_urls
+from training_ext.core.shards import Shards, find_shards, local_path, shard_urls
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
+from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable, global_batch
 
 BATCH_SIZES = (64, 256, 1024)
@@ -53,7 +54,9 @@ class Saved:
         Raises:
             InputError: the file does not exist, is damaged, or has no CLIP model.
         """
-        content = checkpoint.read_file(path, "--checkpoint")
+        if not os.path.isfile(path):
+            raise InputError(f"{path!r} does not exist", "--checkpoint")
+        content = load_checkpoint(path, "--checkpoint")
         weights = content.get("state_dict", content) if isinstance(content, dict) else {}
         weights = weights if isinstance(weights, dict) else {}
         weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
@@ -209,5 +212,5 @@ def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
     if args.recipe in given or args.recipe is None or "train_data" not in args.recipe_flags:
         return
     urls = shard_urls(args.train_data) if kind_of(args, args.train_data) == "webdataset" else [args.train_data]
-    if not all(map(is_local, [*args.train_data.split("::"), *urls])):
+    if None in map(local_path, [*args.train_data.split("::"), *urls]):
         raise InputError(f"{args.train_data!r} in {args.recipe!r} is not local; give it as a flag", "--train-data")
