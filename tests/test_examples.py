@@ -56,7 +56,7 @@ def test_the_demo_tells_what_it_compared(example, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import demo
 
-    def train(runs, name, flags, epochs, size):
+    def train(runs, name, flags, epochs, size, script):
         loss, seed = name.split("-")
         recall = {"clip": 0.1, "control": 0.2, "queue": 0.3}[loss] + int(seed) / 100
         lines = [
