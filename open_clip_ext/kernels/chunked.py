@@ -73,14 +73,16 @@ class Pairs:
         """The tiles of a block, one at a time in the same memory."""
         rows, columns = self.blocks[side]
         for row in self.slices[0]:
+            left = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
             for column in self.slices[1]:
-                left, right = rows[row], columns[column]
+                right = columns[column]
                 logits, buffer = (one[: len(left) * len(right)].view(len(left), -1) for one in self.memory)
                 if self.native:
                     logits = torch.mm(left, right.T, out_dtype=logits.dtype)
                 else:
                     torch.mm(left, right.T, out=logits)
-                logits.mul_(self.scale)
+                if self.low:
+                    logits.mul_(self.scale)
                 if self.bias is not None:
                     logits.add_(self.bias)
                 shift = self.offset + row.start - column.start
