@@ -43,7 +43,6 @@ class Session:
     """The state of one run, and the functions that replace OpenCLIP's.
 
     Args:
-        args: as `params.parse_args` gives them.
         rows: rows of the train data on process 0, which sends them to the others.
         flags: flags to save as the run's recipe, see `recipes.resolved_flags`.
         alone: until it ends no other run uses the folder, see `preflight.keep_others_out`.
@@ -210,13 +209,11 @@ class Session:
             samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
             recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
         if args.loss is not None and args.distributed:
-            rows = broadcast_object(args, self.data.rows)
-            if rows is not None and rows.shards is not None:  # at another path on another machine
-                rows = replace(rows, shards=rows.shards.at(shard_urls(args.train_data)))
-            self.data.rows = rows
-        if args.uses_ext_loss and args.train_num_samples is None and self.data.rows is not None:
-            if self.data.rows.shards is not None:
-                args.train_num_samples = self.data.rows.shards.num_listed(args.train_data)
+            self.data.rows = broadcast_object(args, self.data.rows)
+            if (shards := self.data.shards) is not None:  # at another path on another machine
+                self.data.rows = replace(self.data.known_rows, shards=shards.at(shard_urls(args.train_data)))
+        if args.uses_ext_loss and args.train_num_samples is None and (shards := self.data.shards) is not None:
+            args.train_num_samples = shards.num_listed(args.train_data)
         data = original(args, *rest, **kwargs)
         if args.uses_ext_loss:
             for info in data.values():
@@ -325,7 +322,13 @@ class Session:
         self, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
     ) -> dict[str, Any]:
         """The contents of OpenCLIP's checkpoint after `epoch` epochs."""
-        return checkpoint_files.content(self.args, epoch, model, optimizer, scaler)
+        content = {
+            "epoch": epoch,
+            "name": self.args.name,
+            "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
+            "optimizer": optimizer.state_dict(),
+        }
+        return content if scaler is None else {**content, "scaler": scaler.state_dict()}
 
     def close(self) -> None:
         """End the run, after success or an error; temporary files are removed after the last checkpoint."""

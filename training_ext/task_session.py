@@ -74,7 +74,8 @@ class TaskSession(Session):
     ) -> None:
         """Write our entry into the folder before OpenCLIP's file that makes it a complete checkpoint."""
         if self.saving.entry is not None:
-            checkpoint.write_sharded_entry(folder, self.saving.entry)
+            os.makedirs(folder, exist_ok=True)
+            checkpoint.atomic_save(torch.save, self.saving.entry, os.path.join(folder, checkpoint.SHARDED))
         original(task, optimizer, folder, **kwargs)
         if self.args.rank == 0:
             checkpoint_files.remove_older(folder)

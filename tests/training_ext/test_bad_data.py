@@ -488,7 +488,7 @@ def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     seams = DataSeams(args, None, counts)
     info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
     assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
-    seams.close()
+    seams.workers.close()
     for _ in range(7):
         counts.skip(usable.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):

@@ -16,7 +16,8 @@ from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import exit_code
-from training_ext.core.checkpoint import KEY, atomic_save, fit_names, is_same_data, read_entry, take_entry
+from training_ext.core.checkpoint import KEY, atomic_save, fit_names, is_same_data, take_entry
+from training_ext.core.checkpoint_files import find_resumed
 from training_ext.core.rows import DataRows
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
@@ -86,12 +87,12 @@ def test_the_entry_is_taken_out(tmp_path):
 def test_files_of_every_form_are_read(tmp_path, zipped):
     path = str(tmp_path / "x.pt")
     for content, expected in (
-        ({"epoch": 1, "optimizer": {KEY: {"loss": "x"}}}, (True, {"loss": "x"})),
-        ({"epoch": 1, "optimizer": {}}, (True, None)),
-        ({"layer.weight": torch.zeros(1)}, (False, None)),
+        ({"epoch": 1, "optimizer": {KEY: {"loss": "x"}}}, (path, {"loss": "x"})),
+        ({"epoch": 1, "optimizer": {}}, (path, None)),
+        ({"layer.weight": torch.zeros(1)}, None),
     ):
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
-        assert read_entry(path) == expected
+        assert find_resumed(path) == expected
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

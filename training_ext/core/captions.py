@@ -117,21 +117,19 @@ class DigestLoader:
             yield batch
 
 
+@dataclass
 class DrawnCaptions:
     """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other.
 
     Args:
         captions: the caption in each line of the csv.
         pictures: its lines by image.
-        seed: the run's seed.
-        epoch: number of the present epoch.
     """
 
-    def __init__(self, captions: Sequence[Any], pictures: Pictures, seed: int, epoch: SharedEpoch):
-        self.captions = captions
-        self.pictures = pictures
-        self.seed = seed
-        self.epoch = epoch
+    captions: Sequence[Any]
+    pictures: Pictures
+    seed: int
+    epoch: SharedEpoch
 
     def __len__(self) -> int:
         return len(self.pictures)
@@ -155,26 +153,22 @@ def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
     return pictures
 
 
+@dataclass
 class JsonCaptions:
     """Replaces a sample's .txt by one of the captions in a field of its .json.
 
     The field is a list or one caption; entries that are empty or not text are ignored. If no caption is left, the
     sample has no .txt afterwards, and is skipped and counted like any other without a caption.
-
-    Args:
-        field: name of the field.
-        seed: the run's seed.
-        epoch: number of the present epoch.
-
-    Attributes:
-        missing: what a sample without captions lacks, for messages.
     """
 
-    def __init__(self, field: str, seed: int, epoch: SharedEpoch):
-        self.field = field
-        self.seed = seed
-        self.epoch = epoch
-        self.missing = f"no captions in the field {field!r} of a .json (--captions-field)"
+    field: str
+    seed: int
+    epoch: SharedEpoch
+
+    @property
+    def missing(self) -> str:
+        """What a sample without captions lacks, for messages."""
+        return f"no captions in the field {self.field!r} of a .json (--captions-field)"
 
     def __call__(self, sample: dict) -> None:
         """Change the sample, a dict of bytes by suffix with its "__key__", in place."""

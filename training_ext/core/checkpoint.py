@@ -18,7 +18,7 @@ from open_clip_ext.errors import FULL, InputError
 from open_clip_ext.files import is_full, os_error, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
 from training_ext.core.rows import DataRows, needs_index
-from training_ext.openclip.loading import load_checkpoint, load_verified, one_line
+from training_ext.openclip.loading import load_verified, one_line
 
 KEY = "open_clip_ext"
 FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
@@ -132,12 +132,6 @@ def take_entry(checkpoint: Any) -> dict[str, Any] | None:
     return optimizer.pop(KEY, None) if isinstance(optimizer, dict) else None
 
 
-def write_sharded_entry(folder: str, entry: dict[str, Any]) -> None:
-    """Write our entry into a checkpoint that is a folder; on process 0, which has it."""
-    os.makedirs(folder, exist_ok=True)
-    atomic_save(torch.save, entry, os.path.join(folder, SHARDED))
-
-
 def read_sharded_entry(folder: str) -> dict[str, Any] | None:
     """Our entry of a checkpoint that is a folder, None if there is none. Tensors stay on disk.
 
@@ -152,20 +146,6 @@ def read_sharded_entry(folder: str) -> dict[str, Any] | None:
         return load_verified(path) if os.path.exists(path) else None
     except Exception as error:
         raise InputError(f"{folder!r} is not a complete checkpoint: {one_line(error)}", "--resume") from None
-
-
-def read_entry(path: str) -> tuple[bool, dict[str, Any] | None]:
-    """Whether the checkpoint has a training state, and our entry or None. Tensors stay on disk.
-
-    Raises:
-        InputError: the file is missing or not a complete checkpoint.
-    """
-    if os.path.isdir(path):
-        return True, read_sharded_entry(path)
-    checkpoint = load_checkpoint(path)
-    if isinstance(checkpoint, dict) and "state_dict" in checkpoint and "epoch" not in checkpoint:
-        raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
-    return isinstance(checkpoint, dict) and "epoch" in checkpoint, take_entry(checkpoint)
 
 
 def check_entry(

@@ -13,11 +13,11 @@ import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
-from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_entry, take_entry
+from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_sharded_entry, take_entry
 from training_ext.core.row_folders import MARK, remove_unnamed
 from training_ext.core.rows import trains
 from training_ext.openclip.hosts import TASKS, host
-from training_ext.openclip.loading import load_mapped
+from training_ext.openclip.loading import load_checkpoint, load_mapped
 
 # In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
@@ -25,31 +25,11 @@ EPOCH = re.compile(r"epoch_\d+\.pt")
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
 
 
-def content(
-    args: Namespace, epoch: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scaler: Any
-) -> dict[str, Any]:
-    """The contents of OpenCLIP's checkpoint after an epoch.
-
-    Args:
-        epoch: number of completed epochs.
-        optimizer: the optimizer, whose state has our entry.
-    """
-    content = {
-        "epoch": epoch,
-        "name": args.name,
-        "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
-        "optimizer": optimizer.state_dict(),
-    }
-    if scaler is not None:
-        content["scaler"] = scaler.state_dict()
-    return content
-
-
 def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
     """Write a mid-epoch checkpoint, and remove older ones.
 
     Args:
-        content: result of `content`.
+        content: its contents.
         position: position in the next epoch.
     """
     epoch = content["epoch"]
@@ -145,12 +125,7 @@ def resumed_path(args: Namespace) -> str | None:
         raise InputError("'latest' is the latest checkpoint of an experiment; give its --name", "--resume")
     if args.remote_sync is not None:
         return None
-    folder = os.path.join(args.logs, args.name, "checkpoints")
-    if not args.save_most_recent:
-        return most_trained(folder, or_torn=True)
-    path = os.path.join(folder, host().main_module.LATEST_CHECKPOINT_NAME)
-    candidates = (most_trained(folder), path, path.removesuffix(".pt"))
-    return next((found for found in candidates if found and os.path.exists(found)), None)
+    return most_trained(os.path.join(args.logs, args.name, "checkpoints"), or_torn=True)
 
 
 def most_trained(folder: str, or_torn: bool = False) -> str | None:
@@ -212,8 +187,18 @@ def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | No
 
 
 def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
-    """The local checkpoint with a training state at `path`, and our entry in it; None if remote or weights only."""
+    """The local checkpoint with a training state at `path`, and our entry in it; None if remote or weights only.
+
+    Raises:
+        InputError: it is missing or not complete.
+    """
     if path is None or "://" in path:
         return None
-    has_training_state, entry = read_entry(path)
-    return (path, entry) if has_training_state else None
+    if os.path.isdir(path):
+        return path, read_sharded_entry(path)
+    found = load_checkpoint(path)
+    if isinstance(found, dict) and "epoch" in found:
+        return path, take_entry(found)
+    if isinstance(found, dict) and "state_dict" in found:
+        raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
+    return None

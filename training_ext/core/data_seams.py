@@ -19,7 +19,7 @@ from training_ext.core.pair_folders import is_folder
 from training_ext.core.rows import DataRows, kind_of, shapes_dataset
 from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
 from training_ext.core.shard_rows import ShardRows
-from training_ext.core.shards import shard_urls
+from training_ext.core.shards import Shards, shard_urls
 from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
 from training_ext.core.workers import WorkersIgnoreSigterm
@@ -33,7 +33,6 @@ class DataSeams:
     """The replaced data pipeline of one run.
 
     Args:
-        args: as `params.parse_args` gives them.
         rows: rows of the train data on process 0; the others get them before the data are built.
         watch: is told of the train samples, in the loader's workers.
 
@@ -64,6 +63,11 @@ class DataSeams:
         return self.rows
 
     @property
+    def shards(self) -> Shards | None:
+        """Those of the rows, if they are known."""
+        return None if self.rows is None else self.rows.shards
+
+    @property
     def epoch(self) -> int:
         return self._shared_epoch.get_value()
 
@@ -91,15 +95,15 @@ class DataSeams:
         streams, tags = 0, Tags((ROW,))
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
             streams = max(1, args.workers)
-            carried = {KEY: args.same_key is not None, ROW: self.known_rows.shards is not None, NUMBER: True}
+            carried = {KEY: args.same_key is not None, ROW: self.shards is not None, NUMBER: True}
             tags = Tags(tuple(name for name, is_carried in carried.items() if is_carried))
             tokenizer = tags.tokenizer(tokenizer)
         with scoped(self._building):
             info = build(args, transform, is_train, tokenizer=tokenizer, **kwargs)
         if is_train:
             of_epoch, of_data = info.dataloader.num_batches * args.batch_size * args.world_size, self._lines
-            if self.rows is not None and self.rows.shards is not None and not args.dataset_resampled:
-                listed = self.rows.shards.num_listed(args.train_data)
+            if self.shards is not None and not args.dataset_resampled:
+                listed = self.shards.num_listed(args.train_data)
                 of_data = listed if listed <= of_epoch else 0
             self.watch.expect(of_epoch, of_data)
         elif kind_of(args, args.val_data, "--val-data") == "webdataset":
@@ -170,7 +174,7 @@ class DataSeams:
         return build if host().builds_filter else build()
 
     def shard_rows(self) -> Callable:
-        shards = self.known_rows.shards if self.args.uses_ext_loss else None
+        shards = self.shards if self.args.uses_ext_loss else None
         if self.args.train_data and kind_of(self.args, self.args.train_data) == "webdataset":
             self.watch.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
         if self._recaption is not None and is_master(self.args):

@@ -10,6 +10,7 @@ import json
 import os
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
@@ -100,18 +101,15 @@ def find_keys(args: Namespace, kind: str) -> Keys | None:
     return lambda tokens, rows: of_rows[rows]
 
 
+@dataclass(frozen=True)
 class JsonKey:
     """The key of a sample: a 64-bit hash of the value of a field in its .json.
 
     Different values have equal hashes with a probability of 2^-64. An empty value, null or "", equals no other
     sample's: its hash is that of the shard's and the sample's name.
-
-    Args:
-        field: name of the field.
     """
 
-    def __init__(self, field: str):
-        self.field = field
+    field: str
 
     def __call__(self, sample: dict) -> int:
         """The key, a signed integer, of a sample: a dict of bytes by suffix, with its "__key__" and "__url__".

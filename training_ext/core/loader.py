@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -15,19 +16,18 @@ from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.openclip.hosts import host
 
 
+@dataclass
 class WithRow(Dataset):
     """A map-style data set of the host's images and tokens, with the row added to each sample.
 
     Args:
         dataset: OpenCLIP's, whose augmentations draw from the global generators.
-        seed: the run's seed.
-        epoch: OpenCLIP's SharedEpoch; the augmentation is seeded by epoch and row.
+        epoch: OpenCLIP's SharedEpoch; the augmentation is seeded by seed, epoch and row.
     """
 
-    def __init__(self, dataset: Dataset, seed: int, epoch: Any):
-        self.dataset = dataset
-        self.seed = seed
-        self.epoch = epoch
+    dataset: Dataset
+    seed: int
+    epoch: Any
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
@@ -38,6 +38,7 @@ class WithRow(Dataset):
         return host().batch(image, Tags((ROW,)).append(tokens, row))
 
 
+@dataclass
 class RowLoader:
     """A train loader that takes the numbers off each batch, and keeps those of the last `keep` batches.
 
@@ -55,20 +56,18 @@ class RowLoader:
         numbers: number of the latest sample of each stream.
     """
 
-    def __init__(
-        self, loader: Any, keep: int, tags: Tags, streams: int, seed: Callable[..., None],
-        order: LateSampler | SeededEpochs | None = None, keys: Keys | None = None,
-    ):
-        self.loader = loader
-        self.keep = keep
-        self.tags = tags
-        self.streams = streams
-        self.seed = seed
-        self.order = order
-        self.keys = keys
-        self.first = 0
-        self.numbers = [0] * streams
-        self._latest: deque[dict[str, Tensor]] = deque(maxlen=keep)
+    loader: Any
+    keep: int
+    tags: Tags
+    streams: int
+    seed: Callable[..., None]
+    order: LateSampler | SeededEpochs | None = None
+    keys: Keys | None = None
+    first: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = [0] * self.streams
+        self._latest: deque[dict[str, Tensor]] = deque(maxlen=self.keep)
 
     def start_at(self, start: Start | None) -> None:
         """Start the next epoch at `start`; None: at its first batch."""

@@ -21,9 +21,7 @@ def build_loss(
     """Build the loss of the command line.
 
     Args:
-        args: as `params.parse_args` gives them.
         num_rows: rows of the train data.
-        device: device of the loss.
         samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
             the rows; None: `num_rows`.
 
@@ -80,7 +78,6 @@ class TrainingLoss:
     Args:
         loss: a loss of this package.
         loader: the train loader, which has the rows of the batches since the last step.
-        device: device of the loss.
     """
 
     def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):

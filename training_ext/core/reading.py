@@ -45,34 +45,30 @@ def source_of(
             csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
         if args.several_captions:
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
-        return partial(_read, CsvLines(csv))
+        return partial(_read, partial(_line, csv))
     if kind == "shapes":
-        return partial(_read, shapes_dataset(args, True)(transform, image_size, tokenizer=tokenizer))
-    size = args.train_num_samples
-    return partial(_read, open_clip_data.SyntheticDataset(transform, dataset_size=size, tokenizer=tokenizer))
+        dataset: Dataset = shapes_dataset(args, True)(transform, image_size, tokenizer=tokenizer)
+    else:
+        size = args.train_num_samples
+        dataset = open_clip_data.SyntheticDataset(transform, dataset_size=size, tokenizer=tokenizer)
+    return partial(_read, dataset.__getitem__)
 
 
-class CsvLines(Dataset):
-    """The lines of a csv; reading one without caption or image is an error, since the training skips it.
+def _line(csv: Any, row: int) -> Any:
+    """A line of a csv; one without caption or image is an error, since the training skips it.
 
-    Args:
-        csv: OpenCLIP's data set, indexed by position, which takes the nan of an empty cell for the text "nan".
+    OpenCLIP's data set takes the nan of an empty cell for the text "nan".
     """
-
-    def __init__(self, csv: Any):
-        self.csv = csv
-
-    def __getitem__(self, row: int) -> Any:
-        for name, cells in (("caption", self.csv.captions), ("image", self.csv.images)):
-            if is_empty(cells[row]):
-                raise ValueError(f"its {name} is empty")
-        return self.csv[row]
+    for name, cells in (("caption", csv.captions), ("image", csv.images)):
+        if is_empty(cells[row]):
+            raise ValueError(f"its {name} is empty")
+    return csv[row]
 
 
-def _read(dataset: Dataset, start: int, stop: int, report: Report) -> Iterator[tuple[int, Any, Any]]:
+def _read(get: Callable[[int], Any], start: int, stop: int, report: Report) -> Iterator[tuple[int, Any, Any]]:
     for row in range(start, stop):
         try:
-            image, tokens = host().pair(dataset[row])
+            image, tokens = host().pair(get(row))
         except Exception as error:  # image libraries may raise anything
             report(f"row {row}: {error!r}")
         else:

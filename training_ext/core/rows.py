@@ -77,7 +77,8 @@ def check_usable(args: Namespace) -> SeenCaptions | None:
     elif kind == "webdataset":
         urls = shard_urls(args.train_data)
         missing = check_missing(urls, max_bad=tolerated(args))
-        return look_at_first(args, [url for url in urls if url not in missing])
+        urls = [url for url in urls if url not in missing]
+        return look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
     return None
 
 
@@ -98,7 +99,8 @@ def find_rows(args: Namespace) -> DataRows:
             listing = digest_of_list(args.train_data)
             return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
         shards = find_shards(args.train_data, args.shard_sizes, max_bad=tolerated(args))
-        seen = look_at_first(args, [url for url in shards.urls if shards.size_of[url]])
+        urls = [url for url in shards.urls if shards.size_of[url]]
+        seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
         return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
     if args.shard_sizes:
         raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
@@ -142,11 +144,6 @@ def below_common_folder(images: pd.Series) -> Iterator[str]:
     known = images.dropna()
     folder = os.path.commonprefix([known.min(), known.max()]).rpartition("/")[0] if len(known) else ""
     return (path[len(folder):] for path in images.fillna(""))
-
-
-def look_at_first(args: Namespace, urls: list[str]) -> SeenCaptions | None:
-    """As `look_at_shards`, for the train data."""
-    return look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
 
 
 def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
@@ -198,11 +195,7 @@ class HostScenes(Scenes):
 def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
     """The replacement of SyntheticDataset in OpenCLIP's builder for `--dataset-type shapes`."""
 
-    def build(
-        transform: Callable | None = None, image_size: int | tuple[int, ...] | list[int] = 64,
-        caption: str | None = None, dataset_size: int | None = None, tokenizer: Callable | None = None,
-        variable_text: bool = False,
-    ) -> Scenes:
+    def build(transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any) -> Scenes:
         return HostScenes(
             num_samples=args.train_num_samples if is_train else args.val_num_samples,
             seed=args.shapes_seed,

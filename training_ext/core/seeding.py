@@ -71,8 +71,6 @@ class SampleStream:
     A stage of the pipeline in place of webdataset's shuffle buffer. The number is put in front of the caption.
 
     Args:
-        seed: the run's seed.
-        rank: rank of this process.
         pass_over: called for each sample that is dropped before it is decoded.
     """
 
@@ -114,8 +112,6 @@ class SeededEpochs(IterableDataset):
 
     Args:
         dataset: an iterable data set of batches, whose augmentations draw from the global generators.
-        seed: the run's seed.
-        rank: rank of this process.
         stream: the stage of `dataset` that numbers its samples.
 
     `shared_epoch` (OpenCLIP's SharedEpoch) must be set before the first iteration.
@@ -151,18 +147,13 @@ class SeededEpochs(IterableDataset):
         return chain(ahead, islice(iter(self.dataset), left))
 
 
+@dataclass
 class LateSampler(Sampler[int]):
-    """A sampler whose next epoch can start at a later batch.
+    """A sampler whose next epoch can start at a later batch."""
 
-    Args:
-        sampler: OpenCLIP's.
-        batch_size: batch size of this process.
-    """
-
-    def __init__(self, sampler: Sampler[int], batch_size: int):
-        self.sampler = sampler
-        self.batch_size = batch_size
-        self._skipped = 0
+    sampler: Sampler[int]
+    batch_size: int
+    _skipped: int = 0
 
     def start_at(self, start: Start) -> None:
         self._skipped = start.batches * self.batch_size

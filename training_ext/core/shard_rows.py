@@ -1,6 +1,7 @@
 """`ShardRows`: read the samples of shards with their rows, and detect shards that are not as they were counted."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from open_clip_ext.errors import InputError
 from training_ext.core.shards import Shards
@@ -11,6 +12,7 @@ from training_ext.openclip.loading import missing_of
 _RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
 
 
+@dataclass
 class ShardRows:
     """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row in front of its caption.
 
@@ -30,16 +32,11 @@ class ShardRows:
     `key` raises.
     """
 
-    def __init__(
-        self, shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
-        ended: Callable[[str, int], object] | None = None, key: Callable[[dict], int] | None = None,
-        recaption: Callable[[dict], object] | None = None,
-    ):
-        self.shards = shards
-        self.failed = failed
-        self.ended = ended
-        self.key = key
-        self.recaption = recaption
+    shards: Shards | None
+    failed: Callable[[str, Exception, int, int | None], object]
+    ended: Callable[[str, int], object] | None = None
+    key: Callable[[dict], int] | None = None
+    recaption: Callable[[dict], object] | None = None
 
     def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
         """Yields the samples of `src`, dicts with a "url"."""

@@ -2,14 +2,15 @@
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from open_clip_ext.files import whole_file
 from training_ext.core.tars import Contents, scan
 
 _SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
@@ -100,15 +101,7 @@ def _load_cache() -> dict[str, list[int]]:
 
 
 def _save_cache(fresh: dict[str, list[int]]) -> None:
-    path = _cache_file()
-    temporary = None
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        cache = {**_load_cache(), **fresh}  # read again, since another process may have written it
-        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False) as file:
-            temporary = file.name
-            json.dump(cache, file)
-        os.replace(temporary, path)
-    except OSError:
-        if temporary is not None and os.path.exists(temporary):
-            os.remove(temporary)
+    with suppress(OSError):
+        os.makedirs(os.path.dirname(_cache_file()), exist_ok=True)
+        with whole_file(_cache_file(), text=True) as file:
+            json.dump({**_load_cache(), **fresh}, file)  # read again, since another process may have written it

@@ -9,7 +9,6 @@ import inspect
 import json
 import re
 import tarfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -22,7 +21,6 @@ from training_ext.openclip.loading import suffixes_of
 
 _SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
 _BLOCK = 1 << 16
-_READ_ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, zlib.error)
 
 
 class _StrictHeader(tarfile.TarInfo):
@@ -146,7 +144,7 @@ def _lengths(path: str, errors: list[Exception]) -> Iterator[dict]:
         with open(path, "rb") as file, _open_tar(file) as tar:
             for member in _members(tar):
                 yield {"fname": member.name, "data": member.size, "__url__": ""}
-    except _READ_ERRORS as error:
+    except Exception as error:
         errors.append(error)
 
 

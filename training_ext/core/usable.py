@@ -3,6 +3,7 @@
 import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ class SampleWatch:
     """Is told of the train samples in each loader worker; this one logs what is left out, as OpenCLIP does.
 
     Attributes:
-        latest: name of the latest sample with image and caption, for stages that do not know it.
+        latest: name of the latest sample with image and caption, which is the one that is decoded.
     """
 
     latest = ""
@@ -53,6 +54,7 @@ class SampleWatch:
         """A worker has been through all its shards, and begins again."""
 
 
+@dataclass
 class CountIncomplete:
     """OpenCLIP's filter of samples without image or caption, with a count of those that it drops, of empty captions,
     which it may keep, and of pairs that no one can use, as they share a name with another up to the first dot.
@@ -63,25 +65,24 @@ class CountIncomplete:
         recaption: as in `ShardRows`, which the captions have been through.
     """
 
-    def __init__(self, accepts: Callable[[dict], bool], watch: SampleWatch, recaption: JsonCaptions | None = None):
-        self.accepts = accepts
-        self.watch = watch
-        self.caption = "txt" if recaption is None else "json"
-        self.lacks = () if recaption is None else (recaption.missing,)
+    accepts: Callable[[dict], bool]
+    watch: SampleWatch
+    recaption: JsonCaptions | None = None
 
     def __call__(self, sample: dict) -> bool:
-        name = name_of(sample)
+        caption, lacks = ("txt", ()) if self.recaption is None else ("json", (self.recaption.missing,))
+        name = f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
         surplus = [
             stem for stem, _, last in (suffix.rpartition(".") for suffix in sample)
-            if last == self.caption and any(f"{stem}.{image}" in sample for image in PAIR_MEMBERS[:-1])
+            if last == caption and any(f"{stem}.{image}" in sample for image in PAIR_MEMBERS[:-1])
         ]
         for stem in surplus:
-            why = f"it has another pair of an image and a .{stem}.{self.caption}, as a name ends at its first dot"
+            why = f"it has another pair of an image and a .{stem}.{caption}, as a name ends at its first dot"
             self.watch.skip(SURPLUS, name, f"{why}; rename them")
         if not self.accepts(sample):
             if not surplus:
                 kind = NO_IMAGE if "txt" in sample else NO_CAPTION
-                self.watch.skip(kind, name, f"it has {missing_of(sample, *self.lacks)}")
+                self.watch.skip(kind, name, f"it has {missing_of(sample, *lacks)}")
             return False
         try:
             sample["txt"].decode()
@@ -95,44 +96,30 @@ class CountIncomplete:
         return True
 
 
-def name_of(sample: dict) -> str:
-    return f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
-
-
+@dataclass
 class Decode:
     """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded.
 
     Args:
         decode: webdataset's function.
         watch: is told of the train data.
-        batch_size: samples per batch.
     """
 
-    def __init__(self, decode: Callable, watch: SampleWatch, batch_size: int):
-        self.decode = decode
-        self.watch = watch
-        self.batch_size = batch_size
+    decode: Callable
+    watch: SampleWatch
+    batch_size: int
 
     def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
         """As webdataset's `decode`; the given error handler is replaced by the count."""
         return partial(self._run, partial(self.decode, *handlers, only=PAIR_MEMBERS))
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
-        current: dict = {}
-
-        def remembered() -> Iterator[dict]:
-            nonlocal current
-            for sample in samples:
-                current = sample
-                yield sample
-
         def skip(error: Exception) -> bool:
-            name = name_of(current) if "__key__" in current else self.watch.latest
-            self.watch.skip(UNREADABLE, name, one_line(error))
+            self.watch.skip(UNREADABLE, self.watch.latest, one_line(error))
             return True
 
         used = 0
-        for sample in decode(handler=skip)(remembered()):
+        for sample in decode(handler=skip)(samples):
             used += 1
             self.watch.use()
             yield sample
@@ -148,26 +135,23 @@ class DecodeImages(Decode):
         return partial(self._run, partial(self.decode, **functions))
 
 
+@dataclass
 class UsableLines(Dataset):
     """The lines of a csv, with each unusable line replaced by another.
 
     Args:
         csv: OpenCLIP's data set, with the cells as `images` and `captions`, by position.
         dataset: the same lines, as they reach the loader.
-        path: path of the file.
         watch: is told of the train data; None for validation data, where a bad line raises InputError, since metrics
             must cover all lines.
         line_of: the first line of each sample, (n,), where a sample is not a line.
     """
 
-    def __init__(
-        self, csv: Any, dataset: Dataset, path: str, watch: SampleWatch | None, line_of: Sequence[int] | None = None
-    ):
-        self.csv = csv
-        self.line_of = range(len(csv)) if line_of is None else line_of
-        self.dataset = dataset
-        self.path = path
-        self.watch = watch
+    csv: Any
+    dataset: Dataset
+    path: str
+    watch: SampleWatch | None
+    line_of: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
@@ -194,7 +178,7 @@ class UsableLines(Dataset):
         return item
 
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
-        what = place_of(self.path, self.line_of[row])
+        what = place_of(self.path, row if self.line_of is None else self.line_of[row])
         if self.watch is None:
             raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
         self.watch.skip(kind, what, why, is_new)

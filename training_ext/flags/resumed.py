@@ -26,7 +26,7 @@ def check_resumed(path: str, args: Namespace) -> None:
     """Raise InputError for a training checkpoint that is done, or of another loop or another fixed temperature.
 
     Args:
-        path: a local file or folder that `checkpoint.read_entry` could read.
+        path: a local file or folder that `checkpoint_files.find_resumed` could read.
     """
     if os.path.isdir(path):
         return

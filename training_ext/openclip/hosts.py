@@ -146,11 +146,6 @@ def open_clip_version() -> str:
         raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
 
 
-def release_of(version: str) -> tuple[int, ...]:
-    """Major and minor number of a version, for comparisons."""
-    return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-
-
 def cannot_import(error: ImportError) -> str:
     """The error line if OpenCLIP's training code, a name in it, or a package that it needs is missing."""
     reason = " ".join(str(error).split())
@@ -173,7 +168,8 @@ def installed(legacy: bool = False) -> Host:
         InputError: OpenCLIP is missing or not supported, or `legacy` with a version that has one loop.
     """
     version = open_clip_version()
-    loops = [host for host in HOSTS if host.versions[0] <= release_of(version) < host.versions[1]]
+    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    loops = [host for host in HOSTS if host.versions[0] <= release < host.versions[1]]
     if not loops:
         ranges = " or ".join(dict.fromkeys(host.range for host in HOSTS))
         raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")

@@ -4,6 +4,7 @@ import builtins
 import importlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import Any
 
 
@@ -35,9 +36,7 @@ def look_up(module: str, path: str) -> Any:
     found: Any = importlib.import_module(module)
     if not hasattr(found, path) and hasattr(builtins, path):
         return getattr(builtins, path)
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
+    return attrgetter(path)(found)
 
 
 @contextmanager
