@@ -21,7 +21,7 @@ from training_ext.context import Run
 from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
-from training_ext.core.rows import DataRows, trains
+from training_ext.core.rows import DataRows
 from training_ext.core.seeding import AT_EPOCH, seed_all
 from training_ext.core.shards import shard_urls
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
@@ -56,8 +56,8 @@ class Session:
         self.run = Run(args)
         self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
-        watches: list[SampleWatch] = [feature for feature in self.features if isinstance(feature, SampleWatch)]
-        self.data = DataSeams(args, rows, watches[0] if watches else SampleWatch())
+        watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
+        self.data = DataSeams(args, rows, watch)
         self.saving = Saving(self.run, self.data)
         self.evaluations = Evaluations(self.features, self.data, self.unwrapped)
         self._flags = flags
@@ -334,7 +334,7 @@ class Session:
         """End the run, after success or an error; temporary files are removed after the last checkpoint."""
         args = self.args
         self.data.workers.close()
-        if self.completed and args.loss is not None and trains(args) and args.save_logs:
+        if self.completed and args.loss is not None and self.run.trains and args.save_logs:
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.features.tell(Feature.end, self.completed and self._has_begun)
         self.sync.end(self.completed)

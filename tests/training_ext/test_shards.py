@@ -106,7 +106,7 @@ def test_samples_and_their_count_are_openclips(tmp_path, name, pack, form):
     other = write(tmp_path / "other.tar", pairs(1))
     theirs = openclips(url)
     assert len(theirs) == expected and list(read_samples(url)) == theirs
-    shards = find_shards(f"{url}::{other}", progress=False)
+    shards = find_shards(f"{url}::{other}")
     assert shards.sizes == (expected, 1)
     *_, last = read(ShardRows(shards, reraise), url, other)
     assert split_row(last["txt"].decode())[0] == expected
@@ -118,12 +118,12 @@ def test_count_without_end_marker_and_after_it(tmp_path):
     for content in (bare, bare + b"\0" * 512, whole + b"\0" * 100_000):
         url = write(tmp_path / "x.tar", content)
         assert len(openclips(url)) == 2
-        assert find_shards(url, progress=False).sizes == (2,)
+        assert find_shards(url).sizes == (2,)
     url = write(tmp_path / "x.tar", gzip.compress(whole[:2048]) + gzip.compress(whole[2048:]))
-    assert len(openclips(url)) == find_shards(url, progress=False).num_rows == 1
+    assert len(openclips(url)) == find_shards(url).num_rows == 1
     url = write(tmp_path / "x.tar", whole + tar_bytes(pairs(3)))
     assert len(openclips(url)) == 2  # and nothing is said of the other three
-    one_line_error(lambda: find_shards(url, progress=False), url, "data after the end of the archive")
+    one_line_error(lambda: find_shards(url), url, "data after the end of the archive")
 
 
 def test_scan_seeks_over_payloads(tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_urls_expand_as_openclips_and_count_once(tmp_path):
         for shard in range(2):
             write(tmp_path / source / f"{shard}.tar", pairs(size + shard))
     (tmp_path / "b/sizes.json").write_text(json.dumps({"0.tar": 4, "1.tar": 5}))  # of its own folder alone
-    shards = find_shards(f"file:{tmp_path}/a/1.tar::{tmp_path}/{{b/0,b/1,a/0,b/0}}.tar", progress=False)
+    shards = find_shards(f"file:{tmp_path}/a/1.tar::{tmp_path}/{{b/0,b/1,a/0,b/0}}.tar")
     assert shards.urls == (f"file:{tmp_path}/a/1.tar", *(f"{tmp_path}/{name}.tar" for name in ("b/0", "b/1", "a/0")))
     assert shards.sizes == (2, 4, 5, 1) and [*shards.offsets.values()] == [0, 2, 6, 11] and shards.num_rows == 12
     assert shards.size_of[shards.urls[1]] == 4
@@ -158,7 +158,7 @@ def test_sizes_come_from_flag_then_sizes_json_then_scan(tmp_path):
     (tmp_path / "sizes.json").write_text('{"0.tar": 20, "1.tar": 21, "2.tar": 22}')
     given = tmp_path / "given.json"
     given.write_text(json.dumps({urls[0]: 30, "0.tar": 31, "1.tar": 32}))
-    shards = find_shards(f"{tmp_path}/{{0..3}}.tar", str(given), progress=False)
+    shards = find_shards(f"{tmp_path}/{{0..3}}.tar", str(given))
     assert shards.sizes == (30, 32, 22, 1)
 
 
@@ -217,7 +217,7 @@ def test_shards_without_a_sample_or_that_are_none(tmp_path):
     empty = write(tmp_path / "0.tar", [])
     (tmp_path / "folder.tar").mkdir()
     for url, part in ((empty, "no samples"), (f"{tmp_path}/1.tar", ""), (f"{tmp_path}/folder.tar", "not a regular")):
-        one_line_error(lambda url=url: find_shards(url, progress=False), "--train-data", url, part)
+        one_line_error(lambda url=url: find_shards(url), "--train-data", url, part)
 
 
 def test_unreadable_shard(tmp_path, monkeypatch):
@@ -227,7 +227,7 @@ def test_unreadable_shard(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", url)
 
     monkeypatch.setattr(tars, "open", denied, raising=False)
-    one_line_error(lambda: find_shards(url, progress=False), "--train-data", url, "Permission denied")
+    one_line_error(lambda: find_shards(url), "--train-data", url, "Permission denied")
 
 
 PLAIN = tar_bytes(pairs(4, size=300))  # eight members: a header and two blocks of payload each
@@ -258,7 +258,7 @@ def test_damaged_shard(tmp_path, cache_home, name):
     good = write(tmp_path / "0.tar", pairs(2))
     url = write(tmp_path / "1.tar", DAMAGED[name])
     train_data = f"{tmp_path}/{{0..1}}.tar"
-    one_line_error(lambda: find_shards(train_data, progress=False), "--train-data", url)
+    one_line_error(lambda: find_shards(train_data), "--train-data", url)
     assert list(json.loads((cache_home / "open_clip_ext/shard_sizes.json").read_text())) == [good]
 
 
@@ -273,19 +273,19 @@ def test_cache_hit_and_invalidation(tmp_path, monkeypatch):
     path = tmp_path / "0.tar"
     url = write(path, pairs(2))
     first = os.stat(path)
-    assert find_shards(url, progress=False).sizes == (2,)
+    assert find_shards(url).sizes == (2,)
     with monkeypatch.context() as patch:
         forbid_scan(patch)
-        assert find_shards(url, progress=False).sizes == (2,)
+        assert find_shards(url).sizes == (2,)
         patch.chdir(tmp_path)
-        assert find_shards("0.tar", progress=False).sizes == (2,)
+        assert find_shards("0.tar").sizes == (2,)
         os.utime(path, ns=(first.st_atime_ns, first.st_mtime_ns + 1))
         with pytest.raises(RuntimeError, match="scanned"):
-            find_shards(url, progress=False)
+            find_shards(url)
     write(path, pairs(30))
     os.utime(path, ns=(first.st_atime_ns, first.st_mtime_ns))
     assert os.stat(path).st_size != first.st_size
-    assert find_shards(url, progress=False).sizes == (30,)
+    assert find_shards(url).sizes == (30,)
 
 
 BAD_ENTRIES = [b'{"%s": 3}', b'{"%s": [1, 2]}', b'{"%s": [1, 2, "x"]}']
@@ -295,16 +295,16 @@ BAD_ENTRIES = [b'{"%s": 3}', b'{"%s": [1, 2]}', b'{"%s": [1, 2, "x"]}']
 def test_corrupt_cache_is_ignored(tmp_path, monkeypatch, cache_home, content):
     url = write(tmp_path / "0.tar", pairs(2))
     write(cache_home / "open_clip_ext/shard_sizes.json", content.replace(b"%s", url.encode()))
-    assert find_shards(url, progress=False).sizes == (2,)
+    assert find_shards(url).sizes == (2,)
     forbid_scan(monkeypatch)
-    assert find_shards(url, progress=False).sizes == (2,)
+    assert find_shards(url).sizes == (2,)
 
 
 def test_cache_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch, cache_home):
     cache_home.write_text("a file where the directory would go")
-    assert find_shards(write(tmp_path / "0.tar", pairs(2)), progress=False).sizes == (2,)
+    assert find_shards(write(tmp_path / "0.tar", pairs(2))).sizes == (2,)
     cache_home.unlink()
-    find_shards(write(tmp_path / "0.tar", pairs(2)), progress=False)
+    find_shards(write(tmp_path / "0.tar", pairs(2)))
     file = cache_home / "open_clip_ext/shard_sizes.json"
     before = file.read_text()
 
@@ -312,7 +312,7 @@ def test_cache_write_that_fails_leaves_the_old_one(tmp_path, monkeypatch, cache_
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(json, "dump", full)
-    assert find_shards(write(tmp_path / "1.tar", pairs(3)), progress=False).sizes == (3,)
+    assert find_shards(write(tmp_path / "1.tar", pairs(3))).sizes == (3,)
     assert file.read_text() == before
     assert os.listdir(file.parent) == [file.name]
 
@@ -328,16 +328,16 @@ def test_cache_keeps_what_an_interrupted_scan_had(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shard_scan, "scan", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        find_shards(f"{tmp_path}/{{0..2}}.tar", progress=False)
+        find_shards(f"{tmp_path}/{{0..2}}.tar")
     forbid_scan(monkeypatch)
-    assert find_shards(f"{tmp_path}/{{0..1}}.tar", progress=False).sizes == (1, 1)
+    assert find_shards(f"{tmp_path}/{{0..1}}.tar").sizes == (1, 1)
 
 
 def test_several_processes_scan_alike(tmp_path, monkeypatch):
     for i in range(5):
         write(tmp_path / f"{i}.tar", pairs(i + 1) if i != 2 else DAMAGED[next(iter(DAMAGED))])
     paths = {f"{i}.tar": str(tmp_path / f"{i}.tar") for i in range(5)}
-    alone = shard_scan.scan_all(paths, progress=False)
+    alone = shard_scan.scan_all(paths)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     monkeypatch.setattr(shard_scan, "_PARALLEL_ABOVE", 0)
     monkeypatch.setattr(shard_scan, "usable_cores", lambda: 2)
@@ -350,7 +350,7 @@ def test_several_processes_scan_alike(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shard_scan, "scan", look)
     before = torch.random.get_rng_state()
-    assert shard_scan.scan_all(paths, progress=False) == alone
+    assert shard_scan.scan_all(paths) == alone
     assert torch.equal(torch.random.get_rng_state(), before)
     processes = {int(name) for name in os.listdir(scanned_by)}
     assert len(processes) == 2 and os.getpid() not in processes
@@ -393,7 +393,7 @@ def read(stage, *urls):
 def test_rows_of_every_sample(tmp_path):
     first = write(tmp_path / "a/0.tar", pairs(3))
     second = write(tmp_path / "b/0.tar", [member("a.jpg"), member("b.jpg"), member("b.txt", b"two\x1fparts")])
-    shards = find_shards(f"{first}::{second}", progress=False)
+    shards = find_shards(f"{first}::{second}")
     samples = read(ShardRows(shards, reraise), second, first, first)
     assert "txt" not in samples[0]
     texts = [split_row(sample["txt"].decode()) for sample in samples[1:]]
@@ -441,7 +441,7 @@ def test_shards_that_are_not_as_they_were_counted(tmp_path):
 
 def test_a_shard_that_was_replaced_since_it_was_counted(tmp_path):
     url = write(tmp_path / "0.tar", pairs(3))
-    stage = ShardRows(find_shards(url, progress=False), reraise)
+    stage = ShardRows(find_shards(url), reraise)
     assert len(read(stage, url)) == 3
     write(tmp_path / "0.tar", [*pairs(2), member("new.jpg"), member("new.txt")])
     one_line_error(lambda: read(stage, url), url, "other samples")
@@ -461,7 +461,7 @@ def test_recorded_sizes_are_checked(tmp_path, monkeypatch):
         sizes_file(tmp_path, [4 if i == wrong else 5 for i in range(4)])
         one_line_error(lambda: find_shards(train_data), tmp_path / f"{wrong}.tar", "holds 5", "sizes.json' says 4")
     sizes_file(tmp_path, [5, 50, 5, 5])
-    assert find_shards(train_data, progress=False).sizes == (5, 50, 5, 5)
+    assert find_shards(train_data).sizes == (5, 50, 5, 5)
     monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 100)
     one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
     monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 10)
@@ -474,12 +474,12 @@ def test_missing_and_damaged_shards_up_to_a_share(tmp_path):
     write(tmp_path / "1.tar", DAMAGED["broken header"])
     train_data = f"{tmp_path}/{{0..3}}.tar"
     for share in (None, 0, 0.5, 0.74):
-        missing = one_line_error(lambda share=share: find_shards(train_data, progress=False, max_bad=share))
+        missing = one_line_error(lambda share=share: find_shards(train_data, max_bad=share))
         assert ("2 of 4" if share in (None, 0) else "3 of 4") in missing
-    shards = find_shards(train_data, progress=False, max_bad=0.75)
+    shards = find_shards(train_data, max_bad=0.75)
     assert shards.sizes == (5, 2, 0, 0) and list(shards.keys) == [whole]
     sizes_file(tmp_path, [5, 4, 7, 8])
-    assert find_shards(train_data, progress=False, max_bad=0.75).sizes == (5, 4, 7, 8)
+    assert find_shards(train_data, max_bad=0.75).sizes == (5, 4, 7, 8)
     os.remove(whole)
     one_line_error(lambda: find_shards(f"{tmp_path}/{{2..3}}.tar", max_bad=1), "2 of 2", "No such file")
 

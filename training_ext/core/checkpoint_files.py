@@ -69,12 +69,11 @@ def is_whole_folder(path: str) -> bool:
 
 def furthest(folder: str, names: Iterable[str]) -> str | None:
     """The one of these checkpoints with the most training, of equals the first; None if none of them is whole."""
-    best: tuple[tuple[int, int], str] | None = None
+    done: dict[str, tuple[int, int]] = {}
     for path in (os.path.join(folder, name) for name in names):
         with suppress(Exception):  # a file that is missing or torn
-            if best is None or progress(path) > best[0]:
-                best = progress(path), path
-    return None if best is None else best[1]
+            done[path] = progress(path)
+    return max(done, key=lambda path: done[path], default=None)
 
 
 def newest_numbered(folder: str) -> str | None:

@@ -36,17 +36,15 @@ def scanned_before(paths: dict[str, str]) -> dict[str, Contents]:
     """Contents of the shards, by URL, whose files are as they were when scanned; `paths` are local files by URL."""
     cache = _load_cache() if paths else {}
     entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
-    return {url: Contents(*entry[2:]) for url, entry in entries.items() if entry and entry[:2] == _stamp(paths[url])}
+    known = {url: entry for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
+    return {url: Contents(samples, keys) for url, (_, _, samples, keys) in known.items()}
 
 
-def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
+def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
     """Contents of shards by URL, from the cache if the file is unchanged, else from its headers.
 
     Several processes scan many shards: a scan takes 0.6 s of a core for 10,000 pairs, and a network's disk longer.
-
-    Args:
-        paths: local files by URL.
-        progress: whether to show a progress bar.
+    `paths` are local files by URL.
     """
     found = scanned_before(paths)
     todo = {url: path for url, path in paths.items() if url not in found}
@@ -56,7 +54,7 @@ def scan_all(paths: dict[str, str], progress: bool) -> dict[str, Contents]:
     try:
         for url, contents in tqdm(
             zip(todo, _scan_each([*todo.values()]), strict=True),
-            desc="Counting samples", unit="shard", total=len(todo), disable=not (progress and todo),
+            desc="Counting samples", unit="shard", total=len(todo), disable=not todo,
         ):
             found[url] = contents
             if contents.damage is None:

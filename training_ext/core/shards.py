@@ -98,16 +98,14 @@ def _digest(listing: list) -> str:
     return hashlib.sha256(json.dumps([len(listing), listing]).encode()).hexdigest()
 
 
-def find_shards(
-    train_data: str, shard_sizes: str | None = None, progress: bool = True, max_bad: float | None = None
-) -> Shards:
+def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float | None = None) -> Shards:
     """Lists the shards of `train_data` (as OpenCLIP expands it: braces and `::`) with their sizes in samples.
 
     A size comes from the first of: `shard_sizes`, a JSON file that maps full url or file name to size; the
     `sizes.json` beside a local shard, which maps file name to size; a scan of the local tar, remembered in
     `$XDG_CACHE_HOME/open_clip_ext/shard_sizes.json` until the tar's size or modification time changes. Of local
     shards whose size comes from a file a few are scanned all the same, and all that were scanned before are compared.
-    A url listed several times counts once. `progress` shows a bar over the scans.
+    A url listed several times counts once.
 
     Raises InputError for a list without shards, more shards that are missing or damaged than a share of `max_bad` (none
     by default), a remote shard without a size, a bad sizes file, a recorded size that is wrong, and a data set without
@@ -119,7 +117,7 @@ def find_shards(
     recorded = _recorded_sizes(local, shard_sizes)
     here = {url: path for url, path in local.items() if path is not None and url not in missing}
     checked = _to_check({url: path for url, path in here.items() if url in recorded}, recorded)
-    found = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked}, progress)
+    found = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked})
     for url, contents in found.items():
         size, source = recorded.get(url, (contents.samples, ""))
         if contents.damage is None and contents.samples != size:

@@ -79,7 +79,7 @@ def check_val_data(args: Namespace) -> None:
         look_at_shards(urls, flag="--val-data")
         # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
         local = {url: path for url in urls if (path := local_path(url)) is not None}
-        for url, contents in scan_all(local, progress=True).items():
+        for url, contents in scan_all(local).items():
             if contents.damage is not None:
                 raise InputError(f"shard {url!r} is damaged: {contents.damage}; repair or remove it", "--val-data")
 
