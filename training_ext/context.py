@@ -11,11 +11,7 @@ from training_ext.openclip.machine import global_batch
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the command.
-
-    Args:
-        args: as `params.parse_args` gives them; OpenCLIP's main completes them before the model is built.
-    """
+    """One run of the command; OpenCLIP's main completes `params.parse_args`' `args` before the model is built."""
 
     args: Namespace
 

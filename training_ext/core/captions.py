@@ -61,9 +61,6 @@ def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptio
 class Pictures:
     """The lines of a csv grouped by image, in the order of the images' first lines.
 
-    Args:
-        images: the image's path in each line.
-
     Attributes:
         of: number of each line's image, (lines,) int64.
         first: first line of each of the n images, (n,) int64.
@@ -95,10 +92,7 @@ class Pictures:
 
 
 class DigestLoader:
-    """A loader of validation pairs that notices images that repeat, by their pixels as the model gets them.
-
-    Args:
-        loader: OpenCLIP's, whose samples have no path.
+    """OpenCLIP's loader of validation pairs without paths, whose equal images are told by the pixels for the model.
 
     Attributes:
         digests: of the images of the latest pass, in their order.
@@ -119,14 +113,9 @@ class DigestLoader:
 
 @dataclass
 class DrawnCaptions:
-    """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other.
+    """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other."""
 
-    Args:
-        captions: the caption in each line of the csv.
-        pictures: its lines by image.
-    """
-
-    captions: Sequence[Any]
+    captions: Sequence[Any]  # of each line of the csv
     pictures: Pictures
     seed: int
     epoch: SharedEpoch

@@ -113,11 +113,7 @@ def make_entry(
 
 
 def order_of(args: Namespace, streams: int) -> dict[str, Any]:
-    """What the order of the train data depends on, by flag or name.
-
-    Args:
-        streams: as in `RowLoader`; without streams the number of workers does not matter.
-    """
+    """What the order of the train data depends on, by flag or name; `streams` as in `RowLoader`."""
     order = {"--seed": args.seed, "processes": world_size(), "--batch-size": args.batch_size}
     order["--accum-freq"] = args.accum_freq
     if streams:

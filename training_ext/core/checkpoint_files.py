@@ -26,12 +26,7 @@ BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until i
 
 
 def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
-    """Write a mid-epoch checkpoint, and remove older ones.
-
-    Args:
-        content: its contents.
-        position: position in the next epoch.
-    """
+    """Write a checkpoint at a position in the next epoch, and remove older ones."""
     epoch = content["epoch"]
     name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name_of(args, epoch, position)
     path = os.path.join(args.checkpoint_path, name)

@@ -34,7 +34,6 @@ class DataSeams:
 
     Args:
         rows: rows of the train data on process 0; the others get them before the data are built.
-        watch: is told of the train samples, in the loader's workers.
 
     Attributes:
         epoch: number that seeds the order, the augmentation and the captions of the data.

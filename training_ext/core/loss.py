@@ -73,12 +73,7 @@ class LogItems(dict):
 
 
 class TrainingLoss:
-    """Calls a loss with the samples' rows and keys, and adds the diagnostics to what OpenCLIP logs.
-
-    Args:
-        loss: a loss of this package.
-        loader: the train loader, which has the rows of the batches since the last step.
-    """
+    """Calls a loss with the samples' rows and keys since the last step, and adds the diagnostics to OpenCLIP's log."""
 
     def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):
         self.loss = loss

@@ -113,8 +113,7 @@ def folder_of(file: str, name: Any, flag: str) -> str | None:
 
 def check(file: str, name: Any, state: Any, flag: str) -> None:
     """Raise InputError unless the folder has all rows of the checkpoint `file`."""
-    folder = folder_of(file, name, flag)
-    if folder is not None:
+    if (folder := folder_of(file, name, flag)) is not None:
         try:
             check_row_files(folder, state)
         except InputError as error:

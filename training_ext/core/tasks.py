@@ -34,7 +34,6 @@ class LossTask(CLIPTask):
     The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
 
     Args:
-        model: the model that OpenCLIP built.
         reference: a frozen model whose features the loss also gets, or None.
         clamp: called with OpenCLIP's `clamp_logit_scale` after each step.
 

@@ -60,8 +60,7 @@ class CountIncomplete:
     which it may keep, and of pairs that no one can use, as they share a name with another up to the first dot.
 
     Args:
-        accepts: OpenCLIP's.
-        watch: is told of the train data.
+        accepts: OpenCLIP's filter.
         recaption: as in `ShardRows`, which the captions have been through.
     """
 
@@ -98,12 +97,7 @@ class CountIncomplete:
 
 @dataclass
 class Decode:
-    """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded.
-
-    Args:
-        decode: webdataset's function.
-        watch: is told of the train data.
-    """
+    """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded."""
 
     decode: Callable
     watch: SampleWatch

@@ -168,11 +168,7 @@ def _shown(value: Any) -> str:
 
 
 def _agreed(own: InputError | NonFiniteError | None) -> InputError | NonFiniteError | None:
-    """The error of the first process that failed; this one's own without a process group.
-
-    Args:
-        own: None for a process that has lost another one.
-    """
+    """The error of the first process that failed; without a group `own`, None if the process has lost another one."""
     if not dist.is_initialized():
         return own
     try:

@@ -159,10 +159,7 @@ _chosen: Host | None = None
 
 
 def installed(legacy: bool = False) -> Host:
-    """The training loop of the installed OpenCLIP.
-
-    Args:
-        legacy: whether --legacy-loop is given.
+    """The training loop of the installed OpenCLIP; `legacy`: that of --legacy-loop.
 
     Raises:
         InputError: OpenCLIP is missing or not supported, or `legacy` with a version that has one loop.

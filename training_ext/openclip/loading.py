@@ -37,8 +37,7 @@ def suffixes_of(sample: dict) -> str:
 def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     """What a sample, a dict by suffix, lacks to be a pair, and what it has instead, for messages; None if it is one.
 
-    Args:
-        no_caption: what it lacks if it has no "txt".
+    `no_caption` is what it lacks if it has no "txt".
     """
     *images, text = PAIR_MEMBERS
     has_image = any(name in sample for name in images)
@@ -91,12 +90,7 @@ NUMBERS: list[Any] = [NumberType, number_of("numpy.core.multiarray"), number_of(
 
 
 def load_plain(file: Any, **options: Any) -> Any:
-    """`torch.load` of plain tensors, numbers and strings, on the CPU; a file with anything else is refused.
-
-    Args:
-        file: a path or an open file.
-        options: arguments of `torch.load`.
-    """
+    """`torch.load` of plain tensors, numbers and strings, on the CPU; a file with anything else is refused."""
     try:
         with torch.serialization.safe_globals(NUMBERS):
             # Explicit, since TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD in the environment changes the default.
