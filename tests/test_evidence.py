@@ -363,7 +363,8 @@ def test_a_run_against_the_best_interpolation_of_another(evidence):
     assert interpolate.best_old(clip, 10.0) == 28.0
     bent = [(0.0, 30.0), (20.0, 20.0), (15.0, 26.0)]  # more of both at the last share than on the line
     assert interpolate.best_old(bent, 12.0) == 26.0
-    curves = {"clip": [clip, clip], "recovery + GCL": [[(0.0, 30.0), (15.0, 25.0)], [(0.0, 30.0), (10.0, 27.0)]]}
+    ends = [(15.0, 25.0), (10.0, 27.0)]
+    curves = {"clip": {0: clip, 1: clip}, "recovery + GCL": {seed: [(0.0, 30.0), end] for seed, end in enumerate(ends)}}
     assert interpolate.differences(curves, "recovery + GCL") == [1.0, -1.0]
 
 

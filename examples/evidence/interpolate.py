@@ -17,20 +17,20 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 
 from grid import HERE
 
 sys.path.append(str(HERE.parent))
-from paired import p_values, shown
+from paired import holm, p_values, shown
 from palette import styles
 
 ALPHAS = [number / 8 for number in range(9)]
 OURS = ("recovery + GCL", "recovery + HGCL")
 NAMES = {"clip": "clip", "recovery + GCL": "recovery-gcl", "recovery + HGCL": "recovery-hgcl"}  # folders of the runs
 Curve = list[tuple[float, float]]  # (new, old) in percent at each of ALPHAS
+Curves = dict[str, dict[int, Curve]]  # by variant and seed
 
 
 def main() -> None:
@@ -41,14 +41,17 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, default=Path("interpolated.png"), help="(default: interpolated.png)")
     args = parser.parse_args()
     if args.icons:
-        seeds = sorted(int(path.name.rpartition("-")[2]) for path in (args.folder / "logs").glob("clip-[0-9]"))
-        if not seeds:
+        runs = [
+            (variant, end.parts[-3].removeprefix(f"{name}-"), end)
+            for variant, name in NAMES.items()
+            for end in sorted((args.folder / "logs").glob(f"{name}-[0-9]/checkpoints/epoch_2.pt"))
+        ]
+        if not runs:
             parser.error(f"--folder: {str(args.folder)!r} has no logs/clip-0; give the folder that finetune.py wrote")
         lines = [
-            {"variant": variant, "seed": seed, "alpha": alpha, "new": new, "old": old}
-            for variant, name in NAMES.items()
-            for seed in seeds
-            for alpha, (new, old) in zip(ALPHAS, score(args, f"{name}-{seed}"), strict=True)
+            {"variant": variant, "seed": int(seed), "alpha": alpha, "new": new, "old": old}
+            for variant, seed, end in runs
+            for alpha, (new, old) in zip(ALPHAS, score(args, end), strict=True)
         ]
         args.results.write_text("".join(json.dumps(line) + "\n" for line in lines))
     curves = read_curves(args.results)
@@ -56,21 +59,19 @@ def main() -> None:
     draw(curves, args.plot)
 
 
-def read_curves(path: Path) -> dict[str, list[Curve]]:
-    """The curves of each variant, by seed."""
-    found: dict[str, dict[int, Curve]] = {}
+def read_curves(path: Path) -> Curves:
+    found: Curves = {}
     for line in map(json.loads, path.read_text().splitlines()):
         found.setdefault(line["variant"], {}).setdefault(line["seed"], []).append((line["new"], line["old"]))
-    return {variant: list(runs.values()) for variant, runs in found.items()}
+    return found
 
 
-def score(args: argparse.Namespace, name: str) -> Curve:
+def score(args: argparse.Namespace, end: Path) -> Curve:
     """The scores of one run's weights at each share."""
-    last = max((args.folder / "logs" / name / "checkpoints").glob("epoch_*.pt"), key=lambda path: path.stat().st_mtime)
-    start = next((args.folder / "logs" / "pretrained" / "checkpoints").glob("epoch_4.pt"))
-    out = args.folder / "interpolated" / name
+    start = args.folder / "logs" / "pretrained" / "checkpoints" / "epoch_4.pt"
+    out = args.folder / "interpolated" / end.parts[-3]
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "open_clip_ext.evaluate", "--checkpoint", str(last), "--interpolate", str(start)]
+    command = [sys.executable, "-m", "open_clip_ext.evaluate", "--checkpoint", str(end), "--interpolate", str(start)]
     command += ["--alphas", ",".join(map(str, ALPHAS)), "--device", "cpu", "--workers", "0", "--out", str(out)]
     command += ["--zeroshot-data", str(args.icons / "mono" / "zeroshot-concepts")]
     command += ["--val-data", str(args.icons / "emoji" / "test-000000.tar")]
@@ -96,28 +97,28 @@ def best_old(curve: Curve, new: float) -> float:
     return max(found)
 
 
-def differences(curves: dict[str, list[Curve]], variant: str) -> list[float]:
+def differences(curves: Curves, variant: str) -> list[float]:
     """Old accuracy of the variant's end less the best of clip interpolated at no less of the new kind, by seed."""
-    ends = [curve[-1] for curve in curves[variant]]
-    return [old - best_old(clip, new) for (new, old), clip in zip(ends, curves["clip"], strict=True)]
+    ends = {seed: curve[-1] for seed, curve in curves[variant].items()}
+    return [old - best_old(curves["clip"][seed], new) for seed, (new, old) in sorted(ends.items())]
 
 
-def report(curves: dict[str, list[Curve]]) -> list[str]:
+def report(curves: Curves) -> list[str]:
     lines = ["| share of the fine-tuned weights | " + " | ".join(f"{alpha:g}" for alpha in ALPHAS) + " |"]
     lines.append("|---|" + "---|" * len(ALPHAS))
     for variant, runs in curves.items():
         for kind, place in (("old", 1), ("new", 0)):
-            cells = [f"{mean(curve[step][place] for curve in runs):.1f}" for step in range(len(ALPHAS))]
+            cells = [f"{mean(point[place] for point in points):.1f}" for points in zip(*runs.values(), strict=True)]
             lines.append(f"| {variant}: {kind} | " + " | ".join(cells) + " |")
-    found = {variant: differences(curves, variant) for variant in OURS}
-    corrected: Sequence[float | str] = p_values(list(found.values())) if len(curves["clip"]) > 1 else ["-"] * len(OURS)
-    for (variant, values), p in zip(found.items(), corrected, strict=True):
+    found = {variant: differences(curves, variant) for variant in OURS if len(curves.get(variant, {})) > 1}
+    plain = [p_values([values])[0] for values in found.values()]
+    for (variant, values), p in zip(found.items(), holm(plain, len(OURS)), strict=True):
         told = ", ".join(f"{value:+.1f}" for value in values)
-        lines.append(f"{variant} less clip interpolated, old kind: {shown(values)} (p {p:.2g}; by seed {told})")
+        lines.append(f"{variant} less clip interpolated, old kind: {shown(values)} (p {p:.3f}; by seed {told})")
     return lines
 
 
-def draw(curves: dict[str, list[Curve]], path: Path) -> None:
+def draw(curves: Curves, path: Path) -> None:
     """Draw the old kind against the new along the shares: thick the means, thin the seeds."""
     import matplotlib
 
@@ -126,8 +127,9 @@ def draw(curves: dict[str, list[Curve]], path: Path) -> None:
 
     figure, axis = plt.subplots(figsize=(6.4, 4.4), constrained_layout=True)
     for variant, look in styles(curves).items():
-        middle = [tuple(map(mean, zip(*points, strict=True))) for points in zip(*curves[variant], strict=True)]
-        for curve in curves[variant]:
+        runs = curves[variant].values()
+        middle = [tuple(map(mean, zip(*points, strict=True))) for points in zip(*runs, strict=True)]
+        for curve in runs:
             axis.plot(*zip(*curve, strict=True), linewidth=0.6, alpha=0.5, **look)
         axis.plot(*zip(*middle, strict=True), linewidth=2.2, marker="o", markersize=3, label=variant, **look)
         axis.plot(*middle[-1], marker="*", markersize=15, color=look["color"])
