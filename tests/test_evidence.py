@@ -368,6 +368,16 @@ def test_a_run_against_the_best_interpolation_of_another(evidence):
     assert interpolate.differences(curves, "recovery + GCL") == [1.0, -1.0]
 
 
+def test_the_interpolations_table_follows_from_the_scores(evidence):
+    import interpolate
+
+    page = (EVIDENCE.parent.parent / "docs/evidence/fine-tuning.md").read_text()
+    *table, difference = interpolate.report(interpolate.read_curves(EVIDENCE / "interpolated.jsonl"))
+    assert len(table) == 6 and "\n".join(table) in page
+    assert "old kind: -0.0 ± 1.8 (p 1.000; by seed -0.3, +0.8, -0.6)" in difference
+    assert "0.0 ± 1.8 between recovery + GCL and `clip` interpolated (-0.3, +0.8 and -0.6 by seed)" in page
+
+
 @pytest.mark.slow
 def test_a_real_run(evidence, monkeypatch, tmp_path):
     _, run, _ = evidence

@@ -49,6 +49,15 @@ def test_save_most_recent_resumes_from_the_checkpoint_with_the_most_training(run
     assert torch.load(saved / "epoch_latest.pt", weights_only=True)["epoch"] == 3
 
 
+@pytest.mark.parametrize("name, flag", [("epoch_1.pt", ""), ("epoch_latest.pt", "--save-most-recent")])
+def test_a_run_whose_only_checkpoint_is_torn_does_not_begin_anew(refused, datasets, tmp_path, name, flag):
+    folder = tmp_path / "logs" / "x" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / name).write_bytes(b"torn")
+    common = f"{datasets['shapes']} {FLAGS} --epochs 1 --logs {tmp_path / 'logs'} --name x {flag}"
+    assert f"--resume: {str(folder / name)!r} is not a complete checkpoint" in refused(f"{common} --resume latest")
+
+
 def test_half_written_files_of_a_remote_folder_are_not_the_latest(monkeypatch):
     names = ["epoch_1.pt", "epoch_2.pt", os.path.basename(temporary_name("epoch_2.pt"))]
     lines = "".join(f"2026-01-01 00:00:00       1000 {name}\n" for name in names)
