@@ -18,7 +18,7 @@ captions), the validation scenes are the same as without `--shifted`.
 licence.
 
 `small-icons` reads 9,706 icons from the wheel of mkdocs-material (`pip download --no-deps mkdocs-material`). DIR also
-gets `test-000000.tar` and `licenses.tsv`.
+gets `test-000000.tar`, `zeroshot-concepts` of its icons, and `licenses.tsv`.
 
 `evalset` writes a folder that `open_clip_ext.evaluate` reads: small tasks of every kind, and `tasks.json`, their table.
 """
@@ -239,7 +239,7 @@ def _icon_splits(
                 f"argument --{name}-samples: must be at most {len(icons)}, the number of icons, got {requested}"
             )
     splits = {"train": parts.train[:train], "val": parts.val, "test": parts.test}
-    used = [icon for icons in splits.values() for icon in icons]
+    used = {icon for icons in splits.values() for icon in icons}
     beside: dict[str, str | Samples] = {}
     for folder, classes, templates in (
         ("zeroshot-concepts", parts.concepts, CONCEPT_TEMPLATES),
@@ -248,7 +248,7 @@ def _icon_splits(
         labelled = [(icon, label) for label, icons in enumerate(classes.values()) for icon in icons]
         if labelled:
             labelled.sort(key=lambda pair: pair[0].rank)
-            used += [icon for icon, _ in labelled]
+            used |= {icon for icon, _ in labelled}
             beside[f"{folder}/classnames.txt"] = "".join(f"{name}\n" for name in classes)
             beside[f"{folder}/zeroshot_classification_templates.txt"] = "".join(f"{line}\n" for line in templates)
             beside[f"{folder}/test/nshards.txt"] = "1\n"

@@ -14,7 +14,7 @@ from collections import Counter
 from typing import BinaryIO
 
 from icon_pairs import IconSet, describe_icon, number_of, reduced, render_icon, split_name, svg_document
-from icons import Icon, Icons, Parts
+from icons import CONCEPTS, Icon, Icons, Parts
 from tqdm import tqdm
 
 NUM_VAL = NUM_TEST = 1_000
@@ -86,7 +86,8 @@ def split_small_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_
     """Split icons so that no image occurs twice, and none in a gallery has a near duplicate anywhere.
 
     The galleries take the first icons, by rank, whose reduced image and whose caption no other icon has; all others are
-    for training. All lists are sorted by rank, which is random.
+    for training. All lists are sorted by rank, which is random. `concepts` has the icons of `test` whose name begins with
+    one of `CONCEPTS`, such as "calendar alert"; the longest counts.
     """
     ranked = sorted(found.icons, key=lambda icon: (icon.rank, icon.key))
     different = list({icon.picture: icon for icon in reversed(ranked)}.values())[::-1]
@@ -101,4 +102,10 @@ def split_small_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_
             parts.val.append(icon)
         else:
             parts.train.append(icon)
+    classes = {name: names[0] for names in CONCEPTS for name in names}
+    for icon in parts.test:
+        words = icon.name.split()
+        heads = (" ".join(words[:length]) for length in range(len(words), 0, -1))
+        if concept := next((classes[head] for head in heads if head in classes), None):
+            parts.concepts.setdefault(concept, []).append(icon)
     return parts

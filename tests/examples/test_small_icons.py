@@ -6,6 +6,7 @@ import zipfile
 
 import pytest
 from icon_pairs import reduced
+from icons import Icon, Icons
 from make_shards import main as make_shards
 from small_icons import split_small_icons
 
@@ -60,6 +61,19 @@ def test_pairs_and_splits(wheel, tmp_path, capsys, monkeypatch):
     looks, captions = ([value(pair) for pair in every.values()] for value in (lambda p: reduced(p[0]), lambda p: p[1]))
     for picture, caption in (val | test).values():
         assert looks.count(reduced(picture)) == captions.count(caption) == 1
+
+
+def test_an_icon_shows_the_concept_that_its_name_begins_with():
+    names = ("calendar alert", "arrow down bold box", "light bulb on", "sun", "grid sun", "calendars", "house lock")
+    icons = [Icon(name, "set", name, name, 0.0, name.encode(), 0, 0, name.encode()) for name in names]
+    concepts = split_small_icons(Icons(icons=icons)).concepts
+    assert {concept: [icon.name for icon in shown] for concept, shown in concepts.items()} == {
+        "calendar": ["calendar alert"],
+        "down arrow": ["arrow down bold box"],
+        "light bulb": ["light bulb on"],
+        "home": ["house lock"],
+        "sun": ["sun"],
+    }
 
 
 @pytest.mark.parametrize("content", [b"no wheel", None])
