@@ -8,6 +8,7 @@ writes evidence.md and evidence.png; of a grid that declares its comparisons, ev
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -92,6 +93,9 @@ def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int,
 def concepts(result: dict) -> float:
     """Zero-shot accuracy on the concepts, in percent; 0 for a run that diverged."""
     return 100 * result["zero_shot"].get("zeroshot-concepts", 0.0)
+
+
+MEASURES = (last_recall, partial(last_recall, k=10), concepts)
 
 
 def paired(
@@ -198,42 +202,56 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
 
 
 def scores(grid: Grid, results: list[dict]) -> str:
-    """A table of R@1 and R@10 of every method, for cells with declared comparisons."""
-    lines = ["", "| cell | run | R@1, % | by seed | R@10, % | tau, last epoch |", f"|{'---|' * 6}"]
+    """A table of R@1, R@10 and zero-shot accuracy of every method, for cells with declared comparisons."""
+    header = "| cell | run | R@1, % | by seed | R@10, % | zero-shot, % | by seed | tau, last epoch |"
+    lines = ["", header, f"|{'---|' * 8}"]
     for cell in dict.fromkeys(about["cell"] for about in grid.comparisons.values()):
         for method, seeds in by_method(results, grid, cell).items():
             runs = [seeds[seed] for seed in sorted(seeds)]
-            one, ten = ([last_recall(run, k=k) for run in runs] for k in (1, 10))
-            by_seed = ", ".join(f"{value:.1f}" for value in one)
-            tau = average([run["tau"] for run in runs], ".3f")
-            lines.append(f"| `{cell}` | {grid.label(method)} | {mean(one):.1f} | {by_seed} | {mean(ten):.1f} | {tau} |")
+            one, ten, zero = ([value(run) for run in runs] for value in MEASURES)
+            columns = [
+                f"`{cell}`",
+                grid.label(method),
+                f"{mean(one):.1f}",
+                ", ".join(f"{value:.1f}" for value in one),
+                f"{mean(ten):.1f}",
+                f"{mean(zero):.1f}",
+                ", ".join(f"{value:.1f}" for value in zero),
+                average([run["tau"] for run in runs], ".3f"),
+            ]
+            lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines) + "\n"
 
 
 def declared(grid: Grid, results: list[dict], least: int = 3) -> str:
     """A table of the declared comparisons whose methods have at least that many seeds.
 
-    p is Student's of R@1 over the pairs of seeds, or Welch's, with Holm's correction for the size of the whole family.
+    p is Student's over the pairs of seeds, or Welch's, with Holm's correction in each measure for the size of the whole
+    family.
     """
-    lines = ["", "| family | runs | seeds | R@1 | p | R@10 |", f"|{'---|' * 6}"]
+    lines = ["", "| family | runs | seeds | R@1 | R@10 | zero-shot |", f"|{'---|' * 6}"]
     for family, about in grid.comparisons.items():
         methods = by_method(results, grid, about["cell"])
-        rows, plain = [], []
+        rows = []
         for pair in about["pairs"]:
             ours, theirs = (methods.get(method, {}) for method in pair)
             seeds, paired_by_seed = sorted(ours.keys() & theirs.keys()), grid.unpaired.isdisjoint(pair)
-            if len(seeds) < least:
-                continue
-            one, ten = (
-                tested(*([last_recall(runs[seed], k=k) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
-                for k in (1, 10)
-            )
-            plain.append(one[2])
-            names = " - ".join(f"`{grid.label(method)}`" for method in pair)
-            shown = [f"{value:+.1f} ± {half:.1f}" for value, half, _ in (one, ten)]
-            rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", *shown))
-        for (names, how, one, ten), p in zip(rows, holm(plain, len(about["pairs"])), strict=True):
-            lines.append(f"| {family} | {names} | {how} | {one} | {p:.4f} | {ten} |")
+            if len(seeds) >= least:
+                names = " - ".join(f"`{grid.label(method)}`" for method in pair)
+                found = [
+                    tested(*([value(runs[seed]) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
+                    for value in MEASURES
+                ]
+                rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", found))
+        p_of = [
+            holm([p for _, _, p in column], len(about["pairs"]))
+            for column in zip(*(row[2] for row in rows), strict=True)
+        ]
+        for names, how, found in rows:
+            told = [
+                f"{value:+.1f} ± {half:.1f}, p {p.pop(0):.4f}" for (value, half, _), p in zip(found, p_of, strict=True)
+            ]
+            lines.append(f"| {family} | {names} | {how} | {' | '.join(told)} |")
     return "\n".join(lines) + "\n"
 
 
