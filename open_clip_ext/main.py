@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> Trained:
     hosts.installed()
     try:
         from training_ext import launch, seams
-        from training_ext.flags import dry_run, params, preflight, recipes
+        from training_ext.flags import params, preflight, recipes
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
@@ -88,6 +88,8 @@ def _run(argv: list[str]) -> Trained:
         print(seams.listing())
         return Trained([], None, [])
     if args.dry_run:
+        from training_ext.flags import dry_run
+
         with failures.in_one_line(args):
             dry_run.show(args)
         return Trained([], None, [])
@@ -157,16 +159,12 @@ def exit_code(command: Callable[[], object]) -> int:
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
             error = InputError(error.text, flag_of(error.argument))
-        print(f"open_clip_ext: error: {last_line(error)}", file=sys.stderr, flush=True)
-        return 2
+        return _told(f"error: {last_line(error)}", 2)
     except KeyboardInterrupt:
-        if os.environ.get("RANK", "0") == "0":
-            print("open_clip_ext: interrupted; what was not yet saved is lost", file=sys.stderr, flush=True)
-        return 130
+        return _told("interrupted; what was not yet saved is lost", 130) if os.environ.get("RANK", "0") == "0" else 130
     except Stopped as stopped:
-        print(f"open_clip_ext: {stopped}", file=sys.stderr, flush=True)
-        return stopped.code
-    except BrokenPipeError:  # of a reader that has ended, as `head`
+        return _told(str(stopped), stopped.code)
+    except BrokenPipeError:  # of a listing's reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (OSError, RuntimeError, ValueError) as error:
@@ -176,8 +174,16 @@ def exit_code(command: Callable[[], object]) -> int:
                 raise
             line = str(error).strip().splitlines()[0][:300]
             fault, code = f"lost another process, whose output says why: {line}", 1
-        print(f"open_clip_ext: error: {fault}", file=sys.stderr, flush=True)
-        return code
+        return _told(f"error: {fault}", code)
+
+
+def _told(line: str, code: int) -> int:
+    """Print the line on stderr, if somebody still reads it, and return the code."""
+    try:
+        print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    return code
 
 
 def run_module(name: str, argv: list[str] | None) -> int:

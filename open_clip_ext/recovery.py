@@ -124,7 +124,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, 
     device = next(model.parameters()).device
     images, texts, rows = (tensor.to(device) for tensor in batch)
     features = model(images, texts)
-    value = loss(**features, index=rows) if isinstance(features, dict) else loss(*features[:3], index=rows)
+    value = loss(**features, index=rows) if isinstance(features, dict) else loss(*features[:4], index=rows)
     optimizer.zero_grad()
     value.backward()
     optimizer.step()

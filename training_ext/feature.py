@@ -27,7 +27,6 @@ class Epoch:
         seed: number that seeds the order of the data.
         loader: the train loader.
         steps: optimizer steps of the whole epoch.
-        first: number of its first step, as OpenCLIP counts steps.
         before, ahead: steps of this stage before the epoch, and of the whole run after it.
         tensorboard: TensorBoard's writer, or None.
         saved: `order` and `position` of the checkpoint that resumes within this epoch, or None.
@@ -42,7 +41,6 @@ class Epoch:
     seed: int
     loader: Any
     steps: int
-    first: int
     before: int
     ahead: int
     tensorboard: Any

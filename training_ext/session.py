@@ -107,7 +107,7 @@ class Session:
         if self.args.precision in ("pure_bf16", "pure_fp16") and not self.run.shards_model:
             # In 16 bits a step of --lr-tau is less than the spacing of numbers, so tau would not move.
             model.logit_scale.data = model.logit_scale.data.float()
-        train_temperature(model, trains_logit_scale(self.args))
+        train_temperature(model, self.args)
         return model, *transforms
 
     def _keep_others_out(self, until: ExitStack) -> None:
@@ -152,8 +152,9 @@ class Session:
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
-        self.add_temperature(optimizer, self._logit_scale)
-        optimizer.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
+        inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
+        self.add_temperature(inner, self._logit_scale)
+        inner.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
         return optimizer
 
     def add_temperature(self, optimizer: torch.optim.Optimizer, logit_scale: torch.nn.Parameter) -> None:
@@ -302,7 +303,7 @@ class Session:
         saves = args.loss is not None and self.run.saves_after(epoch + 1)
         saves_first = saves and bool(self.features.metrics(epoch + 1))  # OpenCLIP saves after the evaluation
         started = Epoch(
-            TRAIN, epoch, args.epochs, epoch, loader, steps, first=epoch * steps, before=epoch * steps,
+            TRAIN, epoch, args.epochs, epoch, loader, steps, before=epoch * steps,
             ahead=(args.epochs - epoch - 1) * steps, tensorboard=tb_writer, saved=saved, save=save,
             saves_last=saves_first,
         )

@@ -86,8 +86,8 @@ def split_small_icons(found: Icons, num_val: int = NUM_VAL, num_test: int = NUM_
     """Split icons so that no image occurs twice, and none in a gallery has a near duplicate anywhere.
 
     The galleries take the first icons, by rank, whose reduced image and whose caption no other icon has; all others are
-    for training. All lists are sorted by rank, which is random. `concepts` has the icons of `test` whose name begins with
-    one of `CONCEPTS`, such as "calendar alert"; the longest counts.
+    for training. `concepts` has the icons of `test` whose name begins with one of `CONCEPTS`, such as "calendar alert";
+    the longest counts. All lists are sorted by rank, which is random.
     """
     ranked = sorted(found.icons, key=lambda icon: (icon.rank, icon.key))
     different = list({icon.picture: icon for icon in reversed(ranked)}.values())[::-1]

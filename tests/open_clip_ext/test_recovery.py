@@ -63,6 +63,23 @@ def test_the_recovery_has_the_identity_unless_told_otherwise():
     assert recovered["hinge", "hinge"].ge(-1e-6).all() and not recovered["hinge", "identity"].ge(-1e-6).all()
 
 
+def test_the_bias_of_a_model_reaches_the_loss():
+    class Biased(TwoTowers):
+        def forward(self, images, texts):
+            outputs = {**super().forward(images, texts), "logit_bias": self.logit_bias}
+            return tuple(outputs.values()) if self.is_traced else outputs
+
+    moments = []
+    for is_traced in (False, True):
+        loop = Loop("siglip-chunked")
+        loop.model.__class__, loop.model.is_traced = Biased, is_traced
+        loop.model.logit_bias = nn.Parameter(torch.tensor(-10.0))
+        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2)
+        loop.recover()
+        moments.append([loop.optimizer.state[parameter]["exp_avg"] for parameter in loop.model.parameters()])
+    assert all(moment.any() for moment in moments[0]) and all(map(torch.equal, *moments))
+
+
 def test_weights_and_batch_norm_stand_still_and_statistics_move():
     """Also where the model holds the loss."""
     loop = Loop()

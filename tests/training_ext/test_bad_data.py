@@ -207,7 +207,7 @@ def counter(share=None, workers=2, **args) -> BadSamples:
 
 def an_epoch(number: int, tensorboard=None, **loader) -> Epoch:
     own = SimpleNamespace(**loader)
-    return Epoch(TRAIN, number, 3, number, own, own.num_batches, 0, 0, 0, tensorboard, None, lambda place: None)
+    return Epoch(TRAIN, number, 3, number, own, own.num_batches, 0, 0, tensorboard, None, lambda place: None)
 
 
 def test_counts_reach_tensorboard_and_wandb(monkeypatch):

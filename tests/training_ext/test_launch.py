@@ -5,9 +5,12 @@ import subprocess
 import sys
 
 import pytest
+from conftest import LOSSES, ext_main, run_main
 from open_clip_train.distributed import is_using_distributed
 
+from open_clip_ext.errors import InputError
 from open_clip_ext.main import exit_code
+from training_ext.openclip.hosts import host
 from training_ext.openclip.machine import processes_here, world_info
 
 NAMES = (
@@ -46,6 +49,32 @@ def test_output_that_nobody_reads():
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_training_whose_output_nobody_reads_has_failed(datasets, tmp_path, monkeypatch, capfd):
+    """The second epoch's progress bar writes to a closed pipe."""
+
+    def evaluate(model, data, epoch, *more, **settings):
+        if epoch == 2:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(host().main_module, "evaluate", evaluate)
+    flags = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --val-num-samples 8 --workers 0 --epochs 3 --name x"
+    assert run_main(ext_main, flags, tmp_path) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert "the reader of this output has ended: [Errno 32] Broken pipe; the last complete checkpoint is" in line
+
+
+def test_an_error_that_nobody_reads_has_its_code(monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+
+    def command():
+        raise InputError("wrong", "--lr")
+
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        assert exit_code(command) == 2
 
 
 def test_a_missing_address(monkeypatch, capsys):

@@ -9,7 +9,6 @@ import time
 from contextlib import suppress
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import LOSSES, Experiment, ext_main, run_main
 from stop import ITERATE, Killed, StopAt, kill
@@ -220,7 +219,8 @@ def test_a_stopped_run_copies_the_last_checkpoint(stopped, datasets, tmp_path, m
     others = set(multiprocessing.active_children())
     remote = tmp_path / "remote"
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1"
-    stopped("x", f"{common} --remote-sync {remote} --remote-sync-protocol fsspec", StopAt(3))
+    more = "--save-most-recent"  # whose file OpenCLIP does not copy
+    stopped("x", f"{common} {more} --remote-sync {remote} --remote-sync-protocol fsspec", StopAt(3))
     assert (remote / "x/checkpoints/epoch_0_step_3.pt").exists()
     for process in set(multiprocessing.active_children()) - others:
         process.join(60)
@@ -395,12 +395,3 @@ def test_a_network_that_gloo_does_not_find(monkeypatch):
         dist.destroy_process_group()
 
 
-def test_a_checkpoint_of_before_there_were_steps(run, datasets):
-    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
-    path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
-    checkpoint = torch.load(path, weights_only=True)
-    entry = checkpoint["optimizer"]["open_clip_ext"]
-    entry["format"] = 2
-    del entry["order"], entry["position"]
-    torch.save(checkpoint, path)
-    assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6

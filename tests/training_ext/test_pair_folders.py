@@ -69,6 +69,7 @@ def test_it_trains_as_a_csv_and_resumes_to_the_last_bit(run, folder, tmp_path):
     assert "Left out of" in whole.log and "05.v1.png': cannot identify image file" in whole.log
     csv = run("csv", f"--train-data {tmp_path}/pairs.csv {more}")
     resumed = run("resumed", f"--train-data {folder} {more} --resume {whole.path}/checkpoints/epoch_1.pt")
+    assert "Left out of" in resumed.log  # also in the second run of a process
     for other in (csv, resumed):
         states = [experiment.checkpoint(2)["state_dict"] for experiment in (whole, other)]
         assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())

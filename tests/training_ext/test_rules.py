@@ -54,6 +54,7 @@ CASES = [
     (f"{CLIP} --save-frequency 2 --delete-previous-checkpoint", "--delete-previous-checkpoint: with --save-freq"),
     (f"{SHAPES} --loss neuclip --split-rows-above 0", "--split-rows-above: 0 with --loss neuclip"),
     (f"{OURS} --split-rows-above 1 --remote-sync x", "--split-rows-above: 1 with --remote-sync"),
+    (f"{CLIP} --keep-best clip_val_loss --remote-sync x --remote-sync-protocol fsspec", "clip_val_loss with"),
     (f"{CLIP} --report-to nonsense", "--report-to: 'nonsense' is not wandb"),
     (f"{CLIP} --report-to wandb", "--report-to: 'wandb' needs wandb"),
     (f"{CLIP} --report-to tensorboard", "--report-to: 'tensorboard' needs tensorboard"),

@@ -35,7 +35,7 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     first = 32 * 99_999
     loader = Namespace(first=49_999)
-    epoch = Epoch(TRAIN, 32, 33, 32, loader, 99_999, first, first, 0, None, None, lambda place: None)
+    epoch = Epoch(TRAIN, 32, 33, 32, loader, 99_999, first, 0, None, None, lambda place: None)
     with log.epoch(epoch):
         numbers = {
             "lr": 3.9e-05, "scale": 19.53, "objective_learnable": -12.3456, "normalizer_mse": 0.312,

@@ -28,7 +28,9 @@ BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until i
 def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
     """Write a checkpoint at a position in the next epoch, and remove older ones."""
     epoch = content["epoch"]
-    name = host().main_module.LATEST_CHECKPOINT_NAME if args.save_most_recent else name_of(args, epoch, position)
+    # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
+    latest = args.save_most_recent and args.remote_sync is None
+    name = host().main_module.LATEST_CHECKPOINT_NAME if latest else name_of(args, epoch, position)
     path = os.path.join(args.checkpoint_path, name)
     atomic_save(torch.save, content, path)
     remove_older(path)

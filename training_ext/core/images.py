@@ -1,13 +1,13 @@
 """Warn of images that reach the model otherwise than they look."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import cache
 from itertools import islice
 from typing import Any
 
 from PIL import Image
+
+from training_ext.openclip.loading import warn_once
 
 COMPARED = 20  # images
 ORIENTATION = 0x0112  # EXIF's number of it
@@ -24,10 +24,8 @@ def warn_of_images(images: Iterable[tuple[str, Any]], path: str, flag: str) -> N
                 for change in _changes(image):
                     found.setdefault(change, []).append(name)
     for change, names in found.items():
-        _warn(f"{flag}: {len(names)} of the first {looked_at} images of {path!r} {change}. The first is {names[0]!r}")
-
-
-_warn = cache(logging.warning)  # the same data may be looked at several times
+        some = f"{flag}: {len(names)} of the first {looked_at} images of {path!r}"
+        warn_once(f"{some} {change}. The first is {names[0]!r}")
 
 
 def _changes(image: Image.Image) -> Iterator[str]:

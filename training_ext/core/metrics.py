@@ -27,6 +27,7 @@ def open_clip_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
     names = []
     if args.val_data and is_due(args, epoch):
         names += [*VALIDATION, "clip_val_loss"]
+        names += ["val_generative_loss"] if "coca" in args.model.lower() else []
         names += ANY_CAPTION if kind_of(args, args.val_data, "--val-data") in ("csv", "webdataset") else ()
     if is_due(args, epoch, "zeroshot_frequency"):
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]

@@ -1,13 +1,12 @@
 """Read a folder of images that have their captions beside them, in a .txt of the same name with one a line."""
 
-import logging
 import os
 from dataclasses import dataclass, field
-from functools import cache
 
 import pandas as pd
 from tqdm import tqdm
 
+from training_ext.openclip.loading import warn_once
 from training_ext.openclip.machine import world_info
 
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")
@@ -74,12 +73,9 @@ def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
     """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
     found = find_pairs(folder)
     if found.left_out and world_info()[1] == 0:
-        _warn(f"Left out of {folder!r}: {found.told()}")
+        warn_once(f"Left out of {folder!r}: {found.told()}")
     lines = [(path, caption) for path, captions in found.pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)
-
-
-_warn = cache(logging.warning)  # the same data may be read several times
 
 
 def place_of(path: str, row: int) -> str:

@@ -21,17 +21,19 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def trains_logit_scale(args: Namespace) -> bool:
     """Whether this package's loss learns the temperature as the model's parameter; False for OpenCLIP's losses."""
-    return args.uses_ext_loss and any(
-        getattr(part, "trains_logit_scale", False) for part in factory.parts_of(args.loss, vars(args))
-    )
+    return args.uses_ext_loss and _has(args, "trains_logit_scale")
 
 
-def train_temperature(model: torch.nn.Module, trained: bool) -> None:
-    """Freeze the model's temperature unless it is trained, and its bias, which this package's losses do not use."""
-    if not trained:
+def train_temperature(model: torch.nn.Module, args: Namespace) -> None:
+    """Freeze the model's temperature and its bias, unless the loss, one of this package's, learns them."""
+    if not _has(args, "trains_logit_scale"):
         model.logit_scale.requires_grad_(False)
-    if getattr(model, "logit_bias", None) is not None:
+    if getattr(model, "logit_bias", None) is not None and not _has(args, "takes_bias"):
         model.logit_bias.requires_grad_(False)
+
+
+def _has(args: Namespace, attribute: str) -> bool:
+    return any(getattr(part, attribute, False) for part in factory.parts_of(args.loss, vars(args)))
 
 
 class TemperatureGroup:

@@ -21,7 +21,7 @@ from training_ext.core.captions import SeenCaptions
 from training_ext.core.loss import build_loss, samples_per_epoch
 from training_ext.core.rows import find_rows, kind_of, trains
 from training_ext.features.advice import advise, advise_on_captions
-from training_ext.flags import data_checks, preflight, step_memory
+from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find, resolved_flags
 from training_ext.openclip.loading import known_config, without_warnings
 from training_ext.openclip.machine import global_batch, world_info
@@ -178,8 +178,10 @@ def predicted_step(args: Namespace, model: Any, processes: int, num_rows: int) -
         on_gpu.given_settings = {name: value for name, value in args.given_settings.items() if name != "rows_on"}
         loss = build_loss(on_gpu, num_rows, "meta")
     try:
+        from training_ext.flags import step_memory  # which needs private parts of torch
+
         return step_memory.step_bytes(model, args, processes, loss)
-    except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError):
+    except (AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError):
         return None
 
 

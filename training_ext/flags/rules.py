@@ -231,6 +231,11 @@ RULES = (
         lambda run: run.split_rows_above is not None and run.remote_sync is not None,
         "{split_rows_above:g} with --remote-sync, which resumes from a single file; leave out one of the two",
     ),
+    Rule(
+        "keep_best",
+        lambda run: run.keep_best is not None and run.remote_sync is not None and run.remote_sync_protocol == "fsspec",
+        "{keep_best} with --remote-sync-protocol fsspec, which does not copy a changed file of the same size; give s3",
+    ),
     # Logs
     Rule(
         "report_to",

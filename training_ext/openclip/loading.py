@@ -8,7 +8,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import fsspec
@@ -194,9 +194,13 @@ def without_warnings() -> Iterator[None]:
         logging.disable(level)
 
 
+warn_once = cache(logging.warning)  # of data, which a run may look at several times
+
+
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """The warnings that are logged within the block; they are shown nowhere else."""
+    """The warnings that are logged within the block, where a run begins; they are shown nowhere else."""
+    warn_once.cache_clear()
     told: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]

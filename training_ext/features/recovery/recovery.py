@@ -101,7 +101,7 @@ class StatisticsRecovery:
         training = self.args.epochs * self.run.steps(self.training.loader.num_batches)
         seed = FIRST_EPOCH + number
         return Epoch(
-            RECOVERY, number, len(steps), seed, loader, steps[number], first=seed * steps[number],
+            RECOVERY, number, len(steps), seed, loader, steps[number],
             before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training, tensorboard=None, saved=saved,
             save=partial(self._save_within, number),
         )
@@ -223,7 +223,7 @@ def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
     """
     content = recovered.read(path, "--resume")
     for flag, own, saved in (
-        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
+        ("--osr-surrogate", args.osr_surrogate, content["surrogate"]),
         ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
     ):
         if saved != own:
