@@ -175,7 +175,7 @@ PRESETS = {
         LossPreset(
             "neuclip",
             "a network of prototypes predicts each sample's normalizer; one objective for it and the encoders",
-            "Wei et al. 2025, arXiv 2511.08417, Eq. 10-12, Algorithm 1",
+            "Wei, Lin and Yang 2026, arXiv 2511.08417, Eq. 10-12, Algorithm 1",
             normalizer="prototypes",
             encoder_objective="unified",
         ),
