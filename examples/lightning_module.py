@@ -45,8 +45,7 @@ class Contrastive(lightning.LightningModule):
 
     def training_step(self, batch, batch_number):
         images, texts, rows = batch
-        image_features, text_features, logit_scale = self.model(images, texts)[:3]
-        value = self.held[0](image_features, text_features, logit_scale, index=rows)
+        value = self.held[0](*self.model(images, texts)[:4], index=rows)  # the fourth is SigLIP's logit_bias
         self.log("loss", value.detach(), prog_bar=True)
         return value
 

@@ -186,7 +186,7 @@ class Loss(LossState):
             try:
                 value = self.compute(image, text, scale, index, update_state, **more)
             except BaseException:
-                if trains:  # a caller who tries again begins this step again, the first one with its checks
+                if trains:  # A caller who tries again begins this step again, with its checks; a state may have moved.
                     self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value

@@ -12,7 +12,8 @@ that occurs several times in a global batch is updated once, with the mean of it
 batch and the world size. Its other occurrences are among its negatives, as in OpenCLIP's loss; in the papers, whose
 batches are sets, there are none. The estimate of such a row jumps to about log(1 / B), since the gap to a copy is 0,
 and with a gamma of 0.2 it may take tens of visits to return. Equal keys (`key=index`, or `--same-key` with a field that
-differs for every sample) leave the copies out.
+differs for every sample) leave the copies out. An anchor whose keys leave it no negative has g = 0, which its row
+averages in.
 """
 
 import math
