@@ -69,8 +69,9 @@ class Contrastive(lightning.LightningModule):
         self.held[0].set_epoch(self.current_epoch)
 
     def on_train_batch_end(self, outputs, batch, batch_number):
-        with torch.no_grad():
-            self.model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
+        if self.model.logit_scale.requires_grad:
+            with torch.no_grad():
+                self.model.logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
 
     def on_train_epoch_end(self):
         self.held[0].raise_if_not_finite()
@@ -100,7 +101,9 @@ def main(argv: list[str] | None = None) -> tuple[lightning.Trainer, Contrastive]
     lightning.seed_everything(0, workers=True)
     open_clip.add_model_config(MODEL_CONFIGS)
     name = "ViT-shapes-tiny"
-    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    # As OpenCLIP's command gives a model for SigLIP's loss.
+    siglip = {"init_logit_scale": math.log(10), "init_logit_bias": -10.0} if given.loss == "siglip-chunked" else {}
+    model, _, preprocess = open_clip.create_model_and_transforms(name, **siglip)
     tokenizer = open_clip.get_tokenizer(name)
     train = loader(given.samples, 0, given.batch_size, preprocess, tokenizer, shuffle=True)
     held_out = loader(256, 1, 64, preprocess, tokenizer, shuffle=False)

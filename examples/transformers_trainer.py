@@ -59,6 +59,10 @@ class WithLoss:
 class ContrastiveTrainer(WithLoss, Trainer):
     """A Trainer of a CLIPModel."""
 
+    def get_decay_parameter_names(self, model):
+        """Without the temperature, which weight decay would pull towards 1."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("logit_scale")]
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.can_return_loss = True  # without labels, an evaluation would otherwise compute no loss
@@ -91,8 +95,9 @@ class LossState(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         (logit_scale,) = (value for name, value in model.named_parameters() if name.endswith("logit_scale"))
-        with torch.no_grad():
-            logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
+        if logit_scale.requires_grad:
+            with torch.no_grad():
+                logit_scale.clamp_(0, math.log(100))  # as OpenCLIP
 
     def on_save(self, args, state, control, **kwargs):
         loss_state = self.loss.state_dict()  # every process must call it

@@ -105,8 +105,10 @@ class Session:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
         if self.args.precision in ("pure_bf16", "pure_fp16") and not self.run.shards_model:
-            # In 16 bits a step of --lr-tau is less than the spacing of numbers, so tau would not move.
-            model.logit_scale.data = model.logit_scale.data.float()
+            # In 16 bits a step is less than the spacing of numbers, so tau and SigLIP's bias would not move.
+            for parameter in (model.logit_scale, getattr(model, "logit_bias", None)):
+                if parameter is not None:
+                    parameter.data = parameter.data.float()
         train_temperature(model, self.args)
         return model, *transforms
 

@@ -43,6 +43,13 @@ def test_a_chunked_loss_trains_as_open_clips(run, name):
         assert moved > 0 and (chunked[key] - value).abs().max() <= 1e-3 * moved, key
 
 
+def test_siglips_bias_moves_in_16_bits(run):
+    """From -10, where the spacing of bfloat16's numbers is 0.06."""
+    flags = f"{DATA} --loss siglip-chunked --precision pure_bf16 --batch-size 24 --lr 1e-3 --warmup 0"
+    bias = run("x", flags).checkpoint(1)["state_dict"]["logit_bias"]
+    assert bias.dtype == torch.float32 and 0 < abs(bias + 10) < 0.06
+
+
 @pytest.mark.parametrize("name", PARTS)
 def test_accumulation_takes_the_steps_of_the_whole_batch(run, name):
     """Three steps on the same pairs in the same order; but for the last bits weights and tables are equal."""

@@ -21,7 +21,7 @@ from open_clip_ext.make_shards import main as make_shards
 from training_ext.core.keys import keys_of_captions
 from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
 from training_ext.pairs import command, writing
-from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, Pair
+from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair
 from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
 
 CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
@@ -184,6 +184,21 @@ def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
     assert [json.loads(sample["json"])["source"] for sample in samples(tmp_path / "bytes", "train")][:2] == [
         "bytes.parquet:0", "bytes.parquet:1"
     ]
+
+
+def test_an_image_is_on_one_side(folder, written, tmp_path):
+    """Of sources that lie in one another, and of lines of a parquet with the same image."""
+    shards = written(folder, folder / "b", "--val", folder / "b")
+    assert left_out(shards) == {HELD_OUT: 20} and len(samples(shards, "val")) == 40  # one for each caption
+    train, val = ({(one.get("png") or one["jpg"]) for one in samples(shards, split)} for split in ("train", "val"))
+    assert (len(train), len(val), train & val) == (20, 20, set())
+    pytest.importorskip("pyarrow")
+    data = [path.read_bytes() for path in sorted(folder.rglob("*.[pj]*"))] * 2
+    pd.DataFrame({"jpg": data, "caption": CAPTIONS}).to_parquet(tmp_path / "lines.parquet")
+    shards = written(tmp_path / "lines.parquet", "--image-key", "jpg", "--caption-key", "caption", out="lines")
+    assert len(samples(shards, "train")) == 39 and len(samples(shards, "val")) == 2
+    captions = [json.loads(sample["json"])["captions"] for sample in samples(shards, "train")]
+    assert captions[0] == [CAPTIONS[0], CAPTIONS[40]] and "--captions-field captions" in written.out
 
 
 def test_images_are_encoded_again_only_with_size(written, tmp_path):

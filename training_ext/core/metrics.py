@@ -43,13 +43,14 @@ def is_better(metric: str, value: float, other: float) -> bool:
 
 
 def num_items(metric: str, metrics: dict[str, Any], data: dict[str, Any]) -> int | None:
-    """Number of images or captions that a metric is a fraction of; None if unknown, or if it is not one."""
+    """Number of images that a metric is a fraction of, also of their captions, which are not independent; None if
+    unknown, or if it is not one."""
     if metric in OWN_CLASSES:
         return metrics.get(OWN_IMAGES) if OWN_CLASSES[metric] == "acc1" else None  # the other is a mean over classes
     for names, key in ((IMAGENET, "imagenet-val"), (IMAGENET_V2, "imagenet-v2")):
         if metric in names:
             return len(data[key].dataloader.dataset)
-    return metrics.get(NUM_IMAGES if metric in ANY_CAPTION and metric.startswith("image") else "num_samples")
+    return metrics.get(NUM_IMAGES, metrics.get("num_samples"))
 
 
 def standard_error(share: float, items: int) -> float:

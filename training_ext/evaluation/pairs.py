@@ -26,7 +26,7 @@ class CsvPairs(Source):
     def __init__(self, args: Namespace):
         super().__init__(FLAG, args.val_data)
         self.type = "retrieval"
-        columns = [args.csv_img_key, args.csv_caption_key]
+        self.columns = columns = [args.csv_img_key, args.csv_caption_key]
         read = partial(pd.read_csv, self.folder, sep=args.csv_separator, dtype=str)
         table = open_csv(args, self.folder, FLAG, read)
         for column in columns:
@@ -39,6 +39,9 @@ class CsvPairs(Source):
 
     def files(self) -> list[str]:
         return [self.folder, *super().files()]
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{super().digest()} {self.columns}".encode()).hexdigest()[:16]
 
 
 class FolderPairs(Source):

@@ -1,6 +1,7 @@
 """Check the evaluation's command line: which tasks are to be scored for which checkpoint."""
 
 import json
+import logging
 import os
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -90,6 +91,9 @@ def check(args: Namespace) -> Plan:
         source.warn()
         digest = digest_of(task, source)
         for column in columns:
+            row = column.results.rows.get(task.key)
+            if task.kind in (OWN, OWN_PAIRS) and row is not None and row.data != digest:
+                logging.warning(f"{column.results.path!r} has {task.name!r} of other data, which is replaced")
             if column.lacks(task, digest):
                 column.todo.append(task)
     return Plan(columns, name, tasks, folders)

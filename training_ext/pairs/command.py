@@ -12,7 +12,7 @@ from training_ext.evaluation.arguments import Parser
 from training_ext.openclip.machine import check_writable
 from training_ext.pairs.shards import SIZES, pattern, why_unfit
 from training_ext.pairs.sheet import draw, opened
-from training_ext.pairs.sources import LeftOut, Pair, drawn, find_sources
+from training_ext.pairs.sources import HELD_OUT, LeftOut, Pair, drawn, find_sources
 from training_ext.pairs.writing import REPORT, Job, Report, read_images, write
 
 SHEET, SHOWN, COLUMNS, SHOWN_SIZE = "samples.png", 40, 8, 256
@@ -71,6 +71,12 @@ def run(argv: list[str]) -> None:
     train = find_sources(args.sources, args, None, left_out)
     if args.val:
         val = find_sources(args.val, args, "--val", left_out)
+        held_out = {pair.place for pair in val}
+        if shared := [pair.name for pair in train if pair.place in held_out]:
+            left_out[HELD_OUT] = shared
+            train = [pair for pair in train if pair.place not in held_out]
+        if not train:
+            raise InputError(f"{' '.join(args.val)} has all images; none is left to train on", "--val")
     else:
         train, val = split(train, args.val_share, args.seed)
     args.per_shard = args.per_shard or min(PER_SHARD, -(-len(train) // FEWEST_SHARDS))

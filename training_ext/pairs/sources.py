@@ -1,4 +1,4 @@
-"""Find the pairs of folders, csv and parquet files, in an order by seed, without reading images."""
+"""Find the pairs of folders, csv and parquet files, in an order by seed; only images in a parquet are read for that."""
 
 import hashlib
 import os
@@ -20,6 +20,7 @@ from training_ext.core.pair_folders import find_pairs, place_of
 LeftOut = dict[str, list[str]]
 """Names of what is left out, by reason."""
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
+HELD_OUT = "images to train on that --val has, too"
 _reading = threading.Lock()
 
 
@@ -38,6 +39,11 @@ class Pair:
     path: str
     row: int | None = None
     column: str = ""
+
+    @property
+    def place(self) -> tuple[str, int | None]:
+        """Equal for two pairs of the same file."""
+        return os.path.realpath(self.path), self.row
 
     def read(self) -> bytes:
         """The image file."""
@@ -85,8 +91,11 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     if not pairs:
         told = ", ".join(f"{len(names)} {why}" for why, names in left_out.items()) or "no image with a .txt beside it"
         raise InputError(f"there are no pairs: {told}", flag)
-    pairs.sort(key=lambda pair: pair.order(args.seed))
-    return pairs
+    by_place: dict[tuple[str, int | None], Pair] = {}
+    for pair in pairs:
+        first = by_place.setdefault(pair.place, pair)
+        first.captions.extend(text for text in pair.captions if text not in first.captions)
+    return sorted(by_place.values(), key=lambda pair: pair.order(args.seed))
 
 
 def _of_table(table: pd.DataFrame, path: str, args: Namespace, left_out: LeftOut) -> list[Pair]:
@@ -124,13 +133,16 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
         raise InputError(f"{path!r} cannot be read: {' '.join(str(error).split())[:200]}", flag) from None
     if not holds_images:
         return _of_table(table, path, args, left_out)
-    pairs = []
-    for row, cell in enumerate(table[args.csv_caption_key]):
+    pairs: dict[bytes, Pair] = {}  # by image
+    for row, (image, cell) in enumerate(zip(_cells(path, args.csv_img_key), table[args.csv_caption_key], strict=True)):
         if texts := _texts(cell):
-            pairs.append(Pair(f"{os.path.basename(path)}:{row}", texts, path, row, args.csv_img_key))
+            content = image["bytes"] if isinstance(image, dict) else image
+            key = hashlib.sha256(content or str(row).encode()).digest()
+            pair = Pair(f"{os.path.basename(path)}:{row}", [], path, row, args.csv_img_key)
+            pairs.setdefault(key, pair).captions.extend(texts)
         else:
             left_out.setdefault(EMPTY_CAPTION, []).append(f"{path}:{row}")
-    return pairs
+    return list(pairs.values())
 
 
 def _texts(cell: Any) -> list[str]:

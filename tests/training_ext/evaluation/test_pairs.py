@@ -64,8 +64,23 @@ def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_p
     shown = capsys.readouterr().out
     recall, error = (100 * task[f"text_retrieval_recall@10{end}"] for end in ("", "_error"))
     assert f", {recall:.2f} ± {error:.2f}; text to image R@1,5,10 " in shown
-    share = (task["image_retrieval_recall@5"] * 84 + 1) / 86
-    assert task["image_retrieval_recall@5_error"] == pytest.approx(math.sqrt(share * (1 - share) / 84))
+    share = (task["image_retrieval_recall@5"] * 42 + 1) / 44  # of 42 images, with two captions each
+    assert task["image_retrieval_recall@5_error"] == pytest.approx(math.sqrt(share * (1 - share) / 42))
+
+
+def test_another_column_is_other_data(pairs, checkpoints, tmp_path, caplog):
+    """And the result that it replaces is named."""
+    with open(pairs, newline="") as file:
+        lines = list(csv.DictReader(file))
+    with open(tmp_path / "two.csv", "w", newline="") as file:
+        moved = [line["text"] for line in lines[1:] + lines[:1]]
+        csv.writer(file).writerows(
+            [("image", "text", "other"), *((*line.values(), text) for line, text in zip(lines, moved, strict=True))]
+        )
+    given = ["--checkpoint", checkpoints[0], "--val-data", tmp_path / "two.csv", *COLUMNS[:-1]]
+    own, again, other = (scored([*given, text], tmp_path / "one.jsonl") for text in ("text", "text", "other"))
+    assert own == again and other["data"] != own["data"]
+    assert caplog.text.count(f"'{tmp_path}/one.jsonl' has 'two.csv' of other data, which is replaced") == 1
 
 
 def test_the_best_of_interpolated_weights(pairs, checkpoints, tmp_path, capsys):
