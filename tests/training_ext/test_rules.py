@@ -63,8 +63,6 @@ CASES = [
     (f"{OURS} --fsdp --keep-best x", "--keep-best: 'x' with --fsdp"),
     (f"{OURS} --fsdp --precision pure_bf16", "--precision: 'pure_bf16' with --fsdp"),
     (f"{OURS} --torchcompile --torchcompile-strategy step", "--torchcompile-strategy: 'step' with --loss"),
-    (f"{CLIP} --torchcompile --torchcompile-strategy step --accum-freq 2", "'step' with --accum-freq 2"),
-    (f"{CLIP} --torchcompile --torchcompile-strategy step --precision amp", "'step' with --precision amp"),
     (f"{OURS} --text-layer-decay 2", "--text-layer-decay: 2.0"),
     (f"{OURS} --image-layer-decay 0", "--image-layer-decay: 0.0"),
 ]

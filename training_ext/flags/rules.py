@@ -36,7 +36,6 @@ class Given(Namespace):
         super().__init__(**vars(args))
         self.processes = world_info()[2]
         self.trains = trains(args)
-        self.compiles_step = self.torchcompile and self.torchcompile_strategy == "step"
         self.shards_model = shards_model(args)
         self.loggers = [name.strip() for name in args.report_to.split(",") if name.strip()]
 
@@ -247,18 +246,8 @@ RULES = (
     # The task loop
     Rule(
         "torchcompile_strategy",
-        lambda run: run.uses_ext_loss and run.compiles_step,
+        lambda run: run.uses_ext_loss and run.torchcompile and run.torchcompile_strategy == "step",
         "'step' with --loss {loss}, which has state; give 'model'",
-    ),
-    Rule(
-        "torchcompile_strategy",
-        lambda run: run.compiles_step and run.accum_freq > 1,
-        "'step' with --accum-freq {accum_freq}; leave one out, or give 'model'",
-    ),
-    Rule(
-        "torchcompile_strategy",
-        lambda run: run.compiles_step and run.precision == "amp",
-        "'step' with --precision amp; leave one out, or give 'model'",
     ),
     Rule(
         "precision",
