@@ -337,6 +337,12 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     assert {one["commit"] for one in results} == {results[0]["commit"]} and not any(one["compiled"] for one in results)
     for text in (report.scores(declared, results), report.declared(declared, results)):
         assert text.strip() in page
+    runs = report.by_method(results, declared, "replication")
+    told = " ".join((EVIDENCE.parent.parent / "docs/results.md").read_text().split())
+    for other in ("cyclip", "fastclip-v3", "amorlip", "neuclip", "dcl", "clip"):
+        of_both = ([report.last_recall(one) for one in runs[name].values()] for name in ("queue, consistency", other))
+        value, half, _ = report.tested(*of_both, other != "clip")
+        assert f"{value:.1f} ± {half:.1f}" in told.partition("seven fresh seeds")[2], other
     runs = report.by_method(results, declared, "isolation")
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
     for name in ("README.md", "docs/results.md", "examples/demo.py"):

@@ -95,7 +95,7 @@ def concepts(result: dict) -> float:
     return 100 * result["zero_shot"].get("zeroshot-concepts", 0.0)
 
 
-MEASURES = (last_recall, partial(last_recall, k=10), concepts)
+MEASURES = (last_recall, concepts)
 
 
 def paired(
@@ -201,31 +201,37 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
+LEAST = 3  # seeds, for what is reported
+
+
 def scores(grid: Grid, results: list[dict]) -> str:
-    """A table of R@1, R@10 and zero-shot accuracy of every method, for cells with declared comparisons."""
+    """A table of the scores of the methods with `LEAST` seeds, for cells with declared comparisons."""
     lines = ["", "| cell | run | seeds | R@1, % | R@10, % | zero-shot, % | tau, last epoch |", f"|{'---|' * 7}"]
     for cell in dict.fromkeys(about["cell"] for about in grid.comparisons.values()):
         for method, seeds in by_method(results, grid, cell).items():
-            means = " | ".join(f"{mean(map(value, seeds.values())):.1f}" for value in MEASURES)
+            if len(seeds) < LEAST:
+                continue
+            values = (last_recall, partial(last_recall, k=10), concepts)
+            means = " | ".join(f"{mean(map(value, seeds.values())):.1f}" for value in values)
             tau = average([run["tau"] for run in seeds.values()], ".3f")
             lines.append(f"| `{cell}` | {grid.label(method)} | {len(seeds)} | {means} | {tau} |")
     return "\n".join(lines) + "\n"
 
 
-def declared(grid: Grid, results: list[dict], least: int = 3) -> str:
-    """A table of the declared comparisons whose methods have at least that many seeds.
+def declared(grid: Grid, results: list[dict]) -> str:
+    """A table of the declared comparisons whose methods have `LEAST` seeds in common.
 
     p is Student's over the pairs of seeds, or Welch's, with Holm's correction in each measure for the size of the whole
     family.
     """
-    lines = ["", "| family | runs | seeds | R@1 | R@10 | zero-shot |", f"|{'---|' * 6}"]
+    lines = ["", "| family | runs | seeds | R@1 | zero-shot |", f"|{'---|' * 5}"]
     for family, about in grid.comparisons.items():
         methods = by_method(results, grid, about["cell"])
         rows = []
         for pair in about["pairs"]:
             ours, theirs = (methods.get(method, {}) for method in pair)
             seeds, paired_by_seed = sorted(ours.keys() & theirs.keys()), grid.unpaired.isdisjoint(pair)
-            if len(seeds) >= least:
+            if len(seeds) >= LEAST:
                 names = " - ".join(f"`{grid.label(method)}`" for method in pair)
                 found = [
                     tested(*([value(runs[seed]) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
