@@ -12,13 +12,21 @@ SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 OURS = f"{SHAPES} --loss fastclip-v3"
 
 
+def test_an_optimizer_around_another(run, datasets):
+    """timm's Lookahead, which has no hooks of its own."""
+    flags = f"{datasets['shapes']} --loss fastclip-v3 --opt timm/lookahead_sgd --lr 0.1 --workers 0"
+    run("x", f"{flags} --epochs 1")
+    optimizer = run("x", f"{flags} --epochs 2 --resume latest").checkpoint(2)["optimizer"]
+    assert optimizer["param_groups"][-1]["steps"] == optimizer["open_clip_ext"]["state"]["steps"] == 12
+
+
 @pytest.mark.parametrize(
     "flags, parts",
     [
         ("--lock-text", ["--lock-text: OpenCLIP could not lock", "; add --lock-text-freeze-layer-norm"]),
         ("--aug-cfg nonsense=1", ["--aug-cfg: nonsense=1: ", "'nonsense'; --traceback shows where"]),
         ("--pretrained none.pt", ["could not build the model", "--pretrained none.pt", "'none.pt' is not"]),
-        ("--opt timm/lookahead_sgd --lr 0.1", ["could not build the optimizer (--opt timm/lookahead_sgd --lr 0.1)"]),
+        ("--opt timm/none --lr 0.1", ["could not build the optimizer (--opt timm/none --lr 0.1)"]),
         ("--lr-scheduler linear", ["the reason is in its own output above"]),
         ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["make a step", "--lock-image"]),
         ("--loss clip --accum-freq 2 --distill-model ViT-test --distill-pretrained x", ["assert args.accum_freq == 1"]),
