@@ -212,16 +212,16 @@ class RowFiles:
                 pass
         return shape
 
-    def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int], list[int]]:
-        """How many processes wrote the table, its shape, and the parts' checksums."""
+    def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int], list[int] | None]:
+        """How many processes wrote the table, its shape, and the parts' checksums, which older saves do not have."""
         path = os.path.join(self.folder, INDEX)
         try:
             with open(path, encoding="utf-8") as file:
                 index = json.load(file)
             version, save, parts = index["format"], index["save"], int(index["processes"])
             rows, columns = map(int, index["tables"][saved["table"]])
-            checksums = index["crc32"][saved["table"]]
-            if len(checksums) != parts:
+            checksums = index["crc32"][saved["table"]] if "crc32" in index else None
+            if checksums is not None and len(checksums) != parts:
                 raise ValueError(f"{len(checksums)} checksums of {parts} files")
         except FileNotFoundError:
             raise InputError(f"{path!r} is missing, the index of the rows per sample of the state") from None

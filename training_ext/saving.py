@@ -58,6 +58,8 @@ class Saving:
         if entry is not None:
             checkpoint.check_reference(entry, path, args, self.reference)
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
+            if self.run.is_first and entry["data_digest"] == self.data.known_rows.captions:
+                logging.warning(f"{path!r} does not say which images its captions had; check that they are the same")
         if epoch >= args.epochs:
             self.is_done = True
             logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {args.epochs} epochs")

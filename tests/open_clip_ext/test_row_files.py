@@ -213,6 +213,9 @@ def test_a_changed_bit_is_found_as_the_rows_are_read(tmp_path):
     index.write_text(json.dumps({**entries, "crc32": [[]]}))
     with pytest.raises(InputError, match=f"{INDEX}' is damaged"):
         load(tmp_path, "sogclr")
+    del entries["crc32"]  # as an older save
+    index.write_text(json.dumps(entries))
+    load(tmp_path, "sogclr")
 
 
 class Killed(BaseException):

@@ -238,8 +238,13 @@ EPOCH = DataRows("webdataset", 48, "names", listing="names")  # --train-num-samp
         (COUNTED, DataRows("webdataset", 96, "others", object(), listing="other names"), False),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines"), True),
         (DataRows("csv", 96, "lines"), DataRows("csv", 96, "other lines"), False),
+        (DataRows("csv", 96, "lines"), DataRows("csv", 96, "lines and images", captions="lines"), True),
     ],
 )
-def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same):
+@pytest.mark.parametrize("older", [False, True])
+def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same, older):
     entry = {"num_rows": saved.num_rows, "data_digest": saved.digest, "data_listing": saved.listing}
+    if older:  # by their names only where it has no others
+        del entry["data_listing"]
+        same = same and not (saved is COUNTED and now is EPOCH)
     assert is_same_data(entry, now) == same

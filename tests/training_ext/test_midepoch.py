@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import LOSSES, Experiment, ext_main, run_main
 from stop import ITERATE, Killed, StopAt, kill
@@ -395,3 +396,12 @@ def test_a_network_that_gloo_does_not_find(monkeypatch):
         dist.destroy_process_group()
 
 
+def test_a_checkpoint_of_before_there_were_steps(run, datasets):
+    common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
+    path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
+    checkpoint = torch.load(path, weights_only=True)
+    entry = checkpoint["optimizer"]["open_clip_ext"]
+    entry["format"] = 2
+    del entry["order"], entry["position"]
+    torch.save(checkpoint, path)
+    assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6

@@ -22,6 +22,7 @@ from training_ext.openclip.loading import load_verified, one_line
 
 KEY = "open_clip_ext"
 FORMAT, IN_FILES = 3, 4  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
+READABLE = (2, FORMAT, IN_FILES)  # 2: at the end of an epoch only
 SHARDED = "open_clip_ext.state"  # in the folder of a checkpoint of shards
 SHARDED_PARTS = (".metadata", "_metadata_extra.pt")  # OpenCLIP's and torch's files of a complete one
 STATE_PARTS = ("normalizer", "temperature")
@@ -157,8 +158,8 @@ def check_entry(
         if args.uses_ext_loss:
             raise InputError(f"{path!r} was not trained with {given}; {instead}", flag)
         return
-    if entry["format"] not in (FORMAT, IN_FILES):
-        age = "a newer" if entry["format"] > IN_FILES else "an older"
+    if entry["format"] not in READABLE:
+        age = "a newer" if entry["format"] > max(READABLE) else "an older"
         raise InputError(f"{path!r} was written by {age} open_clip_ext (format {entry['format']}); {instead}", flag)
     if any(entry[name] != getattr(args, name) for name in ("loss", *STATE_PARTS)):
         if args.uses_ext_loss:
@@ -172,7 +173,7 @@ def check_entry(
         if value != saved:
             right = f"give {saved}" if not isinstance(saved, bool) else f"give {own}" if saved else "leave it out"
             raise InputError(f"{value}, but {path!r} has {saved}; {right}", own)
-    recovery = entry["osr_epochs"]
+    recovery = entry.get("osr_epochs", 0.0)  # absent in files from before the recovery existed
     if args.epochs_before != recovery:
         raise InputError(
             f"{args.epochs_before:g}, but {path!r} was trained after {recovery:g}, which its schedules "
@@ -185,14 +186,14 @@ def check_entry(
         if rows.kind in ("synthetic", "shapes") and entry["num_rows"] != rows.num_rows:
             num_rows = entry["num_rows"]
             raise InputError(f"{rows.num_rows}, but {path!r} has {num_rows}; give {num_rows}", "--train-num-samples")
-        others = "other samples" if rows.kind != "csv" else "other captions, or images below the folder of all"
+        others = "other samples" if rows.captions is None else "other captions, or images below the folder of all"
         raise InputError(
             f"{path!r} was trained on other data ({entry['num_rows']} rows; --train-data has "
             f"{rows.num_rows}, or the same number of {others}); {instead}",
             flag,
         )
     if rows is not None and rows.shards is not None and needs_index(args):
-        before = entry["shard_keys"]
+        before = entry.get("shard_keys", {})
         for name, digest in rows.shards.counted.items():
             if before.get(name, digest) != digest:
                 raise InputError(
@@ -205,15 +206,16 @@ def check_entry(
 def is_same_data(entry: dict[str, Any], rows: DataRows) -> bool:
     """Whether the entry's training had these rows. If one of the two has not counted its shards, by their names alone,
     since then `num_rows` is the length of an epoch."""
-    if entry["data_digest"] == rows.digest:
+    if entry["data_digest"] in (rows.digest, rows.captions):
         return not rows.counted or rows.num_rows == entry["num_rows"]
-    both_counted = rows.counted and entry["data_digest"] != entry["data_listing"]
-    return not both_counted and rows.listing == entry["data_listing"]
+    listing = entry.get("data_listing", entry["data_digest"])  # absent in older files
+    both_counted = rows.counted and entry["data_digest"] != listing
+    return not both_counted and rows.listing == listing
 
 
 def check_reference(entry: dict[str, Any], path: str, args: Namespace, reference: str | None) -> None:
     """Raise InputError if the loss's rows belong to another reference model than the one with this digest."""
-    if entry["reference"] != reference:
+    if entry.get("reference", reference) != reference:  # absent in older files
         raise InputError(
             f"{args.distill_pretrained!r} has other weights than the reference model with which "
             f"{path!r} was trained; give those",

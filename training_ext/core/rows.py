@@ -34,6 +34,7 @@ class DataRows:
         digest: equal for two runs if their rows are the same samples.
         shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
         listing: of a webdataset, equal for two runs if their shards have the same names.
+        captions: of a csv, the digest in checkpoints of earlier versions, which does not cover the images.
         seen: captions of a csv or of local shards.
     """
 
@@ -42,6 +43,7 @@ class DataRows:
     digest: str
     shards: Shards | None = None
     listing: str | None = None
+    captions: str | None = None
     seen: SeenCaptions | None = field(default=None, compare=False)
 
     @property
@@ -118,11 +120,12 @@ def find_rows(args: Namespace) -> DataRows:
                 pictures.check_alike(table[args.same_key], table[args.csv_img_key])
             num_rows = len(pictures)
             lines.update(pictures.of.astype("<i8").tobytes())
+        by_captions = lines.hexdigest()
         for path in below_common_folder(table[args.csv_img_key]):
             lines.update(b"\x1f" + path.encode())
         images = table[args.csv_img_key] if args.several_captions else None
         seen = see(captions, images, "the {} captions")
-        return DataRows(kind, num_rows, lines.hexdigest(), seen=seen)
+        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
     seed = args.shapes_seed if kind == "shapes" else None

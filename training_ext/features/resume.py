@@ -79,7 +79,9 @@ class Resume(Feature):
 
         If the order of the data has changed, the run resumes after the same fraction of the epoch.
         """
-        position, before = saved["position"], saved["order"] or {}  # None in a recovery at the end of an epoch
+        position, before = saved.get("position"), saved.get("order")
+        if before is None:  # in files from before `position` existed
+            return None
         args, whole, order = self.run.args, self._epoch.batches, order_of(self.run.args, loss.loader.streams)
         changed = [f"{name} {old}, now {order.get(name)}" for name, old in before.items() if order.get(name) != old]
         if changed and self.run.is_first:

@@ -32,13 +32,14 @@ def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
     The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
     """
     parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
-    data = f"{rows.num_rows} rows, digest {rows.digest[:16]}"
+    data = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
     if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
         data = f"shards, digest {rows.listing[:16]}"
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
         "data": data,
+        **({} if rows.captions is None else {"set of image paths": f"digest {rows.digest[:16]}"}),
         "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }
@@ -99,7 +100,7 @@ def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "
     saved = content["identity"]
     instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
     for name, value in own.items():
-        if saved[name] != value:
+        if saved.get(name, value) != value:  # files from before an entry existed do not have it
             raise InputError(
                 f"{path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}", flag
             )

@@ -223,7 +223,7 @@ def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
     """
     content = recovered.read(path, "--resume")
     for flag, own, saved in (
-        ("--osr-surrogate", args.osr_surrogate, content["surrogate"]),
+        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
         ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
     ):
         if saved != own:
