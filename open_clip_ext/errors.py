@@ -62,8 +62,8 @@ class Stopped(Exception):
 
 
 def fault_of_machine(error: BaseException, folder: str | None = None) -> str | None:
-    """What the machine or its launcher did and what helps, one line: a full disk, a worker that was killed, processes
-    that cannot find one another. None for other errors.
+    """What the machine or its launcher did and what helps, one line: a full disk, a worker that was killed, a pipe that
+    nobody reads, processes that cannot find one another. None for other errors.
 
     Args:
         folder: any error in using a file in it counts, too.
@@ -79,6 +79,8 @@ def fault_of_machine(error: BaseException, folder: str | None = None) -> str | N
             f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another; set "
             f"them, use torchrun, or unset {given}"
         )
+    if isinstance(error, BrokenPipeError):
+        return "whoever read this output, or another pipe of the process, has ended"
     if not isinstance(error, OSError):
         return None
     name = error.filename

@@ -56,8 +56,6 @@ def run(session: Session) -> None:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
     except (OSError, RuntimeError) as error:
         fault = fault_of_machine(error, session.run.folder)
-        if isinstance(error, BrokenPipeError):
-            fault = f"the reader of this output has ended: {error}"
         if fault is None:
             raise
         raise InputError(f"{fault}{last_saved(session.args)}") from None

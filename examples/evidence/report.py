@@ -30,6 +30,7 @@ PAIRS = (
 )  # fmt: skip
 CURVES = ("clip", "clip, batch 256", "minibatch", "fastclip-v3", "neuclip", "queue, unified")  # drawn before others
 MOST_CURVES, MOST_ROWS = 6, 8
+LEAST = 3  # seeds of a declared comparison, and of a row beside it
 HEADER = (
     "method", "settings", "temperature", "seeds", "R@1, %", "image to text, text to image",
     "against clip, paired by seed", "zero-shot concepts, %", "against clip, paired by seed", "zero-shot emoji, %",
@@ -93,9 +94,6 @@ def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int,
 def concepts(result: dict) -> float:
     """Zero-shot accuracy on the concepts, in percent; 0 for a run that diverged."""
     return 100 * result["zero_shot"].get("zeroshot-concepts", 0.0)
-
-
-MEASURES = (last_recall, concepts)
 
 
 def paired(
@@ -201,9 +199,6 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
     return "\n".join(lines) + "\n" if len(lines) > 2 else ""
 
 
-LEAST = 3  # seeds, for what is reported
-
-
 def scores(grid: Grid, results: list[dict]) -> str:
     """A table of the scores of the methods with `LEAST` seeds, for cells with declared comparisons."""
     lines = ["", "| cell | run | seeds | R@1, % | R@10, % | zero-shot, % | tau, last epoch |", f"|{'---|' * 7}"]
@@ -235,7 +230,7 @@ def declared(grid: Grid, results: list[dict]) -> str:
                 names = " - ".join(f"`{grid.label(method)}`" for method in pair)
                 found = [
                     tested(*([value(runs[seed]) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
-                    for value in MEASURES
+                    for value in (last_recall, concepts)
                 ]
                 rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", found))
         p_of = [

@@ -12,7 +12,7 @@ from conftest import ext_main, run_main
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.context import Run
-from training_ext.core.metrics import SCENES, is_better, num_items
+from training_ext.core.metrics import SCENES, is_better, num_items, open_clip_metrics
 from training_ext.features.keep_best import BEST, START
 from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args
@@ -229,3 +229,9 @@ def test_examples_of_a_kind_differ_in_all_else():
         captions = {example(kind, number) for number in range(CAPTIONS)}
         assert len(captions) == CAPTIONS
         assert {"small", "large"} <= set(" ".join(captions).split())
+
+
+def test_the_generative_loss_is_a_metric_of_coca():
+    flags = "--loss clip --train-data a.tar --val-data b.tar --model"
+    found = [open_clip_metrics(parse_args([*flags.split(), name])) for name in ("coca_ViT-B-32", "ViT-B-32")]
+    assert ["val_generative_loss" in names for names in found] == [True, False]

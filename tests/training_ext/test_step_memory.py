@@ -1,12 +1,14 @@
 """The predicted memory of a step; tests/pretend_gpu compares it with a pretended GPU's."""
 
+import sys
+
 import open_clip
 import pytest
 import torch
 from conftest import TINY
 
 from training_ext.core.loss import build_loss
-from training_ext.flags import params, step_memory
+from training_ext.flags import dry_run, params, step_memory
 
 
 def count(*flags):
@@ -36,3 +38,13 @@ def test_the_loss_takes_more_for_more_pairs_and_processes():
 
     features = 2 * 64 * 16 * 4
     assert features < of(64, 1) < of(128, 1) and of(64, 1) < of(64, 4)
+
+
+def test_a_torch_without_the_private_parts_predicts_nothing(monkeypatch):
+    """They are imported for the prediction alone, so that no training needs them."""
+    import training_ext.flags
+
+    monkeypatch.delattr(training_ext.flags, "step_memory")
+    monkeypatch.setitem(sys.modules, "training_ext.flags.step_memory", None)
+    args = params.parse_args([*TINY.split(), "--loss", "clip"])
+    assert dry_run.predicted_step(args, torch.nn.Linear(1, 1), 1, 64) is None
