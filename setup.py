@@ -66,7 +66,7 @@ setup(
         "data": data,
         "docs": docs,
         "test": [
-            "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", *data,
+            "pytest", "pytest-xdist", "hypothesis", "ruff", "mypy", "setuptools>=64", "tensorboard", "pyarrow", *data,
             *docs,
         ],
     },

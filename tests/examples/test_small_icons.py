@@ -64,7 +64,8 @@ def test_pairs_and_splits(wheel, tmp_path, capsys, monkeypatch):
 
 
 def test_an_icon_shows_the_concept_that_its_name_begins_with():
-    names = ("calendar alert", "arrow down bold box", "light bulb on", "sun", "grid sun", "calendars", "house lock")
+    names = ("calendar alert", "arrow down bold box", "light bulb on", "sun", "grid sun", "calendars", "house lock",
+             "chart pie bold")
     icons = [Icon(name, "set", name, name, 0.0, name.encode(), 0, 0, name.encode()) for name in names]
     concepts = split_small_icons(Icons(icons=icons)).concepts
     assert {concept: [icon.name for icon in shown] for concept, shown in concepts.items()} == {
@@ -72,6 +73,7 @@ def test_an_icon_shows_the_concept_that_its_name_begins_with():
         "down arrow": ["arrow down bold box"],
         "light bulb": ["light bulb on"],
         "home": ["house lock"],
+        "pie chart": ["chart pie bold"],  # "chart" alone is a bar chart
         "sun": ["sun"],
     }
 

@@ -187,11 +187,14 @@ def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
 
 
 def test_an_image_is_on_one_side(folder, written, tmp_path):
-    """Of sources that lie in one another, and of lines of a parquet with the same image."""
+    """Of sources that lie in one another."""
     shards = written(folder, folder / "b", "--val", folder / "b")
     assert left_out(shards) == {HELD_OUT: 20} and len(samples(shards, "val")) == 40  # one for each caption
     train, val = ({(one.get("png") or one["jpg"]) for one in samples(shards, split)} for split in ("train", "val"))
     assert (len(train), len(val), train & val) == (20, 20, set())
+
+
+def test_lines_of_a_parquet_with_the_same_image_are_its_captions(folder, written, tmp_path):
     pytest.importorskip("pyarrow")
     data = [path.read_bytes() for path in sorted(folder.rglob("*.[pj]*"))] * 2
     pd.DataFrame({"jpg": data, "caption": CAPTIONS}).to_parquet(tmp_path / "lines.parquet")

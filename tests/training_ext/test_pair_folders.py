@@ -66,10 +66,10 @@ def test_it_trains_as_a_csv_and_resumes_to_the_last_bit(run, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "val", ignore=lambda place, names: ["05.v1.png"])
     more = f"{COMMON} --val-data {tmp_path}/val"
     whole = run("whole", f"--train-data {folder} --dataset-type folder {more}")
-    assert "Left out of" in whole.log and "05.v1.png': cannot identify image file" in whole.log
+    assert f"Left out of '{folder}'" in whole.log and "05.v1.png': cannot identify image file" in whole.log
     csv = run("csv", f"--train-data {tmp_path}/pairs.csv {more}")
     resumed = run("resumed", f"--train-data {folder} {more} --resume {whole.path}/checkpoints/epoch_1.pt")
-    assert "Left out of" in resumed.log  # also in the second run of a process
+    assert f"Left out of '{folder}'" in resumed.log  # also in the second run of a process
     for other in (csv, resumed):
         states = [experiment.checkpoint(2)["state_dict"] for experiment in (whole, other)]
         assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
