@@ -49,6 +49,10 @@ class WithLoss:
             raise InputError(f"{parts} {reason}", "gradient_accumulation_steps")
         self.contrastive_loss = contrastive_loss
 
+    def get_decay_parameter_names(self, model):
+        """Without the temperature, which weight decay would pull towards 1."""
+        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("logit_scale")]
+
     def log(self, logs, *args, **kwargs):
         if "loss" in logs:  # a training step's line
             self.contrastive_loss.raise_if_not_finite()
@@ -58,10 +62,6 @@ class WithLoss:
 
 class ContrastiveTrainer(WithLoss, Trainer):
     """A Trainer of a CLIPModel."""
-
-    def get_decay_parameter_names(self, model):
-        """Without the temperature, which weight decay would pull towards 1."""
-        return [name for name in super().get_decay_parameter_names(model) if not name.endswith("logit_scale")]
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

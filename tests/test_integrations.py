@@ -46,6 +46,8 @@ def check_training_and_resume(main, capsys) -> list[str]:
     printed = capsys.readouterr().out
     assert "step 0: R@1 " in printed and "step 8: R@1 " in printed
     state = check_state(trainer.contrastive_loss)
+    decayed = trainer.get_decay_parameter_names(trainer.model)
+    assert len(decayed) > 10 and not any(name.endswith("logit_scale") for name in decayed)
     shutil.rmtree("out/checkpoint-8")
     resumed = main([*FLAGS, "--resume"])
     check_equal(check_state(resumed.contrastive_loss), state)
@@ -129,4 +131,6 @@ def test_lightning():
     check_state(module.held[0])
     assert "recall_at_1" in trainer.callback_metrics
     _, resumed = main([*FLAGS, "--resume", "out/checkpoints/epoch=0.ckpt"])
+    _, of_siglip = main(["--loss", "siglip-chunked", *FLAGS[2:]])
+    assert of_siglip.model.logit_bias != -10
     check_state(resumed.held[0])  # half of the steps are the first run's; Lightning does not restore the data's order
