@@ -379,9 +379,13 @@ def test_the_interpolations_table_follows_from_the_scores(evidence):
     import interpolate
 
     page = (EVIDENCE.parent.parent / "docs/evidence/fine-tuning.md").read_text()
-    *table, gcl, hgcl = interpolate.report(interpolate.read_curves(EVIDENCE / "interpolated.jsonl"))
+    curves = interpolate.read_curves(EVIDENCE / "interpolated.jsonl")
+    *table, gcl, hgcl = interpolate.report(curves)
     assert len(table) == 8 and "\n".join(table) in page
     page = " ".join(page.split())
+    for variant, told in (("recovery + GCL", "3.8 ± 0.7"), ("recovery + HGCL", "-0.8 ± 1.1")):
+        kept = [curves[variant][seed][-1][1] - curves["clip"][seed][-1][1] for seed in range(3)]
+        assert told in interpolate.shown(kept) and told in page
     assert "-0.0 ± 1.8 (p 0.953; by seed -0.3, +0.8, -0.6)" in gcl and "0.0 ± 1.8 (-0.3, +0.8 and -0.6 by seed)" in page
     assert "-8.8 ± 0.4 (p 0.000; by seed -8.7, -8.9, -8.6)" in hgcl
     assert "8.8 ± 0.4 below (-8.7, -8.9 and -8.6 by seed)" in page
