@@ -80,8 +80,8 @@ def test_every_choice_of_a_flag_is_tried():
     [("ViT-B-32", 64, 1, False), ("ViT-B-16", 16, 2, True), ("RN50", 32, 1, False)],
 )
 def test_the_predicted_memory_of_a_step(environment, model, batch, accum_freq, checkpointing):
-    """Within a tenth of what the same step takes with CUDA's autocast and attention, weights and moments included."""
+    """Within 1 % of what the same step takes with CUDA's autocast and attention, weights and moments included."""
     command = [sys.executable, str(HERE / "step_memory.py"), model, str(batch), str(accum_freq), str(checkpointing)]
     ended = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     predicted, pretended = json.loads(ended.stdout.splitlines()[-1])
-    assert 0.9 < predicted / pretended < 1.1, (predicted, pretended)
+    assert 0.99 < predicted / pretended < 1.01, (predicted, pretended)

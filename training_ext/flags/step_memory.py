@@ -5,6 +5,8 @@ optimizer's step on FakeTensors, with the features' inner products in place of t
 device, with a GPU's block sizes, in a process group that sends nothing. Each tensor counts from the operation that
 makes it until nothing refers to it. Kernels' workspaces, CUDA's context, NCCL's buffers and the gaps between blocks of
 memory are not in it.
+
+Attention and, under autocast, layer normalization are replaced by what CUDA keeps for their backward pass.
 """
 
 import weakref
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -114,7 +117,7 @@ def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tup
     mixed = AUTOCAST.get(args.precision)
     autocast = torch.autocast(device, mixed or torch.bfloat16, enabled=mixed is not None)
     k = min(MICRO_BATCHES, args.accum_freq)
-    with mode, torch.device(device):
+    with mode, torch.device(device), _kernels_of_cuda():
         optimizer = torch.optim.AdamW(trained, foreach=True)
         for each in trained:  # the moments, before anything is counted
             each.grad = torch.empty_like(each)
@@ -167,6 +170,33 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
             with HeldBytes("meta") as counted:
                 loss(image, text, scale, index=index, **more).backward()
     return counted.peak
+
+
+@contextmanager
+def _kernels_of_cuda() -> Iterator[None]:
+    """Attention by the kernels that a GPU has; layer normalization in float32 where an autocast is on."""
+    layer_norm = functional.layer_norm
+
+    def in_float32(input: Tensor, *args: Any, **more: Any) -> Tensor:
+        return layer_norm(input.float() if torch.is_autocast_enabled("cpu") else input, *args, **more)
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **more: Any,
+    ) -> Tensor:
+        aten = torch.ops.aten
+        if attn_mask is None and query.dtype != torch.float32:
+            return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
+        if attn_mask is not None:
+            attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+        kernel = aten._scaled_dot_product_efficient_attention
+        return kernel(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
+
+    with (
+        patch.object(functional, "layer_norm", in_float32),
+        patch.object(functional, "scaled_dot_product_attention", attention),
+    ):
+        yield
 
 
 def _to_fake(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
