@@ -22,7 +22,8 @@ if [[ -n ${TINY:-} ]]; then
     sizes=(--batch-sizes 16 --dims 16 -m 64 --num-samples 1000)
     network=(--batch-sizes 16 -m 64 --dim 16 --also bfloat16)
     rows=(--rows 1000 10000 --batch-size 64)
-    models=("ViT-shapes-tiny 4") parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
+    models=("ViT-shapes-tiny 4") consecutive=2 cases=("ViT-shapes-tiny 4 neuclip")
+    parity=(--batch-size 16 --dim 16 -m 64 --num-samples 200 --steps 4)
     demo=(--samples 512 --epochs 1 --batch 8 --processes 1) epochs=1 samples=64 batches="16" warmup=1
     pairs=(--train-num-samples 64 --batch-size 4)
 else
@@ -31,7 +32,9 @@ else
         --losses fastclip-v3 isogclr neuclip queue tuneclip amorlip)
     network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
-    models=("ViT-B-32 512" "RN50 256") parity=()
+    models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10
+    cases=("ViT-B-32 512 clip" "ViT-B-32 2016 neuclip" "ViT-L-14 256 fastclip-v3" "RN50 512 clip"
+        "ViT-B-32 12992 clip-chunked --grad-checkpointing")
     demo=(--processes 1 --batch 128) epochs=10 samples=${ICONS_SAMPLES:-20000} batches="1024 512 256 128 64 32" warmup=500
     pairs=(--train-num-samples 20000 --batch-size 128)
 fi
@@ -55,8 +58,13 @@ steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's tim
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --losses fastclip-v3 neuclip queue tuneclip --json "$OUT/steps-$name.json"
+            --prototypes 4096 --consecutive "$consecutive" --losses fastclip-v3 neuclip queue tuneclip \
+            --json "$OUT/steps-$name.json" || return 1
     done
+}
+memory() {  # what --dry-run predicts, and what is allocated
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "$PYTHON" benchmarks/step_memory.py "${cases[@]}" \
+        --device "$device" --precision "$precision" --json "$OUT/memory.json"
 }
 precision() {  # what TF32 and bfloat16 do to the estimates
     "$PYTHON" benchmarks/precision.py --device "$device" --json "$OUT/precision.json"
@@ -64,8 +72,11 @@ precision() {  # what TF32 and bfloat16 do to the estimates
 demo() {
     "$PYTHON" examples/demo.py "${demo[@]}" --folder "$OUT/demo" --device "$device" --precision "$precision"
 }
-tests() {  # the library's tests on this machine
-    "$PYTHON" -m pytest -q -p no:cacheprovider tests/open_clip_ext ${TINY:+-k test_queue}
+tests() {  # the command's tests on this GPU
+    local which=(-n 8 tests/training_ext)
+    [[ $device == cpu ]] && which=(tests/training_ext/test_optimizer.py)
+    [[ $device == cpu ]] || export OPEN_CLIP_DEVICE="--device cuda:0 --no-set-device-rank" NVIDIA_TF32_OVERRIDE=0
+    "$PYTHON" -m pytest -p no:cacheprovider "${which[@]}"
 }
 # A training of the command; the lines of its log with pattern $1, of the last step or the evaluation.
 train() {
@@ -74,16 +85,16 @@ train() {
     "$PYTHON" "$@" --precision "$precision" --lr 1e-3 --wd 0.1 --logs "$OUT/logs" > "$log" 2>&1 || { tail -3 "$log"; return 1; }
     grep "$pattern" "$log" | tail -1 | grep .  # fails without a line
 }
-processes() {  # two processes on one GPU over gloo, and over NCCL where there are two GPUs
-    local backends=(gloo) where loss
-    [[ $("$PYTHON" -c "import torch; print(torch.cuda.device_count())") -lt 2 ]] || backends+=(nccl)
+processes() {  # two processes on one GPU, which NCCL takes for two hosts, since it refuses that on one
+    local backends=(gloo) where=(--device cpu) loss
+    [[ $device == cpu ]] || backends+=(nccl) where=(--device cuda:0 --no-set-device-rank)
+    export NCCL_SOCKET_IFNAME=lo
     for backend in "${backends[@]}"; do
-        where=(--device "$device")
-        [[ $device == cpu || $backend == nccl ]] || where=(--device cuda:0 --no-set-device-rank)
         for loss in clip fastclip-v3 neuclip "neuclip --npn-split" fastclip-v2; do
             echo "$backend, $loss:"
             train " loss .*/s " "processes-$backend-${loss// /}" -m torch.distributed.run --standalone --nproc_per_node 2 \
-                -m -- open_clip_ext.main --loss $loss --dist-backend $backend "${where[@]}" --model ViT-shapes-tiny \
+                --no-python -- bash -c 'NCCL_HOSTID=$RANK exec "$0" -m open_clip_ext.main "$@"' "$PYTHON" \
+                --loss $loss --dist-backend $backend "${where[@]}" --model ViT-shapes-tiny \
                 --dataset-type shapes --workers 1 --epochs 1 --warmup 10 --log-every-n-steps 1 --zeroshot-frequency 0 \
                 --name "processes-$backend-${loss// /}" "${pairs[@]}" || return 1
         done
@@ -109,17 +120,17 @@ icons() {  # the main methods of the comparison on icons at each batch, one seed
         done
     done
 }
-export -f parity steps loss network processes icons rows precision demo tests train
+export -f parity steps memory loss network processes icons rows precision demo tests train
 
 failed=0
 for part in "${@:-}"; do
-    parts=(${part:-parity steps loss network processes icons rows precision demo tests})
+    parts=(${part:-parity steps memory loss network processes icons rows precision demo tests})
     for name in "${parts[@]}"; do
         echo "== $name"
         start=$SECONDS
         # timeout cannot run a function, so it runs a shell, which gets the arrays, since these cannot be exported.
-        if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models parity \
-            demo epochs samples batches warmup pairs common); $name"; then
+        if ! timeout "$LIMIT" bash -c "$(declare -p PYTHON OUT device precision seconds sizes network rows models cases \
+            consecutive parity demo epochs samples batches warmup pairs common); $name"; then
             echo "$name: failed"
             failed=$((failed + 1))
         fi

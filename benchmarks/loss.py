@@ -18,12 +18,12 @@ the same is given for ClipLoss.
 """
 
 import runpy
-from collections.abc import Callable
 
 import torch
 from measuring import (
     BareProducts,
     BatchProducts,
+    Repeated,
     alternate,
     begin,
     finish,
@@ -73,18 +73,6 @@ class Call:
         value.backward()
         for tensor in (*self.features, self.logit_scale):
             tensor.grad = None
-
-
-class Repeated:
-    """Calls a function several times."""
-
-    def __init__(self, function: Callable[[], None], times: int):
-        self.function = function
-        self.times = times
-
-    def __call__(self) -> None:
-        for _ in range(self.times):
-            self.function()
 
 
 def fill(call: Call, m: int, batch: int) -> None:

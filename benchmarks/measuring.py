@@ -21,6 +21,18 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
+class Repeated:
+    """Calls a function several times."""
+
+    def __init__(self, function: Callable[[], None], times: int):
+        self.function = function
+        self.times = times
+
+    def __call__(self) -> None:
+        for _ in range(self.times):
+            self.function()
+
+
 def alternate(
     functions: dict[str, Callable[[], Any]], device: torch.device, least: int = 5, seconds: float = 4.0
 ) -> dict[str, list[float]]:

@@ -1,15 +1,18 @@
 """Time and peak memory of a whole training step with each loss, as ratios to the same step with OpenCLIP's ClipLoss.
 
     python benchmarks/step_time.py --json step_time.json
-    python benchmarks/step_time.py --model ViT-B-32 --batch-size 512 --prototypes 4096 --precision amp_bf16
+    python benchmarks/step_time.py --model ViT-B-32 --batch-size 512 --precision amp_bf16 --consecutive 10
 
 A step is encoders, loss, backward and AdamW on one model and batch; the two losses alternate. State is what the loss
-adds to a checkpoint: tables, networks and their optimizers.
+adds to a checkpoint: tables, networks and their optimizers. A training waits for a GPU at logged steps only, so that
+`--consecutive` steps are timed together.
 """
+
+from functools import partial
 
 import open_clip
 import torch
-from measuring import alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
+from measuring import Repeated, alternate, begin, finish, parser, peak_memory, reference_of, shown, summary, table
 from open_clip.loss import ClipLoss
 from open_clip_train.precision import get_autocast
 from torch import Tensor, nn
@@ -60,6 +63,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     flags.add_argument("--num-samples", type=int, default=20_000, help="rows of the tables")
     flags.add_argument("--prototypes", type=int, default=1024, help="prototypes of neuclip, length of the queue")
     flags.add_argument("--precision", default="fp32", help="as OpenCLIP's flag")
+    flags.add_argument("--consecutive", type=int, default=1, help="steps that are timed together (default: 1)")
     args = flags.parse_args(argv)
     device = begin(args)
     settings = {"neuclip": {"npn_prototypes": args.prototypes}, "queue": {"queue_size": args.prototypes}}
@@ -70,8 +74,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
             name, num_samples=args.num_samples, epochs=8, device=args.device, **settings.get(name, {})
         )
         loss.set_epoch(0)
-        functions = {"ours": lambda loss=loss: steps.with_loss(loss), "clip": lambda: steps.with_loss(baseline)}
-        times = alternate(functions, device, 20, args.seconds)
+        functions = {
+            whose: Repeated(partial(steps.with_loss, used), args.consecutive)
+            for whose, used in (("ours", loss), ("clip", baseline))
+        }
+        times = alternate(functions, device, max(5, 20 // args.consecutive), args.seconds)
+        times = {whose: [seconds / args.consecutive for seconds in each] for whose, each in times.items()}
         result = {"loss": name, **summary(times, "ours", "clip"), "state_bytes": state_bytes(loss)}
         result["bytes"], result["base_bytes"] = (peak_memory(function, device) for function in functions.values())
         results.append(result)

@@ -104,6 +104,7 @@ def test_startup(tmp_path):
 GPU_PARTS = {  # and what the figures of each look like
     "parity": r"^ *fastclip-v3 .*e[-+]",
     "steps": r"^ *neuclip .*\d\.\d\d",
+    "memory": r"^ViT-shapes-tiny +4 +neuclip .*\d\.\d\d",
     "loss": r"^ *queue .*\d\.\d\d",
     "network": r"^ *16 .*\d\.\d\d",
     "processes": r"gloo, neuclip --npn-split:\n.* 8/8 loss \d",

@@ -163,6 +163,7 @@ def test_recovery(loop):
 def in_two_processes(script: str, folder: Path) -> None:
     (folder / "train.py").write_text(script)
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()), "WORLD_SIZE": "2"}
+    group["CUDA_VISIBLE_DEVICES"] = ""  # here may be one GPU
     started = [
         subprocess.Popen(
             [sys.executable, "train.py"], cwd=folder, stderr=subprocess.PIPE, text=True,

@@ -29,7 +29,8 @@ def serve(rank: int, pipe) -> None:
 
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a process started by torchrun
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2")
+    # NCCL refuses two processes of one host on one GPU.
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2", NCCL_HOSTID=str(rank))
     while (job := pipe.recv()) is not None:
         module, arguments, folder, local_rank, port, patches = job
         os.environ.update(MASTER_PORT=str(port), LOCAL_RANK=str(local_rank))

@@ -144,7 +144,7 @@ def test_the_best_weights_are_kept(run, pretrained, evaluations, tmp_path, value
     trained = torch.load(pretrained, weights_only=True) if best == 0 else experiment.checkpoint(best)
     model = open_clip.create_model("ViT-test", pretrained=str(path))
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, trained["state_dict"][name]), name
+        assert torch.equal(tensor, trained["state_dict"][name].cpu()), name
     assert torch.load(path, weights_only=True)["metrics"]["epoch"] == best
     latest = host().main_module.get_latest_checkpoint(str(experiment.path / "checkpoints"), remote=False)
     assert latest.endswith("epoch_3.pt")

@@ -21,7 +21,8 @@ def seen(monkeypatch):
     encode, clip = open_clip.CLIP.encode_image, torch.nn.utils.clip_grad_norm_
 
     def encode_image(self, *args, **kwargs):
-        seen.model, seen.autocast = self, torch.is_autocast_enabled("cpu")
+        device = self.logit_scale.device.type
+        seen.model, seen.autocast = self, torch.is_autocast_enabled(device)
         return encode(self, *args, **kwargs)
 
     def clip_grad_norm(*args, **kwargs):
@@ -121,7 +122,7 @@ def test_without_loss_all_that_open_clip_accepts_is_accepted(run, flags):
     files = sorted(path.name for path in (theirs.path / "checkpoints").iterdir())
     assert files == sorted(path.name for path in (ours.path / "checkpoints").iterdir())
     for name in files:
-        one, other = (torch.load(run.path / "checkpoints" / name)["state_dict"] for run in (theirs, ours))
+        one, other = (torch.load(run.path / "checkpoints" / name, "cpu")["state_dict"] for run in (theirs, ours))
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 

@@ -65,7 +65,7 @@ def equal(one, other) -> bool:
     """Equal to the last bit, through dicts."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    return torch.equal(one.cpu(), other.cpu()) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
     path = tmp_path / "recovered.state"
     flags = f"{flags} --pretrained {pretrained} --osr-epochs 2 --osr-save {path} --epochs 1 --workers 0"
     run("x", f"{datasets['shapes']} {TUNE} {flags}")
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(path, "cpu", weights_only=True)
     monkeypatch.undo()
 
     model = open_clip.create_model("ViT-test", pretrained=pretrained, output_dict=True).double().train()
@@ -359,7 +359,7 @@ def test_two_processes(datasets, pretrained, pair, tmp_path):
     ended = pair(f"{common} --val-num-samples 16 --osr-epochs 1.5 --name two --osr-save {path}", tmp_path)
     assert [process.code for process in ended] == [0, 0], ended
     assert "Eval Epoch: 0" in Experiment(tmp_path, "two").log
-    saved = torch.load(path, weights_only=True)
+    saved = torch.load(path, "cpu", weights_only=True)
     assert {int(state["step"]) for state in saved["moments"].values()} == {5}  # 3 + round(1.5) steps of 16
     assert saved["loss_state"]["state.log_u"].shape == (48, 2)
     assert not run_main(ext_main, f"{common} --osr-load {path} --name one", tmp_path)

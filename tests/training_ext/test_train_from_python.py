@@ -25,7 +25,7 @@ def test_it_is_the_command(run, tmp_path):
     assert trained.folder == tmp_path / "own"
     assert trained.checkpoints == [tmp_path / f"own/checkpoints/epoch_{epoch}.pt" for epoch in (1, 2)]
     for tensor, other in zip(
-        torch.load(trained.checkpoints[-1], weights_only=True)["state_dict"].values(),
+        torch.load(trained.checkpoints[-1], "cpu", weights_only=True)["state_dict"].values(),
         command.checkpoint(2)["state_dict"].values(),
         strict=True,
     ):
