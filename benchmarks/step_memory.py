@@ -7,20 +7,17 @@ state and gradients; `reserved` is what PyTorch's allocator takes from the GPU f
 """
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import open_clip
 import torch
 from measuring import begin, finish, parser, peak_memory, table
 from open_clip.loss import ClipLoss
+from step_time import Steps, state_bytes
 from tqdm import tqdm
 
 from open_clip_ext import MODEL_CONFIGS, create_loss
 from training_ext.flags import dry_run, params
-
-sys.path.insert(0, str(Path(__file__).parent))
-from step_time import Steps
 
 MIB = 2**20
 LINE = "at most in a step on a GPU, predicted"
@@ -54,6 +51,7 @@ def compare(case: str, device: torch.device, args: Any) -> dict[str, Any]:
         measured, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     else:
         kept = 3 * sum(each.nbytes for each in steps.model.parameters()) + steps.images.nbytes
+        kept += 0 if name == "clip" else state_bytes(loss)
         measured = reserved = kept + peak_memory(lambda: steps.with_loss(loss), device)
     result |= {"measured": measured / MIB, "reserved": reserved / MIB}
     return {**result, "ratio": result["predicted"] / result["measured"]}
