@@ -28,8 +28,8 @@ if [[ -n ${TINY:-} ]]; then
     pairs=(--train-num-samples 64 --batch-size 4)
 else
     device=cuda precision=amp_bf16 seconds=4
-    sizes=(--batch-sizes 512 1024 4096 16384 --dtypes float32 bfloat16
-        --losses fastclip-v3 isogclr neuclip queue tuneclip amorlip)
+    sizes=(--batch-sizes 512 1024 4096 16384 65536 --dtypes float32 bfloat16
+        --losses clip-chunked siglip-chunked fastclip-v3 isogclr neuclip queue tuneclip amorlip)
     network=(--batch-sizes 512 1024 4096 --also compile graph bfloat16)
     rows=(--rows 100000 1000000 10000000 100000000)
     models=("ViT-B-32 512" "ViT-L-14 64") parity=() consecutive=10

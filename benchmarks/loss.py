@@ -11,13 +11,14 @@ SigLipLoss.
 
 "Of the limit" is the time of the matrix products alone over that of the loss: four of B x B x d in two passes (three in
 the one pass of `siglip-chunked`), and those with the m other vectors. No loss of this form can be faster than 100 %;
-the same is given for ClipLoss.
+the same is given for ClipLoss. In batches for which ClipLoss has too little memory ours are timed alone.
 
 `--peers FILE` adds losses of other code: FILE, in Python, defines PEERS, a dict from name to a function of
 (rows, device) that returns a loss, called as ours with features, logit scale and `index=`.
 """
 
 import runpy
+import statistics
 
 import torch
 from measuring import (
@@ -43,7 +44,7 @@ from open_clip_ext.losses import ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContr
 from open_clip_ext.memory import total_memory
 from open_clip_ext.normalizers import Prototypes, Queue
 
-CLIP_BLOCKS = 8  # B x B matrices that ClipLoss holds at a time; larger batches than fit are left out
+CLIP_BLOCKS = 8  # B x B matrices that ClipLoss holds at a time
 
 
 class Call:
@@ -98,6 +99,10 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     clip = Call(SigLipLoss() if sigmoid else ClipLoss(), batch, dim, dtype, device, rows)
     if isinstance(getattr(loss, "normalizer", None), (Prototypes, Queue)):
         fill(ours, m, batch)
+    result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
+    if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device):
+        times = alternate({"ours": ours}, device, seconds=args.seconds)["ours"]
+        return result | {"seconds": statistics.median(times), "bytes": peak_memory(ours, device)}
     functions = {"ours": ours, "clip": clip, "batch": BatchProducts(batch, dim, device, 1 if sigmoid else 2)}
     if settings:
         back = "anchors" if loss.objective.through_alpha else None
@@ -107,7 +112,6 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
         loss.set_epoch(1)
         functions = {name: Repeated(function, loss.amor_online_every) for name, function in functions.items()}
     times = alternate(functions, device, seconds=args.seconds)
-    result = {"loss": name, "batch": batch, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
     result |= summary(times, "ours", "clip")
     if settings:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
@@ -119,11 +123,13 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
 
 
 def cells(result: dict) -> dict[str, str]:
-    extra, limit = result.get("to_clip_and_products"), result.get("limit")
+    extra, limit, alone = result.get("to_clip_and_products"), result.get("limit"), "base_seconds" not in result
+    time = {"time": "", "quartiles": "", "ms": f"{1e3 * result['seconds']:.1f}"} if alone else shown(result)
     return {
-        "loss": result["loss"], "B": result["batch"], "d": result["dim"], "features": result["dtype"], **shown(result),
-        "clip ms": f"{1e3 * result['base_seconds']:.1f}",
-        "memory": f"{result['bytes'] / result['base_bytes']:.2f}", "MiB": f"{result['bytes'] / 2**20:.1f}",
+        "loss": result["loss"], "B": result["batch"], "d": result["dim"], "features": result["dtype"], **time,
+        "clip ms": "" if alone else f"{1e3 * result['base_seconds']:.1f}",
+        "memory": "" if alone else f"{result['bytes'] / result['base_bytes']:.2f}",
+        "MiB": f"{result['bytes'] / 2**20:.1f}",
         "to clip + products": f"{extra['ratio']:.2f}" if extra else "",
         "of the limit": f"{100 / limit['ratio']:.0f} %" if limit else "",
         "clip": f"{100 / result['clip_limit']['ratio']:.0f} %" if limit else "",
@@ -148,11 +154,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     cases = [
         (name, batch, dim, getattr(torch, dtype))
         for dtype in args.dtypes for dim in args.dims for batch in args.batch_sizes for name in names
-        if CLIP_BLOCKS * 4 * batch**2 < total_memory(device)
     ]
     results = [compare(*case, device, args) for case in tqdm(cases, desc="losses")]
-    if left_out := sorted({batch for batch in args.batch_sizes if CLIP_BLOCKS * 4 * batch**2 >= total_memory(device)}):
-        print(f"left out, too much memory for ClipLoss: batch {', '.join(map(str, left_out))}")
     print(table([cells(result) for result in results]))
     finish(args, device, results)
     return results
