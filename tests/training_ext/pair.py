@@ -6,6 +6,7 @@ import importlib
 import io
 import multiprocessing
 import os
+import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -28,6 +29,7 @@ def serve(rank: int, pipe) -> None:
     from conftest import run_main
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     multiprocessing.set_start_method("fork", force=True)  # of loaders' workers, as in a process started by torchrun
     # NCCL refuses two processes of one host on one GPU.
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE="2", NCCL_HOSTID=str(rank))
