@@ -58,8 +58,8 @@ steps() {  # whole training steps; the goal for neuclip is 1.01 times clip's tim
     for model in "${models[@]}"; do
         read -r name size <<< "$model"
         "$PYTHON" benchmarks/step_time.py "${common[@]}" --model "$name" --batch-size "$size" --precision "$precision" \
-            --prototypes 4096 --consecutive "$consecutive" --losses fastclip-v3 neuclip queue tuneclip \
-            --json "$OUT/steps-$name.json" || return 1
+            --prototypes 4096 --consecutive "$consecutive" --losses neuclip queue fastclip-v3 tuneclip \
+            amorlip clip-chunked --json "$OUT/steps-$name.json" || return 1
     done
 }
 memory() {  # what --dry-run predicts, and what is allocated

@@ -1,6 +1,6 @@
 """Memory of a training step: what `--dry-run` predicts, and the most that is allocated.
 
-    python benchmarks/step_memory.py "ViT-B-32 512 clip" "ViT-B-32 16384 clip-chunked --grad-checkpointing"
+    python benchmarks/step_memory.py "ViT-B-32 512 clip" "ViT-B-32 12992 clip-chunked --grad-checkpointing"
 
 A case is a model, a batch size, a loss and other flags of the command. Both figures have weights, moments, the loss's
 state and gradients; `reserved` is what PyTorch's allocator takes from the GPU for it. A step is as in `step_time.py`.

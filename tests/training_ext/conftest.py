@@ -30,9 +30,9 @@ choose(legacy=bool(LOOP))
 open_clip.add_model_config(Path(__file__).parent / "model_configs")
 # Its list of merges takes a sixth of a short run.
 open_clip.factory.SimpleTokenizer = functools.lru_cache(open_clip.factory.SimpleTokenizer)
-DEVICE = "--device cpu" if hasattr(params.parse_args([]), "device") else ""  # not in OpenCLIP 2.26, which finds it
+CPU = "--device cpu" if hasattr(params.parse_args([]), "device") else ""  # not in OpenCLIP 2.26, which finds it
 # "--device cuda:0 --no-set-device-rank" in OPEN_CLIP_DEVICE trains all tests on a GPU.
-DEVICE = os.environ.get("OPEN_CLIP_DEVICE", DEVICE)
+DEVICE = os.environ.get("OPEN_CLIP_DEVICE", CPU)
 if "cuda" in DEVICE:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)  # since most tests compare two runs
