@@ -74,6 +74,8 @@ def _run(argv: list[str]) -> Trained:
     from training_ext.openclip import hosts
 
     hosts.installed()
+    if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
+        return _run_thin(argv)
     try:
         from training_ext import launch, seams
         from training_ext.flags import params, preflight, recipes
@@ -109,9 +111,29 @@ def _run(argv: list[str]) -> Trained:
     if place is None:
         return Trained(by_epoch, None, [])
     folder = Path(place)
+    return Trained(by_epoch, folder, _whole_checkpoints(folder))
+
+
+def _whole_checkpoints(folder: Path) -> list[Path]:
+    """Those of whole epochs, in order."""
     whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
-    checkpoints = sorted(whole, key=lambda path: (len(path.name), path.name))
-    return Trained(by_epoch, folder, checkpoints)
+    return sorted(whole, key=lambda path: (len(path.name), path.name))
+
+
+def _run_thin(argv: list[str]) -> Trained:
+    """Train with the components that --with names alone."""
+    from training_ext.openclip import hosts
+
+    try:
+        from training_ext.thin import run
+    except ImportError as error:
+        raise InputError(hosts.cannot_import(error)) from None
+    with _logging_as_before():
+        training = run.start(argv)
+    if training is None or training.args.logs.lower() == "none":
+        return Trained([], None, [])
+    folder = Path(training.args.logs, training.args.name)
+    return Trained([], folder, _whole_checkpoints(folder))
 
 
 @contextmanager

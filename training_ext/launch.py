@@ -5,10 +5,10 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext.core.checkpoint_files import last_saved
 from training_ext.flags.usual import likely_cause
 from training_ext.openclip.hosts import LEGACY, host, open_clip_version
-from training_ext.openclip.patching import look_up
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
 from training_ext.session import Session
+from training_ext.thin.patching import look_up
 
 
 def session_class() -> type[Session]:

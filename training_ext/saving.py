@@ -13,8 +13,8 @@ from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss
-from training_ext.core.temperature import whole
 from training_ext.openclip.hosts import LEGACY, host
+from training_ext.thin.temperature import whole
 
 
 class Saving:

@@ -15,11 +15,11 @@ from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.openclip.loading import load_weights, without_remote_code
-from training_ext.openclip.patching import look_up, replaced
 from training_ext.run import FEATURES
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import Session
 from training_ext.task_seams import TASK_SEAMS
+from training_ext.thin.patching import look_up, replaced
 
 SEAMS = (
     Seam(

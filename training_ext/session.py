@@ -24,7 +24,6 @@ from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
 from training_ext.core.rows import DataRows
 from training_ext.core.seeding import AT_EPOCH, seed_all
 from training_ext.core.shards import shard_urls
-from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 from training_ext.core.usable import SampleWatch
 from training_ext.evaluations import Evaluations
 from training_ext.feature import Epoch, Feature, NewTraining
@@ -35,6 +34,7 @@ from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
+from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 IMAGENET_V2 = "imagenet-v2"
 

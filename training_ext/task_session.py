@@ -14,8 +14,8 @@ from open_clip_train.train import TrainState
 from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.rows import trains
 from training_ext.core.tasks import LossTask
-from training_ext.core.temperature import trains_logit_scale
 from training_ext.session import Session
+from training_ext.thin.temperature import trains_logit_scale
 
 
 class TaskSession(Session):

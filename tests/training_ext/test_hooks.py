@@ -19,10 +19,10 @@ from training_ext.core.shards import Shards
 from training_ext.flags.params import parse_args
 from training_ext.launch import check_seams, session_class
 from training_ext.openclip.hosts import host
-from training_ext.openclip.patching import look_up
 from training_ext.saving import Saving
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
+from training_ext.thin.patching import look_up
 
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from open_clip_ext import create_loss, factory
 from open_clip_ext.losses import Loss
 from training_ext.core.loader import RowLoader
 from training_ext.core.rows import DataRows
 from training_ext.core.tags import KEY, ROW
 from training_ext.openclip.machine import global_batch
+from training_ext.thin.loss import build_loss as build
 
 
 def build_loss(
@@ -28,22 +28,7 @@ def build_loss(
     Raises:
         InputError: the parts cannot be combined, or a setting is out of range.
     """
-    # Only the loss's settings that were given; the others get their defaults again.
-    parts = factory.parts_of(args.loss, vars(args))
-    own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
-    loss = create_loss(
-        args.loss,
-        num_samples=num_rows,
-        epochs=args.loss_epochs,
-        accum_freq=args.accum_freq,
-        device=device,
-        **{name: value for name, value in args.given_settings.items() if name in own},
-    )
-    batch = max(1, global_batch(args))  # rules on it come later
-    steps_per_pass = max(1, num_rows // batch)
-    steps_per_epoch = max(1, (samples_per_epoch or num_rows) // batch)
-    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
-    return loss
+    return build(args, num_rows, device, samples_per_epoch or num_rows, global_batch(args))
 
 
 def samples_per_epoch(args: Namespace, rows: DataRows) -> int:

@@ -17,7 +17,7 @@ from training_ext.core.shards import Shards
 from training_ext.core.tags import ROW, Tags
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import decode_pairs
-from training_ext.openclip.patching import replaced
+from training_ext.thin.patching import replaced
 
 Report = Callable[[str], object]
 Source = Callable[[int, int, Report], Iterator[tuple[int, Any, Any]]]

@@ -15,11 +15,11 @@ from training_ext.core.captions import SeenCaptions
 from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows
-from training_ext.core.temperature import trains_logit_scale
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
 from training_ext.openclip.machine import global_batch
+from training_ext.thin.temperature import trains_logit_scale
 
 FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md

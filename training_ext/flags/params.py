@@ -4,7 +4,6 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
 from typing import Any, NoReturn
 
 from open_clip_train import params
@@ -12,14 +11,14 @@ from open_clip_train import params
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
-from open_clip_ext.options import Option, flag_of
+from open_clip_ext.options import flag_of
 from training_ext import run
-from training_ext.core.temperature import trains_logit_scale
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.openclip.hosts import complete
 from training_ext.openclip.machine import world_info
-from training_ext.openclip.patching import replaced
+from training_ext.thin.flags import NEEDS_LOSS, add_option, settle
+from training_ext.thin.patching import replaced
 
 
 class Parser(argparse.ArgumentParser):
@@ -165,20 +164,6 @@ class Parser(argparse.ArgumentParser):
                     add_option(group, option, notes.pop(option.name))
 
 
-def add_option(group: argparse._ArgumentGroup, option: Option, note: str = "") -> None:
-    """Add the flag of an option, whose value is None where it is not given; `note` ends its help."""
-    settings: dict[str, Any] = {"default": None, "help": (option.help + note).replace("%", "%%")}
-    if option.type is bool:
-        settings["action"] = "store_true"
-    else:
-        choices = "{" + ",".join(option.choices) + "}" if option.choices else option.type.__name__.upper()
-        settings |= {"type": option.type, "metavar": option.metavar or choices}
-    try:
-        group.add_argument(option.flag, **settings)
-    except argparse.ArgumentError:
-        raise InputError("another package's option has the name of OpenCLIP's flag", option.flag) from None
-
-
 # Flags of FastCLIP's code, by what to give instead; for others the closest name is.
 FASTCLIP = {
     "--data_size": "leave it out, since the samples are counted; for remote shards give --train-num-samples",
@@ -195,7 +180,6 @@ def list_losses() -> str:
 
 
 MOST_EPOCHS = 10**6
-OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -232,8 +216,8 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     if args.loss is None:
         needing_loss = [option.name for option in run.options(needing_loss=True)]
         for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
-            raise InputError("needs --loss; without it the loss is OpenCLIP's own", flag_of(name))
-        args.uses_ext_loss = False
+            raise InputError(NEEDS_LOSS, flag_of(name))
+        settle(args, given)
         return args
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
@@ -245,23 +229,10 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     check_given(vars(args))  # before defaults are derived from them
     for feature in run.FEATURES:
         feature.resolve(args)
-    # Without any epoch the loss's schedules still have a length.
-    args.loss_epochs = max(1, args.epochs + ceil(args.epochs_before))
-    for name, value in factory.resolve_options(args.loss, given, args.loss_epochs).items():
-        setattr(args, name, value)
-    if args.loss == "siglip" or (preset.loss and preset.loss.takes_bias):
-        args.siglip = True  # by which OpenCLIP gives the model a bias, and both parameters their start
-    elif args.siglip:
-        raise InputError(f"--loss {args.loss} is another loss; give one of the two", "--siglip")
+    settle(args, given)
     for name in ("shard_sizes", "same_key", "same_caption"):
         if getattr(args, name) and not args.uses_ext_loss:
             raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
-    if trains_logit_scale(args):
-        if args.lr_tau is None and args.lr is not None:
-            args.lr_tau = args.lr * preset.lr_tau_ratio
-        args.tau_min = OPEN_CLIP_TAU_MIN if args.tau_min is None else args.tau_min
-        if args.tau_init is not None and args.tau_init < args.tau_min:
-            raise InputError(f"{args.tau_init:g} is below --tau-min {args.tau_min:g}; give at least that", "--tau-init")
     return args
 
 

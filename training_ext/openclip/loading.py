@@ -19,7 +19,7 @@ import torch
 from open_clip_ext.errors import InputError
 from training_ext.openclip.hosts import taken
 from training_ext.openclip.machine import world_info
-from training_ext.openclip.patching import replaced
+from training_ext.thin.patching import replaced
 
 PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""

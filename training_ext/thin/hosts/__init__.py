@@ -1,0 +1,43 @@
+"""The supported versions of OpenCLIP; `v3` and `v4` have the names that are replaced in each one's loop."""
+
+import importlib
+import importlib.metadata
+from types import ModuleType
+
+from open_clip_ext.errors import InputError
+
+HOSTS = {"v3": ((2, 26), (4, 0)), "v4": ((4, 2), (4, 3))}
+"""By module: the first supported (major, minor), and the first that is no longer supported."""
+
+
+def range_of(host: str) -> str:
+    """The versions in pip's notation, such as '>=2.26,<4.0'."""
+    low, high = (".".join(map(str, bound)) for bound in HOSTS[host])
+    return f">={low},<{high}"
+
+
+def open_clip_version() -> str:
+    """The installed version, such as "2.32.0".
+
+    Raises:
+        InputError: open_clip_torch is not installed.
+    """
+    try:
+        return importlib.metadata.version("open_clip_torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
+
+
+def installed() -> ModuleType:
+    """The module with the seams of the installed OpenCLIP.
+
+    Raises:
+        InputError: OpenCLIP is missing or not supported.
+    """
+    version = open_clip_version()
+    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
+    for name, (low, high) in HOSTS.items():
+        if low <= release < high:
+            return importlib.import_module(f"{__name__}.{name}")
+    ranges = " or ".join(range_of(host) for host in HOSTS)
+    raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")

@@ -1,0 +1,98 @@
+"""Build the loss of a command line, and give it and the components' losses to OpenCLIP's training loop."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from open_clip_ext import create_loss, factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.losses import Loss
+from training_ext.thin.component import Component, overrides
+
+ADDED = "open_clip_ext."  # before the name of a component's loss in the model's output
+
+
+def build_loss(
+    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int, global_batch: int
+) -> Loss:
+    """Build the loss of the command line.
+
+    Args:
+        num_rows: rows of the train data.
+        samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
+            the rows.
+        global_batch: samples of one optimizer step, over all processes and accumulated batches.
+
+    Raises:
+        InputError: the parts cannot be combined, or a setting is out of range.
+    """
+    # Only the loss's settings that were given; the others get their defaults again.
+    parts = factory.parts_of(args.loss, vars(args))
+    own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
+    loss = create_loss(
+        args.loss,
+        num_samples=num_rows,
+        epochs=args.loss_epochs,
+        accum_freq=args.accum_freq,
+        device=device,
+        **{name: value for name, value in args.given_settings.items() if name in own},
+    )
+    batch = max(1, global_batch)
+    steps_per_pass = max(1, num_rows // batch)
+    steps_per_epoch = max(1, samples_per_epoch // batch)
+    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
+    return loss
+
+
+def add_losses(model: nn.Module, components: Iterable[Component]) -> bool:
+    """Compute the components' losses within the model's forward in training, and return whether there are any.
+
+    They travel in the model's output, one number for each micro-batch. With --accum-freq OpenCLIP's loop concatenates
+    those of the micro-batches, of which one has a gradient; so their mean has the step's value and its gradient.
+    """
+    adding = [component for component in components if overrides(component, Component.losses)]
+    if adding:
+        model.register_forward_hook(partial(_add, adding), with_kwargs=True)
+    return bool(adding)
+
+
+def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    if not model.training:
+        return output
+    batch = dict(zip(("image", "text"), args, strict=False)) | kwargs
+    added: dict[str, Tensor] = {}
+    for component in components:
+        for name, value in component.losses(batch, output).items():
+            if ADDED + name in added:
+                raise InputError(f"another component adds a loss of this name, {name!r}", component.name)
+            added[ADDED + name] = value.reshape(1)
+    return {**output, **added}
+
+
+class TrainingLoss:
+    """What OpenCLIP's loops call for the loss: the run's, and those that components add.
+
+    Args:
+        losses: from a model's output to losses by name, one of OpenCLIP's or `Run.loss_of`.
+        expects_added: whether components add losses.
+    """
+
+    def __init__(self, losses: Callable[..., dict[str, Tensor]], expects_added: bool):
+        self.losses = losses
+        self.expects_added = expects_added
+
+    def __call__(self, output_dict: bool = False, **output: Any) -> Any:
+        added = {name: output.pop(name).mean() for name in list(output) if name.startswith(ADDED)}
+        if self.expects_added and not added:
+            raise InputError("OpenCLIP's task of this model passes no losses of components on; leave their flags out")
+        losses = self.losses(**output, output_dict=True)
+        for name, value in added.items():
+            key = f"{name.removeprefix(ADDED)}_loss"  # OpenCLIP 4 sums only such names
+            if key in losses:
+                raise InputError(f"a component adds a loss {key!r}, which the run has already")
+            losses[key] = value
+        return losses if output_dict else sum(losses.values())

@@ -1,0 +1,90 @@
+"""`Seam`: one name of OpenCLIP's that is replaced while a run trains, and what the replacement relies on."""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from training_ext.thin.patching import look_up, replaced
+
+RUN, TRAIN_DATA = "run", "train data"
+"""When a name is replaced: during the whole run, or while the train data set is built."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One replaced name.
+
+    Args:
+        module, path: the name; with a dotted path only this module sees the replacement.
+        why: what OpenCLIP cannot do without it.
+        contract: what the replacement relies on; `used_by` and `parameters` are the part that is checked at the start.
+        replacement: maps the original and the owner, the `Run` or a component, to the replacement.
+        used_by: the function that looks the name up, such as "open_clip_train.main:main".
+        parameters: names of parameters of the original that the replacement relies on.
+        layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
+        scope: RUN or TRAIN_DATA.
+    """
+
+    module: str
+    path: str
+    why: str
+    contract: str
+    replacement: Callable[[Any, Any], Any]
+    used_by: str
+    parameters: tuple[str, ...] = ()
+    layer: int = 0
+    scope: str = RUN
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.path}"
+
+    def broken(self) -> str | None:
+        """What of the contract the installed OpenCLIP does not keep, in words; None if it keeps it."""
+        try:
+            original = look_up(self.module, self.path)
+        except (AttributeError, ImportError):
+            return f"there is no {self.name}"
+        module, _, function = self.used_by.partition(":")
+        try:
+            user = look_up(module, function)
+        except (AttributeError, ImportError):
+            return f"there is no {module}.{function}"
+        missing = set(self.path.split(".")) - names_in(inspect.unwrap(user).__code__)
+        if missing:
+            return f"{module}.{function} does not use {self.path}"
+        if self.parameters:
+            known = inspect.signature(original).parameters
+            unknown = [name for name in self.parameters if name not in known]
+            if unknown and not any(kind.kind is kind.VAR_KEYWORD for kind in known.values()):
+                return f"{self.name} takes no {unknown[0]}"
+        return None
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Global names, attributes and imported names that a function uses, also in functions within it."""
+    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    dotted = (part for name in code.co_names for part in name.split("."))
+    return set(dotted).union(*inner)
+
+
+@contextmanager
+def in_place(owned: Iterable[tuple[Seam, Any]], scope: str) -> Iterator[None]:
+    """Replace the names of `scope` within the block.
+
+    Args:
+        owned: seams with their owners.
+    """
+    values: dict[tuple[str, str], Any] = {}
+    for seam, owner in sorted(owned, key=lambda pair: pair[0].layer):
+        if seam.scope == scope:
+            place = seam.module, seam.path
+            original = values[place] if place in values else look_up(*place)
+            values[place] = seam.replacement(original, owner)
+    with replaced(values):
+        yield
+
+

@@ -1,0 +1,180 @@
+"""This package's state in OpenCLIP's checkpoints: one key beside OpenCLIP's own, of tensors, numbers and strings."""
+
+import math
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.files import whole_file
+from open_clip_ext.losses import Loss
+from training_ext.thin.component import Component, Components, is_resumed, overrides
+
+KEY = "open_clip_ext"
+FORMAT = 5  # before it the entry was in the optimizer's state
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"  # folders of a run
+
+
+class State:
+    """Takes our entry out of the checkpoint that is resumed, and adds it to those that OpenCLIP writes.
+
+    Args:
+        wraps_names: whether the names of the weights of several processes begin with "module.".
+
+    Attributes:
+        resumed: the entry of the resumed checkpoint, until it is loaded.
+    """
+
+    def __init__(self, args: Namespace, components: Components, wraps_names: bool):
+        self.args = args
+        self.wraps_names = wraps_names
+        self.components = components
+        self.resumed: dict[str, Any] | None = None
+        self._next: dict[str, Any] | None = None
+
+    # Resuming
+
+    def check_resumed(self) -> None:
+        """Refuse a local checkpoint that does not fit, before anything is written; tensors stay on disk.
+
+        Raises:
+            InputError: see `_check`; or there is no such file.
+        """
+        path = self.args.resume
+        if path in (None, "latest") or "://" in path:
+            return
+        if os.path.isdir(path):
+            raise InputError(f"{path!r} is a folder, of FSDP's sharded state; give a file epoch_N.pt", "--resume")
+        if not os.path.exists(path):
+            raise InputError(f"there is no {path!r}", "--resume")
+        with _in_one_line(path):
+            self._check(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
+
+    def load(self, original: Callable, path: str, **options: Any) -> Any:
+        """Replaces OpenCLIP's `pt_load`, which reads --resume before it creates the data."""
+        with _in_one_line(path):
+            loaded = original(path, **options)
+        self.resumed = self._check(loaded)
+        if isinstance(loaded, dict):
+            loaded.pop(KEY, None)
+            loaded.get("optimizer", {}).pop(KEY, None)
+            self._fit(loaded)
+        return loaded
+
+    def _check(self, loaded: Any) -> dict[str, Any] | None:
+        """Our entry of a loaded checkpoint; None of a file of weights alone.
+
+        Raises:
+            InputError: it is of another loss, or of other components; or only a component can resume it.
+        """
+        args, path = self.args, self.args.resume
+        if not isinstance(loaded, dict) or "epoch" not in loaded:
+            return None
+        entry = loaded.get(KEY, loaded.get("optimizer", {}).get(KEY, {}))
+        own = "OpenCLIP's own loss"
+        trained = f"--loss {entry['loss']}" if entry.get("state") else own
+        given = f"--loss {args.loss}" if args.uses_ext_loss else own
+        if trained != given:
+            raise InputError(
+                f"{path!r} was trained with {trained}, not with {given}; give --pretrained PATH to start from its "
+                "weights",
+                "--resume",
+            )
+        if entry.get("position") is not None or entry.get("rows") is not None:
+            where = "within an epoch" if entry.get("position") is not None else "with its rows in files of their own"
+            raise InputError(f"{path!r} was saved {where}, which a run with --bare cannot resume", "--resume")
+        had = entry.get("components", {})
+        have = [component.name for component in self.components if is_resumed(component)]
+        for name in [*had, *have]:
+            if (name in had) != (name in have):
+                was = "with" if name in had else "without"
+                raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
+        return entry or None
+
+    def _fit(self, loaded: dict[str, Any]) -> None:
+        """Let the weights' names fit the model, and --tau-init hold for weights alone."""
+        args = self.args
+        weights = loaded.get("state_dict", {} if "epoch" in loaded else loaded)
+        # OpenCLIP 3 removes the prefix of DistributedDataParallel for one process, but does not add it for several.
+        prefix = "module." if self.wraps_names and args.distributed else ""
+        renamed = {prefix + name.removeprefix("module."): value for name, value in weights.items()}
+        weights.clear()
+        weights.update(renamed)
+        if weights is loaded and args.uses_ext_loss and args.tau_init is not None:
+            scale = f"{prefix}logit_scale"
+            weights[scale] = torch.full_like(weights[scale], -math.log(args.tau_init))
+
+    def load_into(self, loss: Loss | None, num_rows: int) -> None:
+        """Load the state of loss and components, if the run resumes.
+
+        Raises:
+            InputError: the train data have another number of rows, or the state is of other settings.
+        """
+        entry, self.resumed = self.resumed, None
+        if entry is None:
+            return
+        path = self.args.resume
+        if loss is not None:
+            if entry["num_rows"] != num_rows:
+                raise InputError(f"{path!r} was trained on {entry['num_rows']} rows, not on {num_rows}", "--resume")
+            with _in_one_line(path):
+                loss.load_full_state(entry["state"])
+        states = entry.get("components", {})
+        for component in self.components:
+            if component.name in states:
+                component.load_state_dict(states[component.name])
+
+    # Saving
+
+    def gather(self, loss: Loss | None, num_rows: int, epochs: int) -> None:
+        """Collect the state, of which every process has a part, if OpenCLIP saves after `epochs` epochs."""
+        args = self.args
+        states = {component.name: component.state_dict() for component in self.components if is_resumed(component)}
+        if (loss is None and not states) or not is_saved(args, epochs):
+            self._next = None
+            return
+        self._next = {"format": FORMAT, "loss": args.loss, "num_rows": num_rows, "components": states}
+        self._next["state"] = {} if loss is None else loss.full_state()
+
+    def save(self, original: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Replaces main's `torch.save`: adds our entry; the file is complete or absent."""
+        if not isinstance(content, dict) or "optimizer" not in content:
+            return original(content, path, *args, **kwargs)
+        _write(original, content if self._next is None else {**content, KEY: self._next}, path)
+        exporting = [component for component in self.components if overrides(component, Component.export)]
+        if exporting:
+            weights = {name.removeprefix("module."): value for name, value in content["state_dict"].items()}
+            for component in exporting:
+                weights = component.export(weights)
+            folder, name = os.path.split(path)
+            folder = os.path.join(os.path.dirname(folder), WEIGHTS)
+            os.makedirs(folder, exist_ok=True)
+            # OpenCLIP renames its tmp.pt when it is written.
+            _write(original, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
+
+
+def is_saved(args: Namespace, epochs: int) -> bool:
+    """Whether OpenCLIP writes a checkpoint after `epochs` epochs."""
+    every = args.save_frequency
+    numbered = epochs == args.epochs or (every > 0 and epochs % every == 0)
+    return bool(args.logs) and args.logs.lower() != "none" and (numbered or args.save_most_recent)
+
+
+def _write(save: Callable, content: Any, path: str) -> None:
+    with whole_file(path) as file:
+        save(content, file)
+
+
+@contextmanager
+def _in_one_line(path: str) -> Iterator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [repr(error)]
+        raise InputError(f"{path!r} cannot be resumed: {reason[0][:200]}", "--resume") from None
