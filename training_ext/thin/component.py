@@ -68,7 +68,7 @@ class Component(WithOptions):
         return groups
 
     def losses(self, batch: dict[str, Tensor], output: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Losses to be added to the run's, by name without `_loss`: means over this process's batch, 0-d.
+        """One loss or more to be added to the run's, by name without `_loss`: means over this process's batch, 0-d.
 
         Called within the model's forward in training, so that DistributedDataParallel and FSDP see the modules that it
         uses. With --accum-freq a micro-batch passes twice, the first time without gradients, as through the model; the
@@ -172,6 +172,7 @@ class Components(list[Component]):
             if component.may_be_off and component.switch is None:
                 LOG.warning(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
                 return False
-            remedy = f"leave out {flag_of(component.switch)}" if component.switch else f"--without {component.name}"
+            switch = component.switch
+            remedy = f"give --without {component.name}" if switch is None else f"leave out {flag_of(switch)}"
             raise InputError(f"{component.name} cannot run with this OpenCLIP: {broken}; {remedy}")
         return True
