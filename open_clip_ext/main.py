@@ -71,11 +71,12 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    from training_ext.openclip import hosts
-
-    hosts.installed()
     if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
         return _run_thin(argv)
+    from training_ext.openclip import hosts
+    from training_ext.thin.hosts import cannot_import
+
+    hosts.installed()
     try:
         from training_ext import launch, seams
         from training_ext.flags import params, preflight, recipes
@@ -85,7 +86,7 @@ def _run(argv: list[str]) -> Trained:
         hosts.choose(args.legacy_loop)
         launch.check_seams()
     except ImportError as error:
-        raise InputError(hosts.cannot_import(error)) from None
+        raise InputError(cannot_import(error)) from None
     if args.seams:
         print(seams.listing())
         return Trained([], None, [])
@@ -122,12 +123,13 @@ def _whole_checkpoints(folder: Path) -> list[Path]:
 
 def _run_thin(argv: list[str]) -> Trained:
     """Train with the components that --with names alone."""
-    from training_ext.openclip import hosts
+    from training_ext.thin.hosts import cannot_import, installed
 
+    installed()
     try:
         from training_ext.thin import run
     except ImportError as error:
-        raise InputError(hosts.cannot_import(error)) from None
+        raise InputError(cannot_import(error)) from None
     with _logging_as_before():
         training = run.start(argv)
     if training is None or training.args.logs.lower() == "none":
@@ -213,12 +215,13 @@ def run_module(name: str, argv: list[str] | None) -> int:
 
     def run() -> None:
         from training_ext.openclip import hosts
+        from training_ext.thin.hosts import cannot_import
 
         hosts.installed()
         try:
             module = importlib.import_module(name)
         except ImportError as error:
-            raise InputError(hosts.cannot_import(error)) from None
+            raise InputError(cannot_import(error)) from None
         module.run(sys.argv[1:] if argv is None else argv)
 
     return exit_code(run)

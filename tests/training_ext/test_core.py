@@ -140,14 +140,16 @@ def test_two_processes_train_as_one(pair, full, data, tmp_path, kind, accum):
 @pytest.mark.slow
 def test_other_numbers_of_processes_resume(pair, run, full, data, tmp_path):
     """Two epochs of two processes, one of one, and one of two."""
-    common, half = f"--bare --loss fastclip-v3 {data['csv']} {BY_GRADIENTS}", f"--batch-size {ROWS // 2}"
+    # Nothing that follows --epochs
+    common = f"--bare --loss fastclip-v3 --gamma 0.5 --gamma-decay-epochs 2 --lr-scheduler const {data['csv']}"
+    common, half = f"{common} {BY_GRADIENTS}", f"--batch-size {ROWS // 2}"
     for name, epochs, resumed in (("a", 2, ""), ("c", 4, "--resume {}/logs/b/checkpoints/epoch_3.pt")):
         if name == "c":
             last = tmp_path / "logs" / "a" / "checkpoints" / "epoch_2.pt"
-            run("b", f"{common} --batch-size {ROWS} --lr-scheduler const --epochs 3 --resume {last}")
-        flags = f"{common} {half} --lr-scheduler const --epochs {epochs} {resumed.format(tmp_path)} --name {name}"
+            run("b", f"{common} --batch-size {ROWS} --epochs 3 --resume {last}")
+        flags = f"{common} {half} --epochs {epochs} {resumed.format(tmp_path)} --name {name}"
         assert [process.code for process in pair(flags, tmp_path / "logs")] == [0, 0]
-    whole = run("whole", f"{common} --batch-size {ROWS} --lr-scheduler const")
+    whole = run("whole", f"{common} --batch-size {ROWS}")
     resumed = Experiment(tmp_path / "logs", "c")
     (resumed.path / "checkpoints" / "epoch_1.pt").write_bytes((whole.path / "checkpoints" / "epoch_1.pt").read_bytes())
     assert_alike(resumed, whole)

@@ -132,6 +132,8 @@ class Parser(argparse.ArgumentParser):
             help="use the flags of a published training or a YAML file as defaults; see --list-recipes",
         )
         group.add_argument("--list-recipes", **prints, help="print every recipe in a line, and exit")
+        group.add_argument("--bare", action="store_true", help="train by the core alone, which has few of these flags")
+        group.add_argument("--with", dest="added", metavar="NAME", help="the same, with this component")
         group.add_argument(
             "--dry-run",
             action="store_true",

@@ -4,7 +4,6 @@ Nothing of OpenCLIP is imported before its version is checked, so an unsupported
 """
 
 import importlib
-import importlib.metadata
 import inspect
 from argparse import Namespace
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.openclip.machine import world_info
+from training_ext.thin.hosts import open_clip_version
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
@@ -132,27 +132,6 @@ ABSENT = {
     "cache_dir": None, "device": "cuda", "force_context_length": None, "horovod": False, "loss_dist_impl": None,
     "momentum": None, "opt": "adamw", "torchscript": False, "trace": False,
 }
-
-
-def open_clip_version() -> str:
-    """The installed version, such as "2.32.0".
-
-    Raises:
-        InputError: open_clip_torch is not installed.
-    """
-    try:
-        return importlib.metadata.version("open_clip_torch")
-    except importlib.metadata.PackageNotFoundError:
-        raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
-
-
-def cannot_import(error: ImportError) -> str:
-    """The error line if OpenCLIP's training code, a name in it, or a package that it needs is missing."""
-    reason = " ".join(str(error).split())
-    return (
-        f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "
-        "pip install 'open_clip_torch[training]'"
-    )
 
 
 _chosen: Host | None = None

@@ -190,7 +190,9 @@ def start(argv: list[str]) -> Run | None:
     if args.seams:
         print(listing(run))
         return None
-    run.state.check_resumed()
+    if args.uses_ext_loss:
+        host.check_flags(args)
+    run.state.check()
     with in_place(run.seams(), RUN):
         if run.host.main().main([]):
             raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")

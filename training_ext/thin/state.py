@@ -38,13 +38,16 @@ class State:
 
     # Resuming
 
-    def check_resumed(self) -> None:
-        """Refuse a local checkpoint that does not fit, before anything is written; tensors stay on disk.
+    def check(self) -> None:
+        """Refuse a local checkpoint that does not fit, before anything is written; its tensors stay on disk.
 
         Raises:
-            InputError: see `_check`; or there is no such file.
+            InputError: see `_check`; or there is no such file; or this run's checkpoints would lack its state.
         """
-        path = self.args.resume
+        args, path = self.args, self.args.resume
+        has_state = args.uses_ext_loss or any(map(is_resumed, self.components))
+        if has_state and getattr(args, "fsdp", False) and args.fsdp_checkpoint == "sharded":
+            raise InputError("'sharded' would leave out the state of the loss; give full", "--fsdp-checkpoint")
         if path in (None, "latest") or "://" in path:
             return
         if os.path.isdir(path):

@@ -28,6 +28,15 @@ def open_clip_version() -> str:
         raise InputError("open_clip_torch is not installed; pip install 'open_clip_torch[training]'") from None
 
 
+def cannot_import(error: ImportError) -> str:
+    """The error line if OpenCLIP's training code, a name in it, or a package that it needs is missing."""
+    reason = " ".join(str(error).split())
+    return (
+        f"the training code of open_clip_torch {open_clip_version()} cannot be imported: {reason}; "
+        "pip install 'open_clip_torch[training]'"
+    )
+
+
 def installed() -> ModuleType:
     """The module with the seams of the installed OpenCLIP.
 

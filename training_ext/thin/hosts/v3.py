@@ -1,5 +1,6 @@
 """OpenCLIP 2.26 to 3.3: a loop over model, loss and optimizer."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -7,15 +8,24 @@ from typing import Any
 
 import torch
 
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
 from training_ext.thin.hosts import range_of
 from training_ext.thin.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.thin.hosts.both import SEAMS as BOTH
 from training_ext.thin.seam import Seam
 
-__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "main"]
+__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v3")
 WRAPS_NAMES = True
+
+
+def check_flags(args: Namespace) -> None:
+    """Raise InputError for the first flag that would be ignored with this package's losses."""
+    for name in ("horovod", "torchscript", "trace"):
+        if getattr(args, name, False):
+            raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
 
 
 def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:

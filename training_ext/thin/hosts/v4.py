@@ -1,5 +1,6 @@
 """OpenCLIP 4.2: a loop over a task, which has model and loss."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,18 +9,27 @@ import torch
 from open_clip.task import CLIPTask, unwrap_model
 
 from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
 from training_ext.thin.hosts import range_of
 from training_ext.thin.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.thin.hosts.both import SEAMS as BOTH
 from training_ext.thin.loss import TrainingLoss
 from training_ext.thin.seam import Seam
 
-__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "main"]
+__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v4")
 WRAPS_NAMES = False
-# For other data than images and captions, or captions from elsewhere than the .txt that carries the row
-REFUSED = ("use_naflex", "variable_text", "json_text_key", "text_key", "audio_zeroshot_dataset")
+# For other data than images and captions, or captions from elsewhere than the .txt that carries the row; and a frozen
+# model's features, which this task does not compute
+REFUSED = ("audio_zeroshot_dataset", "distill_model", "json_text_key", "text_key", "use_naflex", "variable_text")
+
+
+def check_flags(args: Namespace) -> None:
+    """Raise InputError for the first flag that would be ignored with this package's losses."""
+    for name in REFUSED:
+        if getattr(args, name, None) not in (None, False, "txt"):
+            raise InputError(f"--loss {args.loss} does not follow it; leave it out", flag_of(name))
 
 
 def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
@@ -64,11 +74,6 @@ def create_task(original: Callable, run: Any) -> Callable:
                 del task.loss  # a module, whose place nothing else can take
                 task.loss = loss
             return task
-        for name in REFUSED:
-            if getattr(args, name, None) not in (None, False, "txt"):
-                raise InputError(f"is not followed with --loss {args.loss}; leave it out", name)
-        if more.get("dist_model") is not None:
-            raise InputError(f"is not followed with --loss {args.loss} and --bare; leave it out", "distill_model")
         return LossTask(model, run.create_loss(original, args), run.highest_scale())
 
     return create
