@@ -5,12 +5,14 @@ same losses as with the installed one.
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from open_clip_ext.data import Scenes
 from open_clip_ext.metrics_file import read_metrics
 
 TRAINING = Path(__file__).parent / "training_ext"
@@ -72,6 +74,20 @@ def losses(tmp_path_factory) -> list[float]:
     return train(tmp_path_factory.mktemp("installed"), environment())
 
 
+def core_losses(folder: Path, environment: dict[str, str]) -> list[float]:
+    """The loss of every step of the core alone, each of all pairs of whole images, since it seeds no order."""
+    lines = ["filepath\ttitle"]
+    for row, (image, caption) in enumerate(Scenes(16, image_size=48)):
+        image.save(folder / f"{row}.png")
+        lines.append(f"{folder}/{row}.png\t{caption}")
+    (folder / "train.csv").write_text("\n".join(lines))
+    flags = "--bare --loss fastclip-v3 --batch-size 16 --epochs 4 --workers 0 --lr 1e-3 --aug-cfg scale=(1.0,1.0)"
+    flags += f" --train-data {folder}/train.csv --name run"
+    subprocess.run([sys.executable, "-c", TRAIN, flags, str(folder)], env=environment, check=True)
+    log = (folder / "run" / "out.log").read_text()
+    return [float(loss) for loss in re.findall(r"Contrastive_loss: (\S+) \(", log)]
+
+
 def run_tests(names: list[str], environment: dict[str, str]) -> str:
     """The end of what pytest says of tests that must pass."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "slow or not slow"]
@@ -89,6 +105,16 @@ def test_the_losses_are_those_of_the_installed_open_clip(other, losses, tmp_path
     assert len(losses) == 12
     # Models of other versions round otherwise, and the task loop decays other weights.
     assert train(tmp_path, other) == pytest.approx(losses, rel=1e-4)
+
+
+def test_the_core_trains_with_the_losses_of_the_installed_open_clip(other, tmp_path):
+    if other["OPEN_CLIP_LOOP"]:
+        pytest.skip("the core has no legacy loop")
+    expected, found = (tmp_path / name for name in ("installed", "other"))
+    expected.mkdir()
+    found.mkdir()
+    losses = core_losses(expected, environment())
+    assert len(losses) == 4 and core_losses(found, other) == pytest.approx(losses, rel=1e-4)
 
 
 @pytest.mark.parametrize("other", [WHEEL], indirect=True)

@@ -37,16 +37,19 @@ def cannot_import(error: ImportError) -> str:
     )
 
 
+def release() -> tuple[int, ...]:
+    """The installed (major, minor)."""
+    return tuple(int(part) if part.isdigit() else 0 for part in open_clip_version().split(".")[:2])
+
+
 def installed() -> ModuleType:
     """The module with the seams of the installed OpenCLIP.
 
     Raises:
         InputError: OpenCLIP is missing or not supported.
     """
-    version = open_clip_version()
-    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
     for name, (low, high) in HOSTS.items():
-        if low <= release < high:
+        if low <= release() < high:
             return importlib.import_module(f"{__name__}.{name}")
     ranges = " or ".join(range_of(host) for host in HOSTS)
-    raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
+    raise InputError(f"open_clip_torch {open_clip_version()} is installed; open_clip_ext needs {ranges}")

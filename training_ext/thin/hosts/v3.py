@@ -10,7 +10,7 @@ import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.thin.hosts import range_of
+from training_ext.thin.hosts import range_of, release
 from training_ext.thin.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.thin.hosts.both import SEAMS as BOTH
 from training_ext.thin.seam import Seam
@@ -47,8 +47,17 @@ def clamped(original: Callable, run: Any) -> Callable:
     return unwrap
 
 
+TIMM = Seam(
+    "timm.optim", "create_optimizer_v2",
+    why="the same for --opt timm/...",
+    contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
+    replacement=lambda original, run: partial(run.create_optimizer, original),
+    used_by=IN_MAIN,
+)
+
 SEAMS = (
     *BOTH,
+    *((TIMM,) if release() >= (2, 30) else ()),  # before, there is no --opt
     Seam(
         MAIN, "torch.nn.parallel.DistributedDataParallel",
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
@@ -60,13 +69,6 @@ SEAMS = (
         MAIN, "optim.AdamW",
         why="the temperature and components have groups of their own",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
-        replacement=lambda original, run: partial(run.create_optimizer, original),
-        used_by=IN_MAIN,
-    ),
-    Seam(
-        "timm.optim", "create_optimizer_v2",
-        why="the same for --opt timm/...",
-        contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
         replacement=lambda original, run: partial(run.create_optimizer, original),
         used_by=IN_MAIN,
     ),
