@@ -28,7 +28,10 @@ CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templat
 CLASSIFICATION = "classification"  # the type of a folder that does not say
 TYPES = (CLASSIFICATION, "multilabel", "retrieval")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+Image.init()
+FORMATS: list[str] = [  # of "AVIF" older versions of Pillow know nothing
+    name for name in ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF", "AVIF") if name in Image.OPEN
+]
 WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
 
 
@@ -104,7 +107,8 @@ class Source:
         for path in self.files():
             with self.reading(repr(path)):
                 file = os.stat(path)
-            found.update(f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n".encode())
+            line = f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n"
+            found.update(line.encode(errors="surrogateescape"))
         return found.hexdigest()[:16]
 
     def warn(self) -> None:
