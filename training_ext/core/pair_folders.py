@@ -11,7 +11,7 @@ from training_ext.openclip.loading import warn_once
 from training_ext.openclip.machine import world_info
 
 NO_TEXT, NO_PICTURE, NO_CAPTION = "images without .txt", ".txt without image", "images without caption in their .txt"
-NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", ".txt that cannot be read"
+NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", "images whose .txt cannot be read"
 
 
 @dataclass(frozen=True)

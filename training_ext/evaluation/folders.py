@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from tarfile import TarFile
 from typing import Any
 
@@ -28,10 +29,9 @@ CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templat
 CLASSIFICATION = "classification"  # the type of a folder that does not say
 TYPES = (CLASSIFICATION, "multilabel", "retrieval")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
-Image.init()
-FORMATS: list[str] = [  # of "AVIF" older versions of Pillow know nothing
-    name for name in ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF", "AVIF") if name in Image.OPEN
-]
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF"]
+if find_spec("PIL.AvifImagePlugin"):  # not in older versions of Pillow
+    FORMATS.append("AVIF")
 WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
 
 
