@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns the exit code, see `exit_code`.
     """
-    return exit_code(lambda: _run(sys.argv[1:] if argv is None else argv))
+    return exit_code(lambda: _run(_as_text(argv)))
 
 
 def train(flags: Iterable[object]) -> Trained:
@@ -222,9 +222,22 @@ def run_module(name: str, argv: list[str] | None) -> int:
             module = importlib.import_module(name)
         except ImportError as error:
             raise InputError(cannot_import(error)) from None
-        module.run(sys.argv[1:] if argv is None else argv)
+        module.run(_as_text(argv))
 
     return exit_code(run)
+
+
+def _as_text(argv: list[str] | None) -> list[str]:
+    """The command line, by default that of the process.
+
+    Raises:
+        InputError: a word of it, such as the name of a folder, can be written to no log.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    for word in words:
+        if word.encode(errors="ignore").decode() != word:
+            raise InputError(f"{word!r} in the command line is not UTF-8; rename what it names")
+    return words
 
 
 def leave(code: int) -> NoReturn:

@@ -12,7 +12,7 @@ from test_captions import of_epochs
 
 from open_clip_ext.data import Scenes
 from training_ext.core.keys import keys_of_captions
-from training_ext.core.pair_folders import NO_CAPTION, NO_PICTURE, NO_TEXT, NOT_UTF8, find_pairs
+from training_ext.core.pair_folders import NO_CAPTION, NO_PICTURE, NO_TEXT, NOT_UTF8, UNREADABLE_TEXT, find_pairs
 
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --workers 1"
 
@@ -45,12 +45,14 @@ def test_the_pairs_of_a_folder(folder):
     assert first.pairs == sorted(first.pairs) and first.pairs[0][1] == [Scenes(1)[0][1], "second"]
     (folder / "b/01.v1.txt").write_text("\ufeffmarked", encoding="utf-8")
     add_surplus(folder)
+    (folder / "lost.png").write_bytes(b"")
+    (folder / "lost.txt").symlink_to(folder / "unmounted.txt")
     found = find_pairs(str(folder))
     assert [path for path, _ in found.pairs] == [path for path, _ in first.pairs]
     assert dict(found.pairs)[f"{folder}/b/01.v1.png"] == ["marked"]
     assert found.left_out == {
         NO_TEXT: [f"{folder}/alone.png"], NO_CAPTION: [f"{folder}/empty.png"], NOT_UTF8: [f"{folder}/latin.png"],
-        NO_PICTURE: [f"{folder}/README.txt"],
+        UNREADABLE_TEXT: [f"{folder}/lost.png"], NO_PICTURE: [f"{folder}/README.txt"],
     }
     assert f"1 {NO_TEXT} ('{folder}/alone.png'), 1 " in found.told()
 

@@ -58,11 +58,13 @@ def open_csv(args: Namespace, path: str, flag: str | None, read: Callable[[], pd
     """The csv that `read` reads, with the columns of images and captions.
 
     Raises:
-        InputError: it cannot be read, or lacks a column.
+        InputError: it, or a folder in it, cannot be read, or it lacks a column.
     """
     try:
         table = read()
     except Exception as error:  # several characters are a pattern to pandas; a path may be a URL, and a file compressed
+        if isinstance(error, InputError):
+            raise InputError(error.text, flag) from None
         if isinstance(error, FileNotFoundError):
             raise InputError(f"{path!r} does not exist", flag) from None
         reason = " ".join(str(error).split())

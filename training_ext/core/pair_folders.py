@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
+from training_ext.core.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
 from training_ext.openclip.machine import world_info
 
-IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".avif", ".bmp", ".gif", ".tif", ".tiff")
-NO_TEXT, NO_PICTURE, NO_CAPTION, NOT_UTF8 = (
-    "images without .txt", ".txt without image", "images without caption in their .txt", ".txt that are not UTF-8"
-)
+NO_TEXT, NO_PICTURE, NO_CAPTION = "images without .txt", ".txt without image", "images without caption in their .txt"
+NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", "images whose .txt cannot be read"
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,15 @@ class FolderPairs:
 
     Args:
         pairs: path of each image and its captions, by sorted path.
-        left_out: by reason, the files that are no pair.
+        left_out: what is no pair.
     """
 
     pairs: list[tuple[str, list[str]]] = field(default_factory=list)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=dict)
 
     def told(self) -> str:
         """What is left out, with an example of each reason; "" if nothing is."""
-        return ", ".join(f"{len(paths)} {why} ({paths[0]!r})" for why, paths in self.left_out.items())
+        return describe_left_out(self.left_out)
 
 
 def is_folder(path: str | None, dataset_type: str) -> bool:
@@ -37,15 +36,19 @@ def is_folder(path: str | None, dataset_type: str) -> bool:
     return dataset_type == "folder" or (dataset_type == "auto" and os.path.isdir(path or ""))
 
 
-def find_pairs(folder: str) -> FolderPairs:
-    """Read the names in a folder and its captions, but no image."""
-    found = FolderPairs()
-    paths = []
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        paths += [os.path.join(place, name) for name in names if not name.startswith(".")]
-    stems = [(*os.path.splitext(path), path) for path in sorted(paths)]
-    texts = {stem: path for stem, end, path in stems if end.lower() == ".txt"}
+def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
+    """Read the names in a folder and its captions, but no image. Process 0 warns of a folder of splits.
+
+    Raises:
+        InputError: one of the folders cannot be read.
+    """
+    listed = find_files(folder, flag)
+    if listed.are_splits() and len(listed.folders) > 1 and world_info()[1] == 0:
+        splits = ", ".join(map(repr, listed.folders))
+        warn_once(f"{folder!r} has the folders {splits}, and the pairs of all are read; for one of them give its path")
+    found = FolderPairs(left_out=listed.left_out)
+    stems = [(*os.path.splitext(path), path) for path in listed.files]
+    texts = {stem: path for stem, end, path in stems if end.lower() == CAPTIONS}
     images = [(stem, path) for stem, end, path in stems if end.lower() in IMAGES]
     # Silent where it takes a moment.
     for stem, path in tqdm(images, desc="Reading captions", unit="file", delay=2):
@@ -57,6 +60,8 @@ def find_pairs(folder: str) -> FolderPairs:
             why = NO_TEXT
         except UnicodeDecodeError:
             why = NOT_UTF8
+        except OSError:
+            why = UNREADABLE_TEXT
         else:
             if captions:
                 found.pairs.append((path, captions))

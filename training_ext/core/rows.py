@@ -122,7 +122,7 @@ def find_rows(args: Namespace) -> DataRows:
             lines.update(pictures.of.astype("<i8").tobytes())
         by_captions = lines.hexdigest()
         for path in below_common_folder(table[args.csv_img_key]):
-            lines.update(b"\x1f" + path.encode())
+            lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
         images = table[args.csv_img_key] if args.several_captions else None
         seen = see(captions, images, "the {} captions")
         return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)

@@ -3,44 +3,66 @@
 import logging
 import os
 import re
+from collections.abc import Callable
 
 from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension, make_dataset
 
 from open_clip_ext.errors import InputError
+from training_ext.core.folder_files import IMAGES, describe_left_out, find_files
 from training_ext.core.images import COMPARED, warn_of_images
 from training_ext.evaluation.folders import CLASSNAMES, FORMATS, Shards, Source
+from training_ext.openclip.loading import warn_once
+
+NO_IMAGE = "files that are no image in a class folder"
+SHOWN_LETTERS = 60  # of a name
 
 
 class ClassFolders(Source):
-    """A folder of images for each class, as torchvision's ImageFolder reads it, without hidden files.
+    """A folder of images for each class, without hidden files; the images may be in further folders.
 
     Classes are in alphabetical order of the folders; their names are the lines of classnames.txt beside them, or else
     the folders' names.
+
+    Attributes:
+        folders: names of the class folders.
+        left_out: files below them that are no images, images beside them, and links that are not followed.
     """
 
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
-        with self.reading(repr(folder)):
-            with os.scandir(folder) as entries:
-                names = sorted(entry.name for entry in entries if entry.is_dir() and not is_hidden(entry.name))
-            if not names:
-                raise self.wrong(f"{folder!r} has neither test/nshards.txt nor folders of images; give one of the two")
-            self.images = make_dataset(
-                folder, {name: label for label, name in enumerate(names)}, is_valid_file=self._is_image
+        listed = find_files(folder, flag)
+        names = self.folders = listed.folders
+        if not names:
+            raise self.wrong(f"{folder!r} has neither test/nshards.txt nor folders of images; give one of the two")
+        lines = self.lines(CLASSNAMES)
+        if listed.are_splits() and not lines:
+            raise self.wrong(
+                f"{folder!r} has only {', '.join(map(repr, names))}, which are no names of classes; give one of them, "
+                f"or write {CLASSNAMES}"
             )
-        self.folders = names
-        self.classes = self.lines(CLASSNAMES) or [name.replace("_", " ") for name in names]
+        self.left_out = listed.left_out
+        label_of = {name: label for label, name in enumerate(names)}
+        for path in listed.files:
+            name, *below = path.removeprefix(folder).lstrip(os.sep).split(os.sep)
+            is_image = path.lower().endswith(IMAGES)
+            if below and is_image:
+                self.images.append((path, label_of[name]))
+            elif below or is_image:
+                self.left_out.setdefault(NO_IMAGE, []).append(path)
+        self.images.sort(key=lambda image: (image[1], os.path.split(image[0])))  # as torchvision's ImageFolder
+        if empty := [names[label] for label in sorted({*range(len(names))} - {label for _, label in self.images})]:
+            also = f"; left out are {describe_left_out(self.left_out)}" if self.left_out else ""
+            raise self.wrong(f"{folder!r} has no images ({', '.join(IMAGES)}) for the classes {', '.join(empty)}{also}")
+        self.classes = lines or [name.replace("_", " ") for name in names]
         if len(self.classes) != len(names):
             raise self.wrong(
                 f"{CLASSNAMES} in {folder!r} has {len(self.classes)} names and there are {len(names)} class folders; "
                 "give one line for each, in alphabetical order of the folders"
             )
+        for name in self.classes:
+            if name.encode(errors="ignore").decode() != name:
+                raise self.wrong(f"the name of the class folder {name!r} is not UTF-8; rename it or write {CLASSNAMES}")
         self.templates = self.prompts()
-
-    def _is_image(self, path: str) -> bool:
-        below = os.path.relpath(path, self.folder).split(os.sep)
-        return has_file_allowed_extension(path, IMG_EXTENSIONS) and not any(map(is_hidden, below))
 
     def check_headers(self) -> None:
         """Raise InputError if a file does not begin as an image; nothing is decoded."""
@@ -50,7 +72,9 @@ class ClassFolders(Source):
 
     def warn(self) -> None:
         """Warn of images that look otherwise than to the model, and if classnames.txt may list the classes by the
-        numbers in their names, which are in order of text."""
+        numbers in their names, which are in order of text. Tell what is left out."""
+        if self.left_out:
+            logging.warning(f"{self.flag}: left out of {self.folder!r}: {describe_left_out(self.left_out)}")
         spread = self.images[:: len(self.images) // COMPARED or 1]
         warn_of_images(((path, path) for path, _ in spread), self.folder, self.flag)
         by_number = sorted(self.folders, key=in_order_of_numbers)
@@ -63,9 +87,21 @@ class ClassFolders(Source):
             )
 
 
-def is_hidden(name: str) -> bool:
-    """Whether it is not the user's: a hidden file or folder, or what macOS adds to an archive."""
-    return name.startswith(".") or name == "__MACOSX"
+def warn_of_equal_classes(source: Source, tokenizer: Callable) -> None:
+    """Warn of classes that the model cannot tell apart: their names are equal, or equal as far as it reads."""
+    prompt = min(source.templates, key=len)
+    label_of: dict[bytes, int] = {}
+    equal = []
+    for label, tokens in enumerate(tokenizer([prompt.replace("{c}", name) for name in source.classes])):
+        if (earlier := label_of.setdefault(tokens.numpy().tobytes(), label)) != label:
+            equal.append((label, earlier))
+    if equal:
+        one, other = (f"number {label + 1}, {source.classes[label][:SHOWN_LETTERS]!r}" for label in equal[0])
+        warn_once(
+            f"{source.flag}: {len(equal)} of the {len(source.classes)} classes of {source.folder!r} are named like "
+            f"another as far as the model reads, so their images count as errors: first {one}, like {other}; give "
+            f"each another name in {CLASSNAMES}"
+        )
 
 
 def in_order_of_numbers(name: str) -> list[int | str]:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from tarfile import TarFile
 from typing import Any
 
@@ -28,7 +29,9 @@ CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templat
 CLASSIFICATION = "classification"  # the type of a folder that does not say
 TYPES = (CLASSIFICATION, "multilabel", "retrieval")
 SHARD_IMAGES = ("webp", "png", "jpg", "jpeg")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF", "GIF"]
+if find_spec("PIL.AvifImagePlugin"):  # not in older versions of Pillow
+    FORMATS.append("AVIF")
 WINOGAVIL, WINOGAVIL_IMAGES = "winogavil_dataset.csv", ("winogavil_images", "images")
 
 
@@ -104,7 +107,8 @@ class Source:
         for path in self.files():
             with self.reading(repr(path)):
                 file = os.stat(path)
-            found.update(f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n".encode())
+            line = f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n"
+            found.update(line.encode(errors="surrogateescape"))
         return found.hexdigest()[:16]
 
     def warn(self) -> None:

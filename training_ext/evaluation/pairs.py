@@ -50,7 +50,7 @@ class FolderPairs(Source):
     def __init__(self, folder: str):
         super().__init__(FLAG, folder)
         self.type = "retrieval"
-        self.found = find_pairs(folder)
+        self.found = find_pairs(folder, FLAG)
         self.images = list(self.found.pairs)
         if not self.images:
             raise self.wrong(f"{folder!r} has neither images with a .txt of the same name nor test/nshards.txt")

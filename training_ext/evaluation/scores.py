@@ -14,7 +14,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import RECALLS, retrieval_ranks
 from training_ext.core.metrics import standard_error
 from training_ext.evaluation import metrics
-from training_ext.evaluation.class_folders import open_own_classes
+from training_ext.evaluation.class_folders import open_own_classes, warn_of_equal_classes
 from training_ext.evaluation.folders import Candidates, Shards, Source
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.pairs import open_pairs
@@ -85,6 +85,8 @@ def score(encoder: Encoder, task: Task, source: Source) -> Score | None:
 
 def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
     """Accuracy, or mean average precision for several labels."""
+    if task.kind == OWN and encoder.rank == 0:
+        warn_of_equal_classes(source, encoder.tokenizer)
     classifier = encoder.classifier(source)
     several = source.type == "multilabel"
 

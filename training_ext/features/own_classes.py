@@ -3,18 +3,20 @@
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
 from open_clip_ext.errors import InputError, last_line
 from open_clip_ext.options import option
 from training_ext.core.metrics import OWN_CLASSES, OWN_IMAGES
-from training_ext.evaluation.class_folders import ClassFolders, open_own_classes
+from training_ext.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.pictures import write_confusion
 from training_ext.evaluation.scores import open_task, score
 from training_ext.evaluation.tasks import own_task
 from training_ext.feature import Evaluation, Feature
+from training_ext.openclip.loading import load_tokenizer
 
 FLAG = "--zeroshot-data"
 PICTURES = "confusion"  # folder of the run's
@@ -42,6 +44,9 @@ class OwnClasses(Feature):
             raise InputError("has no effect with --val-frequency 0; leave out one of the two", FLAG)
         source = open_own_classes(FLAG, self.zeroshot_data)
         source.warn()
+        with suppress(Exception):  # what is wrong with the tokenizer others tell
+            if tokenizer := load_tokenizer(self.run.args):
+                warn_of_equal_classes(source, tokenizer)
         if isinstance(source, ClassFolders):
             source.check_headers()
 

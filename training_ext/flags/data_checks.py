@@ -1,6 +1,5 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
-import os
 from argparse import Namespace
 from math import ceil
 
@@ -9,6 +8,7 @@ from open_clip_train.data import expand_urls, get_dataset_size
 
 from open_clip_ext.errors import InputError
 from training_ext.core.first_look import look_at_shards
+from training_ext.core.folder_files import entries
 from training_ext.core.rows import DataRows, kind_of, read_csv
 from training_ext.core.shard_scan import scan_all
 from training_ext.core.shards import check_missing, local_path, shard_urls
@@ -86,16 +86,9 @@ def check_val_data(args: Namespace) -> None:
 
 def check_imagenet(args: Namespace) -> None:
     """Refuse a folder of --imagenet-val that lacks classes: OpenCLIP compares the numbers of folders and classes."""
-    folder, classes = args.imagenet_val, len(IMAGENET_CLASSNAMES)
-    if folder is not None and (found := sum(entry.is_dir() for entry in _entries(folder))) != classes:
+    folder, classes, flag = args.imagenet_val, len(IMAGENET_CLASSNAMES), "--imagenet-val"
+    if folder is not None and (found := sum(entry.is_dir() for entry in entries(folder, flag))) != classes:
         raise InputError(
             f"{folder!r} has {found} class folders; give a folder with ImageNet's {classes}, n01440764 to n15075141",
-            "--imagenet-val",
+            flag,
         )
-
-
-def _entries(folder: str) -> list[os.DirEntry]:
-    try:
-        return list(os.scandir(folder))
-    except OSError:
-        return []

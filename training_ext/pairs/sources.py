@@ -14,11 +14,10 @@ import pandas as pd
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import is_empty
+from training_ext.core.folder_files import LeftOut
 from training_ext.core.keys import check_columns, open_csv
 from training_ext.core.pair_folders import find_pairs, place_of
 
-LeftOut = dict[str, list[str]]
-"""Names of what is left out, by reason."""
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
 HELD_OUT = "images to train on that --val has, too"
 _reading = threading.Lock()
@@ -76,7 +75,7 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     pairs: list[Pair] = []
     for path in paths:
         if os.path.isdir(path):
-            found = find_pairs(path)
+            found = find_pairs(path, flag)
             pairs += [Pair(PurePath(os.path.relpath(one, path)).as_posix(), texts, one) for one, texts in found.pairs]
             for why, names in found.left_out.items():
                 left_out.setdefault(why, []).extend(names)

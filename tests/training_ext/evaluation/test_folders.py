@@ -3,11 +3,9 @@
 import io
 import os
 import pickle
-import re
 import shutil
 import tarfile
 from argparse import Namespace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,23 +159,6 @@ def test_a_file_that_is_gone(tmp_path):
         open_own_classes("--zeroshot-data", str(tmp_path)).digest()
 
 
-@pytest.mark.parametrize("unreadable", [".", "red"])
-def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch, unreadable):
-    scandir = os.scandir
-
-    def denied(path: str):
-        if Path(path) == tmp_path / unreadable:
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    (tmp_path / "red/deeper").mkdir(parents=True)
-    (tmp_path / "red/x.png").write_bytes(png())
-    (tmp_path / "red/deeper/y.png").write_bytes(png())
-    monkeypatch.setattr(os, "scandir", denied)  # a mode does not stop root
-    with pytest.raises(InputError, match=rf"{re.escape(str(tmp_path))}' cannot be read: .*"):
-        open_own_classes("--zeroshot-data", str(tmp_path))
-
-
 def test_associations_that_are_no_candidates(tmp_path):
     path = tmp_path / "winogavil_dataset.csv"
     header = "cue,candidates,associations\n"
@@ -211,7 +192,7 @@ def test_class_folders(tmp_path):
     with pytest.raises(InputError, match="has 1 names and there are 2 class folders"):
         open_own_classes("--zeroshot-data", str(tmp_path))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="cannot be read: Found no valid file for the classes empty"):
+    with pytest.raises(InputError, match="has no images .* for the classes empty"):
         open_own_classes("--zeroshot-data", str(tmp_path))
     with pytest.raises(InputError, match="neither test/nshards.txt nor folders"):
         open_own_classes("--zeroshot-data", str(tmp_path / "empty"))

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import open_clip
@@ -15,8 +16,11 @@ from safetensors.torch import save_file
 from open_clip_ext import InputError
 from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.main import main as train
+from training_ext.context import Run
 from training_ext.evaluation.folders import Shards
 from training_ext.evaluation.models import find_checkpoint
+from training_ext.features.own_classes import OwnClasses
+from training_ext.openclip.loading import warn_once
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,31 @@ def test_after_each_epoch_with_any_loss(loss, classes, datasets, tmp_path):
         assert find_checkpoint(str(tmp_path / "run/best.pt"), None).label == "run/best"
         kept = torch.load(tmp_path / "run/best.pt", weights_only=True)["metrics"]
         assert kept["zeroshot-data-balanced"] == max(line["zeroshot-data-balanced"] for line in lines)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_classes_of_one_name(long, classes, checkpoints, evalset, tmp_path, caplog):
+    """Also where the context of the model cuts them to the same, in the command and at a training's start."""
+    folders, shards = tmp_path / "own", tmp_path / "shards"
+    shutil.copytree(classes, folders)
+    shutil.copytree(evalset / "wds_evalset-colour_test", shards)
+    names = (folders / "classnames.txt").read_text().splitlines()
+    before = "the longer " * 100 if long else ""
+    equal = [before + (name if long else names[min(row, 1)]) for row, name in enumerate(names[:3])]
+    for folder in (folders, shards):
+        caplog.clear()
+        warn_once.cache_clear()
+        (folder / "classnames.txt").write_text("\n".join([*equal, *names[3:]]))
+        score(checkpoints[0], folder, tmp_path / f"{folder.name}.jsonl")
+        (told,) = caplog.messages
+        later, earlier = (1, 0) if long else (2, 1)
+        first = f"first number {later + 1}, {equal[later][:60]!r}, like number {earlier + 1}, "
+        assert f"{2 if long else 1} of the {len(names)} classes of '{folder}' are" in told and first in told
+        caplog.clear()
+        warn_once.cache_clear()
+        flags = Namespace(zeroshot_data=str(folder), val_frequency=1, model="ViT-test", cache_dir=None)
+        OwnClasses(Run(Namespace(**vars(flags), force_context_length=None))).check([])
+        assert caplog.messages == [told]
 
 
 def test_an_image_that_breaks_later_does_not_end_the_training(datasets, tmp_path):
