@@ -28,12 +28,15 @@ from training_ext.context import Run
 from training_ext.core import usable
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.first_look import look_at_lines, look_at_shards
+from training_ext.core.keys import read_table
 from training_ext.core.rows import read_csv
 from training_ext.core.shard_rows import ShardRows
+from training_ext.evaluation.pairs import CsvPairs
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
 from training_ext.features.bad_samples import BadSamples
 from training_ext.openclip.hosts import host
+from training_ext.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -310,6 +313,29 @@ def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
     args = Namespace(csv_separator="\t", csv_img_key="filepath", csv_caption_key="title", same_key=None, loss="clip")
     with pytest.raises(InputError, match=rf"^--train-data: '.*train.csv.{compression}' cannot be read with [^\n]*$"):
         read_csv(args, str(path))
+
+
+@pytest.mark.parametrize("reader", ["training", "validation", "plain", "make_shards", "evaluate"])
+def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
+    """To pandas a cell that begins with one ends at the next."""
+    path = str(tmp_path / "x.csv")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
+    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+    columns = {"csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title"}
+    own, training = Namespace(**columns, seed=0, val_data=path), Namespace(**columns, same_key=None, loss="clip")
+    readers = {
+        "training": lambda: read_csv(training, path),
+        "validation": lambda: read_csv(training, path, "--val-data"),
+        "plain": lambda: read_table(Namespace(**{**vars(training), "loss": None}), path, sep="\t"),
+        "make_shards": lambda: find_sources([path], own, None, {}),
+        "evaluate": lambda: CsvPairs(own),
+    }
+    readers[reader]()
+    assert [record.message for record in caplog.records] == [
+        f"{path!r} gives 4 pairs. 1 of their captions have line breaks, the first in line 4, up to 2 in one: if none "
+        "should have, a quote that begins a caption has joined the lines up to the next quote; remove such quotes"
+    ]
 
 
 def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path):

@@ -4,7 +4,9 @@ import io
 import json
 import re
 import shlex
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import open_clip_train.main
 import pandas as pd
@@ -17,11 +19,12 @@ from PIL import Image
 from test_captions import of_epochs
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
 from training_ext.core.keys import keys_of_captions
 from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
 from training_ext.pairs import command, writing
-from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair
+from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
 from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
 
 CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
@@ -181,9 +184,40 @@ def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
         found = samples(shards, "train")
         assert sorted(sample.get("png") or sample["jpg"] for sample in found) == sorted(data[: len(found)])
         assert len(found) == 40 - sum(left_out(shards).values()) >= 39
-    assert [json.loads(sample["json"])["source"] for sample in samples(tmp_path / "bytes", "train")][:2] == [
-        "bytes.parquet:0", "bytes.parquet:1"
-    ]
+    rows = [int(json.loads(sample["json"])["source"].split(":")[1]) for sample in samples(tmp_path / "bytes", "train")]
+    assert sorted(rows) == [*range(40)] != rows  # shuffled, like the images of a folder
+
+
+def coco(number: int) -> dict:
+    return {"raw": f"a dog {number}", "tokens": ["a", "dog"], "sentid": number}
+
+
+# Of a column, and the captions in them; None if it is refused.
+CELLS: dict[str, tuple[Any, list[list[str]] | None]] = {
+    "structs": ([coco(0), coco(1)], [["a dog 0"], ["a dog 1"]]),
+    "lists of structs": ([[coco(0), coco(1)], None], [["a dog 0", "a dog 1"]]),
+    "structs of lists": ([{"id": [1, 2], "raw": ["x", "y"]}, {"id": [], "raw": []}], [["x", "y"]]),
+    "integers": (pd.array([7, None], dtype="Int64"), [["7"]]),
+    "categories": (pd.Categorical(["x", "y"]), [["x"], ["y"]]),
+    "two texts": ([{"en": "a dog", "de": "ein Hund"}] * 2, None),
+    "bytes": ([b"a dog"] * 2, None),
+    "tokens": ([[1, 2]] * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_captions_in_a_parquet_are_texts(name, tmp_path):
+    pytest.importorskip("pyarrow")
+    cells, captions = CELLS[name]
+    image = [str(number) for number in range(2)]
+    pd.DataFrame({"image": image, "text": cells}).to_parquet(tmp_path / "x.parquet")
+    args = Namespace(csv_img_key="image", csv_caption_key="text", seed=0)
+    if captions is None:
+        with pytest.raises(InputError, match="^--csv-caption-key: .* has .* in column 'text'; give one of texts"):
+            find_sources([str(tmp_path / "x.parquet")], args, None, {})
+        return
+    pairs = find_sources([str(tmp_path / "x.parquet")], args, None, {})
+    assert sorted(pair.captions for pair in pairs) == captions
 
 
 def test_an_image_is_on_one_side(folder, written, tmp_path):
@@ -198,10 +232,11 @@ def test_lines_of_a_parquet_with_the_same_image_are_its_captions(folder, written
     pytest.importorskip("pyarrow")
     data = [path.read_bytes() for path in sorted(folder.rglob("*.[pj]*"))] * 2
     pd.DataFrame({"jpg": data, "caption": CAPTIONS}).to_parquet(tmp_path / "lines.parquet")
-    shards = written(tmp_path / "lines.parquet", "--image-key", "jpg", "--caption-key", "caption", out="lines")
+    columns = ("--image-key", "jpg", "--caption-key", "caption")
+    shards = written(tmp_path / "lines.parquet", *columns, "--val-share", "0.01", out="lines")
     assert len(samples(shards, "train")) == 39 and len(samples(shards, "val")) == 2
     captions = [json.loads(sample["json"])["captions"] for sample in samples(shards, "train")]
-    assert captions[0] == [CAPTIONS[0], CAPTIONS[40]] and "--captions-field captions" in written.out
+    assert [CAPTIONS[1], CAPTIONS[41]] in captions and "--captions-field captions" in written.out
 
 
 def test_images_are_encoded_again_only_with_size(written, tmp_path):
