@@ -8,6 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import open_clip_train.main
 import pandas as pd
 import pytest
@@ -129,6 +130,21 @@ def test_a_stopped_run_resumes(folder, written, tmp_path, monkeypatch, capsys):
     assert "--out: " in (line := capsys.readouterr().err) and "of other pairs or settings" in line
 
 
+def test_shards_that_are_lost_are_written_again(folder, written, capsys):
+    given = (folder, "--val-share", "0.1", "--per-shard", "8")
+    (folder / "00.png").write_bytes(b"no image")
+    shards = written(*given)
+    before, report = ({path.name: path.read_bytes() for path in shards.iterdir()}, left_out(shards))
+    (shards / "train-000000.tar").unlink()
+    (shards / "train-000002.tar").write_bytes(before["train-000002.tar"][:-2000])
+    (shards / "val-000000.tar").write_bytes(b"")
+    written(*given)
+    assert "written again: train-000000.tar, train-000002.tar, val-000000.tar\n" in written.out
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+    written(*given)
+    assert "written again" not in written.out and left_out(shards) == report == {UNREADABLE: 1}
+
+
 def test_a_share_has_a_pair_to_validate_on_and_leaves_one_to_train_on():
     pairs = [Pair(str(number), ["a"], "") for number in range(9)]
     assert [len(command.split(pairs, share, 0)[1]) for share in (0, 0.01, 0.3, 0.99)] == [0, 1, 3, 8]
@@ -239,7 +255,11 @@ def test_lines_of_a_parquet_with_the_same_image_are_its_captions(folder, written
     assert [CAPTIONS[1], CAPTIONS[41]] in captions and "--captions-field captions" in written.out
 
 
-def test_images_are_encoded_again_only_with_size(written, tmp_path):
+def test_images_are_encoded_again_only_with_size(written, tmp_path, monkeypatch):
+    """Without, those that the model sees otherwise than they look are counted, and drawn as it sees them."""
+    sheets: list[dict] = []
+    monkeypatch.setattr(command, "draw", lambda drawn, *_: sheets.append({name: image for image, name in drawn}))
+    monkeypatch.setattr(command, "SHOWN", 9)
     folder = tmp_path / "pairs"
     folder.mkdir()
     turned = Image.Exif()
@@ -248,13 +268,32 @@ def test_images_are_encoded_again_only_with_size(written, tmp_path):
         image = Image.new(mode, (20, 10) if name == "small.png" else (200, 100))
         image.save(folder / name, **({"exif": turned} if name == "large.jpg" else {}))
         (folder / name).with_suffix(".txt").write_text(name)
+    glyph = Image.new("RGBA", (200, 100))
+    glyph.paste((0, 0, 0, 255), (50, 25, 150, 75))
+    ramp = np.linspace(1000, 60000, 20000).reshape(100, 200)
+    others = {"glyph.png": glyph, "deep.png": Image.fromarray(ramp.astype("u2"))}
+    others |= {"float.tif": Image.fromarray((ramp / 60000).astype("f4"))}
+    for name, image in others.items():
+        image.save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(name)
     kept = {sample["txt"].decode(): sample for sample in samples(written(folder, "--val-share", "0"), "train")}
-    assert kept.keys() == {"large.jpg", "clear.png", "small.png"} and left_out(tmp_path / "shards") == {OTHER_FORMAT: 1}
+    assert kept.keys() == {"large.jpg", "clear.png", "small.png", "glyph.png", "deep.png"}
+    assert left_out(tmp_path / "shards") == {OTHER_FORMAT: 2}
+    changed = json.loads((tmp_path / "shards" / "report.json").read_text())["changed"]
+    told = {why.partition(" in RGB")[0]: entry for why, entry in changed.items()}
+    assert told.pop("lose values") == {"number": 1, "first": ["deep.png"]}
+    assert told.pop("become one colour") == {"number": 1, "first": ["glyph.png"]}
+    assert [entry["first"] for entry in told.values()] == [["large.jpg"]] and "(--size mends them)" in written.out
+    assert sheets[0]["glyph.png"].getextrema() == ((0, 0),) * 3 and sheets[0]["large.jpg"].size == (200, 100)
     assert all(sample[name[-3:]] == (folder / name).read_bytes() for name, sample in kept.items())
     scaled = samples(written(folder, "--val-share", "0", "--size", "50", out="scaled"), "train")
     images = {sample["txt"].decode(): Image.open(io.BytesIO(sample.get("jpg") or sample["png"])) for sample in scaled}
-    sizes = {"large.jpg": (50, 100), "clear.png": (100, 50), "bitmap.bmp": (100, 50), "small.png": (20, 10)}
-    assert {name: image.size for name, image in images.items()} == sizes
+    sizes = {"large.jpg": (50, 100), "small.png": (20, 10)}
+    assert {name: image.size for name, image in images.items() if image.size != (100, 50)} == sizes and len(images) == 7
+    assert "mends" not in written.out and images["glyph.png"].getextrema() == ((0, 255),) * 3
+    for name in ("deep.png", "float.tif"):
+        values = np.asarray(sheets[1][name], int)
+        assert values.min() <= 3 and values.max() >= 252 and (np.diff(values[:, :, 0].mean(1)) > 0).all()
     assert images["clear.png"].getpixel((5, 5)) == (255, 255, 255) and images["large.jpg"].format == "JPEG"
 
 

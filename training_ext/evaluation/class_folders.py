@@ -8,7 +8,6 @@ from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS, has_file_allowed_extension, make_dataset
 
 from open_clip_ext.errors import InputError
-from training_ext.core.images import COMPARED, warn_of_images
 from training_ext.evaluation.folders import CLASSNAMES, FORMATS, Shards, Source
 
 
@@ -49,10 +48,8 @@ class ClassFolders(Source):
                 pass
 
     def warn(self) -> None:
-        """Warn of images that look otherwise than to the model, and if classnames.txt may list the classes by the
-        numbers in their names, which are in order of text."""
-        spread = self.images[:: len(self.images) // COMPARED or 1]
-        warn_of_images(((path, path) for path, _ in spread), self.folder, self.flag)
+        """Also if classnames.txt may list the classes by the numbers in their names, which are in order of text."""
+        super().warn()
         by_number = sorted(self.folders, key=in_order_of_numbers)
         if self.lines(CLASSNAMES) and by_number != self.folders:
             line = next(line for line, name in enumerate(self.folders) if name != by_number[line])

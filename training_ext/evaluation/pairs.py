@@ -56,6 +56,7 @@ class FolderPairs(Source):
         return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
 
     def warn(self) -> None:
+        super().warn()
         if self.found.left_out:
             logging.warning(f"Left out of {self.folder!r}: {self.found.told()}")
 

@@ -110,9 +110,14 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
         raise InputError("none of the images can be used: " + " ".join(report.told().split()))
     with whole_file(out / SIZES, text=True) as file:
         json.dump(report.shards, file, indent=1)
-    images = [(found[1], pair) for pair, found in read_images(train[:SHOWN], SHOWN_SIZE, {}) if found is not None]
+    images = []
+    for pair, found in read_images(train[:SHOWN], args.size, {}):
+        if found is not None:
+            image = opened(pair.name, found.data)  # as the model sees it
+            image.thumbnail((SHOWN_SIZE, SHOWN_SIZE))
+            images.append((image, pair.captions[0]))
     if images:
-        draw([(opened(pair.name, data), pair.captions[0]) for data, pair in images], COLUMNS, out / SHEET)
+        draw(images, COLUMNS, out / SHEET)
     print(report.told().encode(errors="replace").decode())  # a file's name may be no text
     print(f"{counts['train']} train and {counts['val']} validation samples; see {out / SHEET} and {out / REPORT}")
     print(f"to train on them:\n  {training(out, report.shards, jobs)}")
