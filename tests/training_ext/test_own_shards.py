@@ -23,7 +23,14 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
 from training_ext.core.keys import keys_of_captions
+from training_ext.core.loss import build_loss
 from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
+from training_ext.core.settings import setting_for
+from training_ext.features.advice import advise
+from training_ext.flags.data_checks import check_steps
+from training_ext.flags.params import parse_args
+from training_ext.flags.preflight import check_batch
+from training_ext.openclip.machine import global_batch
 from training_ext.pairs import command, writing
 from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
 from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
@@ -150,6 +157,31 @@ def test_a_share_has_a_pair_to_validate_on_and_leaves_one_to_train_on():
     assert [len(command.split(pairs, share, 0)[1]) for share in (0, 0.01, 0.3, 0.99)] == [0, 1, 3, 8]
     train, val = command.split(pairs, 0.3, 0)
     assert sorted([*train, *val], key=pairs.index) == pairs and command.split(pairs, 0.3, 1)[1] != val
+
+
+@pytest.mark.parametrize("pairs", [60, 267, 1700, 1800, 9900, 25_000, 99_000, 3_000_000])
+def test_the_printed_command_fits_its_own_dry_run(pairs, monkeypatch):
+    sizes = {f"train-{number:06d}.tar": pairs // 10 for number in range(10)}
+    jobs = [command.Job("train", number, [Pair("a", ["a"], "")]) for number in range(10)]
+    words = shlex.split(command.training(Path("shards"), sizes, jobs))
+    args = parse_args(words[words.index("open_clip_ext.main") + 1 :])
+    setting = setting_for(pairs)
+    assert setting.command(pairs, args.epochs * (pairs // global_batch(args))) in " ".join(words)
+    assert setting.batch[0] <= global_batch(args) <= setting.largest_batch(pairs)
+    loss = build_loss(args, 1, "cpu")
+    loss.limit_to(pairs)
+    check_batch(loss, args)
+    assert advise(args, pairs, check_steps(args, "webdataset", pairs, 1)) == []
+
+
+def test_at_least_thirty_images_are_held_out_or_the_output_says_so(folder, written, capsys):
+    for number, held_out in ((40, 8), (149, 30), (297, 30), (9_000, 90)):
+        assert round(command.default_share(number) * number) == held_out
+    written(folder)
+    line = "fewer than 30 validation images measure nothing, as a recall's standard error is up to 18 points"
+    assert line in written.out and "16 validation samples" in written.out
+    written(folder, "--val-share", "0.75", out="more")
+    assert "measure nothing" not in written.out
 
 
 def test_they_train_by_the_printed_command(folder, written, run):
