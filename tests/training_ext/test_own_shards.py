@@ -165,13 +165,13 @@ def test_the_printed_command_fits_its_own_dry_run(pairs, monkeypatch):
     jobs = [command.Job("train", number, [Pair("a", ["a"], "")]) for number in range(10)]
     words = shlex.split(command.training(Path("shards"), sizes, jobs))
     args = parse_args(words[words.index("open_clip_ext.main") + 1 :])
-    setting = setting_for(pairs)
-    assert setting.command(pairs, args.epochs * (pairs // global_batch(args))) in " ".join(words)
+    setting, steps = setting_for(pairs), check_steps(args, "webdataset", pairs, 1)
+    assert setting.command(pairs, args.epochs * steps) in " ".join(words)
     assert setting.batch[0] <= global_batch(args) <= setting.largest_batch(pairs)
     loss = build_loss(args, 1, "cpu")
     loss.limit_to(pairs)
     check_batch(loss, args)
-    assert advise(args, pairs, check_steps(args, "webdataset", pairs, 1)) == []
+    assert advise(args, pairs, steps) == []
 
 
 def test_at_least_thirty_images_are_held_out_or_the_output_says_so(folder, written, capsys):

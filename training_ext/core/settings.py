@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import log
 
 FEWEST_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
-UNKNOWN = "no such run is known, so these are a place to begin"
+UNKNOWN = "no such run is known: a place to begin"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Setting:
 SCRATCH = (
     Setting(
         300, (2, 64), "--loss queue --rho {rho} --lr 1e-3 --queue-size 300", 3, sets_lr_tau=True,
-        note=f"{UNKNOWN}, and fine-tuning a better one",
+        note=f"{UNKNOWN}; fine-tuning is a better one",
     ),
     Setting(10_000, (32, 64), "--loss queue --rho {rho} --lr 1e-3 --lr-tau 1e-3 --queue-size 1024", 5),
     Setting(50_000, (64, 256), "--loss queue --rho {rho} --lr 1e-3", 5.5, sets_lr_tau=True, note=UNKNOWN),
@@ -59,7 +59,7 @@ SCRATCH = (
 )
 PRETRAINED = (
     Setting(300, (16, 32), "--loss tuneclip --lr 1e-4", note=UNKNOWN),
-    Setting(10_000, (64, 64), "--loss tuneclip --lr 1e-4"),
+    Setting(10_000, (64, 64), "--loss tuneclip --lr 1e-4", note="for a tiny model; unknown for a large one"),
     Setting(6e6, (2048, 4096), "--loss tuneclip"),
 )
 

@@ -18,7 +18,7 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.captions import SeenCaptions
-from training_ext.core.loss import build_loss, samples_per_epoch
+from training_ext.core.loss import build_loss, samples_per_epoch, steps_per_epoch
 from training_ext.core.rows import find_rows, kind_of, trains
 from training_ext.core.settings import setting_for
 from training_ext.features.advice import advise, advise_on_captions
@@ -56,7 +56,7 @@ def lines(args: Namespace) -> list[str]:
     if args.loss is not None:
         preflight.check_flags(args)
     samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
-    step_rule = data_checks.steps_per_epoch if args.loss is None else data_checks.check_steps
+    step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]

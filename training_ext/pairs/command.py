@@ -8,6 +8,7 @@ from pathlib import Path
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user, whole_file
+from training_ext.core.loss import steps_per_epoch
 from training_ext.core.settings import setting_for
 from training_ext.evaluation.arguments import Parser
 from training_ext.openclip.machine import check_writable
@@ -133,7 +134,7 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
         error = f"a recall's standard error is up to {50 / len(val) ** 0.5:.0f} points"
         print(f"fewer than {FEWEST_HELD_OUT} validation images measure nothing, as {error}: give --val or --val-share")
     note = setting_for(counts["train"]).note
-    print(f"to train on them with the flags of docs/settings.md for so many{note and f' ({note})'}:")
+    print(f"to train on them, with what docs/settings.md has for so many pairs{note and f' ({note})'}:")
     print(f"  {training(out, report.shards, jobs)}")
 
 
@@ -146,7 +147,8 @@ def training(out: Path, sizes: dict[str, int], jobs: list[Job]) -> str:
     # A worker needs a batch in its shards.
     batch = max(2, 1 << max(1, min(LARGEST_BATCH, sum(train[: len(train) // workers]), most)).bit_length() - 1)
     accumulated = most // batch if most > LARGEST_BATCH else 1
-    steps = EPOCHS * (pairs // (batch * accumulated))
+    size = Namespace(batch_size=batch, workers=workers, accum_freq=accumulated)
+    steps = EPOCHS * steps_per_epoch(size, "webdataset", pairs, 1)
     flags = setting.command(pairs, steps)
     parts = [f"python -m open_clip_ext.main {flags} --model ViT-B-32"]
     for split in ("train", "val"):
