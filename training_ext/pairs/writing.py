@@ -100,7 +100,7 @@ class Report:
         def listed(entries: dict[str, Any]) -> list[str]:
             return [f"  {entry['number']} {why}: {', '.join(entry['first'])}" for why, entry in entries.items()]
 
-        changed = ["stored as they are, but to OpenCLIP (--size mends them):", *listed(self.changed)]
+        changed = ["stored as they are, but not what OpenCLIP sees (--size mends them):", *listed(self.changed)]
         return "\n".join(["left out:", *(listed(self.left_out) or ["  nothing"]), *(changed if self.changed else [])])
 
 
