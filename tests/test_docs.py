@@ -13,6 +13,7 @@ from ports import free_ports
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import train
+from training_ext.core.settings import PRETRAINED, SCRATCH, setting_for
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LOOP, INFERENCE = "docs/custom-loop.md", "docs/inference.md"
@@ -56,6 +57,22 @@ def test_what_pages_name_is_there():
     index = (ROOT / "docs/README.md").read_text()
     docs = [str(page.relative_to(ROOT / "docs")) for page in pages if page.is_relative_to(ROOT / "docs")]
     assert [name for name in docs if f"({name})" not in index] == ["README.md"]
+
+
+def test_the_table_of_settings_is_that_of_the_code():
+    """Which the dry run and make_shards print."""
+    rows = [line.split(" | ") for line in (ROOT / "docs/settings.md").read_text().splitlines()]
+    rows = [row for row in rows if row[0] in ("| scratch", "| pretrained")]
+    assert len(rows) == len(SCRATCH) + len(PRETRAINED)
+    for row, setting in zip(rows, SCRATCH + PRETRAINED, strict=True):
+        start, pairs, batch, flags, *_ = row
+        for number, unit in re.findall(r"(\d[\d,]*)(M|B|)", pairs.partition("(")[0]):
+            n = int(number.replace(",", "")) * {"": 1, "M": 10**6, "B": 10**9}[unit]
+            assert setting_for(n, start == "| pretrained") is setting
+            command = setting.command(n, 1000)
+            first = re.search("`(--loss [^`]*)`", flags)[1] + " --lr-tau 0.002" * ("`--lr-tau` by the" in flags)
+            assert command == first and f"{setting.largest_batch(n):,}" in batch
+            assert bool(setting.note) == ("**unknown**" in flags)
 
 
 def test_every_section_is_tried():

@@ -1,9 +1,11 @@
 """Data that cannot be used: refused at the start, or skipped and counted, or the run ends in one line."""
 
+import gzip
 import importlib
 import io
 import json
 import logging
+import os
 import pickle
 import re
 import shlex
@@ -28,12 +30,15 @@ from training_ext.context import Run
 from training_ext.core import usable
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.first_look import look_at_lines, look_at_shards
+from training_ext.core.keys import read_table
 from training_ext.core.rows import read_csv
 from training_ext.core.shard_rows import ShardRows
+from training_ext.evaluation.pairs import CsvPairs, PairShards
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
 from training_ext.features.bad_samples import BadSamples
 from training_ext.openclip.hosts import host
+from training_ext.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -281,22 +286,33 @@ def seen_otherwise() -> dict[str, tuple[Image.Image, str]]:
 
 @pytest.mark.parametrize("name, image, loses", [(name, *of) for name, of in seen_otherwise().items()])
 def test_images_that_the_model_sees_otherwise_are_told_once(name, image, loses, tmp_path, caplog):
-    """Of a csv and of shards, also if the first image is as it looks."""
-    paths = [tmp_path / f"{number}.png" for number in range(3)]  # Pillow goes by the contents
+    """Of a csv, shards, and an evaluation's, also if the first hundreds are as they look."""
+    paths = [tmp_path / f"{number:03d}.png" for number in range(300)]  # Pillow goes by the contents
     Image.new("RGB", (8, 8), "blue").save(paths[0])
     orientation = Image.Exif()
     orientation[0x0112] = 6 if "turned" in name else 1
-    image.save(paths[1], name.partition(".")[2], exif=orientation)
-    shutil.copy(paths[1], paths[2])
+    image.save(paths[-1], name.partition(".")[2], exif=orientation)
+    for number, path in enumerate(paths[1:-1], 1):
+        os.link(paths[-1] if number >= 200 else paths[0], path)
     pairs = [((path.name, path.read_bytes()), (f"{path.stem}.txt", b"a caption")) for path in paths]
     tar(tmp_path / "0.tar", [member for pair in pairs for member in pair])
+    tar(tmp_path / "1.tar", [member for pair in pairs[200:] for member in pair])
+    (tmp_path / "1.tar.gz").write_bytes(gzip.compress((tmp_path / "1.tar").read_bytes()))
+    table = pd.DataFrame({"filepath": ["gone.png", *map(str, paths)], "title": "a caption"})
+    table.iloc[1:].to_csv(tmp_path / "x.csv", sep="\t", index=False)
+    columns = {"csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title"}
     for _ in range(2):
-        look_at_lines(pd.DataFrame({"filepath": ["gone.png", *map(str, paths)]}), "filepath", "x.csv")
-        look_at_shards([f"{tmp_path}/0.tar"], flag="--val-data")
-    places = (("--train-data", "x.csv", paths[1]), ("--val-data", f"{tmp_path}/0.tar", "1.png")) if loses else ()
-    for record, (flag, path, first) in zip(caplog.records, places, strict=True):
-        assert record.message.startswith(f"{flag}: 2 of the first 3 images of '{path}' {loses}")
-        assert record.message.endswith(f"The first is '{first}'")
+        look_at_lines(table, "filepath", "x.csv")
+        look_at_shards([f"{tmp_path}/0.tar"])
+        look_at_shards([f"{tmp_path}/1.tar.gz"])
+        CsvPairs(Namespace(val_data=f"{tmp_path}/x.csv", **columns)).warn()
+        PairShards(f"{tmp_path}/0.tar").warn()
+    places = ("", "0.tar: ", "1.tar.gz: ", "", "0.tar: ") if loses else ()
+    for record, flag, place in zip(caplog.records, ("train",) * 3 + ("val",) * 2 if loses else (), places, strict=True):
+        first = rf"The first is '{tmp_path}/{place}2\d\d.png'"
+        assert re.fullmatch(
+            rf"--{flag}-data: \d+ of \d+ images that were looked at {loses}.* {first}", record.message
+        )
 
 
 @pytest.mark.parametrize("compression", ["zip", "gz", "tar"])
@@ -310,6 +326,29 @@ def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
     args = Namespace(csv_separator="\t", csv_img_key="filepath", csv_caption_key="title", same_key=None, loss="clip")
     with pytest.raises(InputError, match=rf"^--train-data: '.*train.csv.{compression}' cannot be read with [^\n]*$"):
         read_csv(args, str(path))
+
+
+@pytest.mark.parametrize("reader", ["training", "validation", "plain", "make_shards", "evaluate"])
+def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
+    """To pandas a cell that begins with one ends at the next."""
+    path = str(tmp_path / "x.csv")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
+    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+    columns = {"csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title"}
+    own, training = Namespace(**columns, seed=0, val_data=path), Namespace(**columns, same_key=None, loss="clip")
+    readers = {
+        "training": lambda: read_csv(training, path),
+        "validation": lambda: read_csv(training, path, "--val-data"),
+        "plain": lambda: read_table(Namespace(**{**vars(training), "loss": None}), path, sep="\t"),
+        "make_shards": lambda: find_sources([path], own, None, {}),
+        "evaluate": lambda: CsvPairs(own),
+    }
+    readers[reader]()
+    assert [record.message for record in caplog.records] == [
+        f"{path!r} gives 4 pairs. 1 of their captions have line breaks, the first in line 4, up to 2 in one: if none "
+        "should have, a quote that begins a caption has joined the lines up to the next quote; remove such quotes"
+    ]
 
 
 def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path):

@@ -4,8 +4,11 @@ import io
 import json
 import re
 import shlex
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import open_clip_train.main
 import pandas as pd
 import pytest
@@ -17,11 +20,19 @@ from PIL import Image
 from test_captions import of_epochs
 
 from open_clip_ext.data import Scenes
+from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
 from training_ext.core.keys import keys_of_captions
+from training_ext.core.loss import build_loss
 from training_ext.core.pair_folders import NO_PICTURE, NO_TEXT
+from training_ext.core.settings import setting_for
+from training_ext.features.advice import advise
+from training_ext.flags.data_checks import check_steps
+from training_ext.flags.params import parse_args
+from training_ext.flags.preflight import check_batch
+from training_ext.openclip.machine import global_batch
 from training_ext.pairs import command, writing
-from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair
+from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
 from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
 
 CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
@@ -126,11 +137,51 @@ def test_a_stopped_run_resumes(folder, written, tmp_path, monkeypatch, capsys):
     assert "--out: " in (line := capsys.readouterr().err) and "of other pairs or settings" in line
 
 
+def test_shards_that_are_lost_are_written_again(folder, written, capsys):
+    given = (folder, "--val-share", "0.1", "--per-shard", "8")
+    (folder / "00.png").write_bytes(b"no image")
+    shards = written(*given)
+    before, report = ({path.name: path.read_bytes() for path in shards.iterdir()}, left_out(shards))
+    (shards / "train-000000.tar").unlink()
+    (shards / "train-000002.tar").write_bytes(before["train-000002.tar"][:-2000])
+    (shards / "val-000000.tar").write_bytes(b"")
+    written(*given)
+    assert "written again: train-000000.tar, train-000002.tar, val-000000.tar\n" in written.out
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+    written(*given)
+    assert "written again" not in written.out and left_out(shards) == report == {UNREADABLE: 1}
+
+
 def test_a_share_has_a_pair_to_validate_on_and_leaves_one_to_train_on():
     pairs = [Pair(str(number), ["a"], "") for number in range(9)]
     assert [len(command.split(pairs, share, 0)[1]) for share in (0, 0.01, 0.3, 0.99)] == [0, 1, 3, 8]
     train, val = command.split(pairs, 0.3, 0)
     assert sorted([*train, *val], key=pairs.index) == pairs and command.split(pairs, 0.3, 1)[1] != val
+
+
+@pytest.mark.parametrize("pairs", [60, 267, 1700, 1800, 9900, 25_000, 99_000, 3_000_000])
+def test_the_printed_command_fits_its_own_dry_run(pairs, monkeypatch):
+    sizes = {f"train-{number:06d}.tar": pairs // 10 for number in range(10)}
+    jobs = [command.Job("train", number, [Pair("a", ["a"], "")]) for number in range(10)]
+    words = shlex.split(command.training(Path("shards"), sizes, jobs))
+    args = parse_args(words[words.index("open_clip_ext.main") + 1 :])
+    setting, steps = setting_for(pairs), check_steps(args, "webdataset", pairs, 1)
+    assert setting.command(pairs, args.epochs * steps) in " ".join(words)
+    assert setting.batch[0] <= global_batch(args) <= setting.largest_batch(pairs)
+    loss = build_loss(args, 1, "cpu")
+    loss.limit_to(pairs)
+    check_batch(loss, args)
+    assert advise(args, pairs, steps) == []
+
+
+def test_at_least_thirty_images_are_held_out_or_the_output_says_so(folder, written, capsys):
+    for number, held_out in ((40, 8), (149, 30), (297, 30), (9_000, 90)):
+        assert round(command.default_share(number) * number) == held_out
+    written(folder)
+    line = "fewer than 30 validation images measure nothing, as a recall's standard error is up to 18 points"
+    assert line in written.out and "16 validation samples" in written.out
+    written(folder, "--val-share", "0.75", out="more")
+    assert "measure nothing" not in written.out
 
 
 def test_they_train_by_the_printed_command(folder, written, run):
@@ -181,9 +232,40 @@ def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
         found = samples(shards, "train")
         assert sorted(sample.get("png") or sample["jpg"] for sample in found) == sorted(data[: len(found)])
         assert len(found) == 40 - sum(left_out(shards).values()) >= 39
-    assert [json.loads(sample["json"])["source"] for sample in samples(tmp_path / "bytes", "train")][:2] == [
-        "bytes.parquet:0", "bytes.parquet:1"
-    ]
+    rows = [int(json.loads(sample["json"])["source"].split(":")[1]) for sample in samples(tmp_path / "bytes", "train")]
+    assert sorted(rows) == [*range(40)] != rows  # shuffled, like the images of a folder
+
+
+def coco(number: int) -> dict:
+    return {"raw": f"a dog {number}", "tokens": ["a", "dog"], "sentid": number}
+
+
+# Of a column, and the captions in them; None if it is refused.
+CELLS: dict[str, tuple[Any, list[list[str]] | None]] = {
+    "structs": ([coco(0), coco(1)], [["a dog 0"], ["a dog 1"]]),
+    "lists of structs": ([[coco(0), coco(1)], None], [["a dog 0", "a dog 1"]]),
+    "structs of lists": ([{"id": [1, 2], "raw": ["x", "y"]}, {"id": [], "raw": []}], [["x", "y"]]),
+    "integers": (pd.array([7, None], dtype="Int64"), [["7"]]),
+    "categories": (pd.Categorical(["x", "y"]), [["x"], ["y"]]),
+    "two texts": ([{"en": "a dog", "de": "ein Hund"}] * 2, None),
+    "bytes": ([b"a dog"] * 2, None),
+    "tokens": ([[1, 2]] * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_captions_in_a_parquet_are_texts(name, tmp_path):
+    pytest.importorskip("pyarrow")
+    cells, captions = CELLS[name]
+    image = [str(number) for number in range(2)]
+    pd.DataFrame({"image": image, "text": cells}).to_parquet(tmp_path / "x.parquet")
+    args = Namespace(csv_img_key="image", csv_caption_key="text", seed=0)
+    if captions is None:
+        with pytest.raises(InputError, match="^--csv-caption-key: .* has .* in column 'text'; give one of texts"):
+            find_sources([str(tmp_path / "x.parquet")], args, None, {})
+        return
+    pairs = find_sources([str(tmp_path / "x.parquet")], args, None, {})
+    assert sorted(pair.captions for pair in pairs) == captions
 
 
 def test_an_image_is_on_one_side(folder, written, tmp_path):
@@ -198,13 +280,18 @@ def test_lines_of_a_parquet_with_the_same_image_are_its_captions(folder, written
     pytest.importorskip("pyarrow")
     data = [path.read_bytes() for path in sorted(folder.rglob("*.[pj]*"))] * 2
     pd.DataFrame({"jpg": data, "caption": CAPTIONS}).to_parquet(tmp_path / "lines.parquet")
-    shards = written(tmp_path / "lines.parquet", "--image-key", "jpg", "--caption-key", "caption", out="lines")
+    columns = ("--image-key", "jpg", "--caption-key", "caption")
+    shards = written(tmp_path / "lines.parquet", *columns, "--val-share", "0.01", out="lines")
     assert len(samples(shards, "train")) == 39 and len(samples(shards, "val")) == 2
     captions = [json.loads(sample["json"])["captions"] for sample in samples(shards, "train")]
-    assert captions[0] == [CAPTIONS[0], CAPTIONS[40]] and "--captions-field captions" in written.out
+    assert [CAPTIONS[1], CAPTIONS[41]] in captions and "--captions-field captions" in written.out
 
 
-def test_images_are_encoded_again_only_with_size(written, tmp_path):
+def test_images_are_encoded_again_only_with_size(written, tmp_path, monkeypatch):
+    """Without, those that the model sees otherwise than they look are counted, and drawn as it sees them."""
+    sheets: list[dict] = []
+    monkeypatch.setattr(command, "draw", lambda drawn, *_: sheets.append({name: image for image, name in drawn}))
+    monkeypatch.setattr(command, "SHOWN", 9)
     folder = tmp_path / "pairs"
     folder.mkdir()
     turned = Image.Exif()
@@ -213,13 +300,32 @@ def test_images_are_encoded_again_only_with_size(written, tmp_path):
         image = Image.new(mode, (20, 10) if name == "small.png" else (200, 100))
         image.save(folder / name, **({"exif": turned} if name == "large.jpg" else {}))
         (folder / name).with_suffix(".txt").write_text(name)
+    glyph = Image.new("RGBA", (200, 100))
+    glyph.paste((0, 0, 0, 255), (50, 25, 150, 75))
+    ramp = np.linspace(1000, 60000, 20000).reshape(100, 200)
+    others = {"glyph.png": glyph, "deep.png": Image.fromarray(ramp.astype("u2"))}
+    others |= {"float.tif": Image.fromarray((ramp / 60000).astype("f4"))}
+    for name, image in others.items():
+        image.save(folder / name)
+        (folder / name).with_suffix(".txt").write_text(name)
     kept = {sample["txt"].decode(): sample for sample in samples(written(folder, "--val-share", "0"), "train")}
-    assert kept.keys() == {"large.jpg", "clear.png", "small.png"} and left_out(tmp_path / "shards") == {OTHER_FORMAT: 1}
+    assert kept.keys() == {"large.jpg", "clear.png", "small.png", "glyph.png", "deep.png"}
+    assert left_out(tmp_path / "shards") == {OTHER_FORMAT: 2}
+    changed = json.loads((tmp_path / "shards" / "report.json").read_text())["changed"]
+    told = {why.partition(" in RGB")[0]: entry for why, entry in changed.items()}
+    assert told.pop("lose values") == {"number": 1, "first": ["deep.png"]}
+    assert told.pop("become one colour") == {"number": 1, "first": ["glyph.png"]}
+    assert [entry["first"] for entry in told.values()] == [["large.jpg"]] and "(--size mends them)" in written.out
+    assert sheets[0]["glyph.png"].getextrema() == ((0, 0),) * 3 and sheets[0]["large.jpg"].size == (200, 100)
     assert all(sample[name[-3:]] == (folder / name).read_bytes() for name, sample in kept.items())
     scaled = samples(written(folder, "--val-share", "0", "--size", "50", out="scaled"), "train")
     images = {sample["txt"].decode(): Image.open(io.BytesIO(sample.get("jpg") or sample["png"])) for sample in scaled}
-    sizes = {"large.jpg": (50, 100), "clear.png": (100, 50), "bitmap.bmp": (100, 50), "small.png": (20, 10)}
-    assert {name: image.size for name, image in images.items()} == sizes
+    sizes = {"large.jpg": (50, 100), "small.png": (20, 10)}
+    assert {name: image.size for name, image in images.items() if image.size != (100, 50)} == sizes and len(images) == 7
+    assert "mends" not in written.out and images["glyph.png"].getextrema() == ((0, 255),) * 3
+    for name in ("deep.png", "float.tif"):
+        values = np.asarray(sheets[1][name], int)
+        assert values.min() <= 3 and values.max() >= 252 and (np.diff(values[:, :, 0].mean(1)) > 0).all()
     assert images["clear.png"].getpixel((5, 5)) == (255, 255, 255) and images["large.jpg"].format == "JPEG"
 
 

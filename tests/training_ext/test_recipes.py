@@ -229,6 +229,7 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert ext_main([*TINY.split(), *flags.split(), "--train-num-samples", "64"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
+    assert "settings.md   for 64 pairs --loss queue --rho 2.2 " in text
     assert "'x.tar'" in refused(flags)
     assert "is missing; give it, or --train-data" in refused("--loss queue --lr 1e-3 --dry-run")
     # The samples are counted, as the training would.

@@ -2,7 +2,7 @@
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -133,7 +133,6 @@ class DataSeams:
 
         def build(path: str, *args: Any, **kwargs: Any) -> UsableLines:
             rowed = lines = original(path, *args, **kwargs)
-            self._warn_of_joined(lines.captions, path)
             if not is_train:
                 self.val_images = lines.images
                 return UsableLines(lines, lines, path, None)
@@ -154,17 +153,6 @@ class DataSeams:
 
     def read_csv(self, original: Callable, path: str, **kwargs: Any) -> Any:
         return read_table(self.args, path, original, **kwargs)
-
-    def _warn_of_joined(self, captions: Sequence[Any], path: str) -> None:
-        """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
-        found = [number for number, caption in enumerate(captions) if isinstance(caption, str) and "\n" in caption]
-        if found and is_master(self.args):
-            most = max(captions[number].count("\n") for number in found)
-            logging.warning(
-                f"{path!r} gives {len(captions)} pairs. {len(found)} of their captions have line breaks, the first in "
-                f"line {found[0] + 2}, up to {most} in one: if none should have, a quote that begins a caption has "
-                "joined the lines up to the next quote; remove such quotes"
-            )
 
     def complete(self, original: Callable) -> Callable:
         def build(**keys: Any) -> CountIncomplete:

@@ -1,30 +1,32 @@
 """Check the first samples before a run starts: refuse data in which none of them is usable."""
 
 import io
+import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from itertools import islice
 
 import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import JsonCaptions, SeenCaptions, see
-from training_ext.core.images import warn_of_images
+from training_ext.core.images import COMPARED, spread, warn_of_images
 from training_ext.core.pair_folders import place_of
 from training_ext.core.shards import local_path
-from training_ext.core.tars import one_line, read_samples
+from training_ext.core.tars import headers_of_samples, one_line, read_samples
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
+SHARDS, PASSED = 20, 2000  # over which the images that are looked at are spread: shards, and samples in all of these
 
 
 def look_at_shards(
     urls: list[str], key: Callable[[dict], object] | None = None, recaption: JsonCaptions | None = None,
     flag: str = "--train-data",
 ) -> SeenCaptions | None:
-    """Check that local shards have a usable pair, which is normally the first sample, and warn of the next images.
+    """Check that local shards have a usable pair, which is normally the first sample, and warn of some images.
 
     Args:
         key: called with that sample, a dict of bytes.
@@ -47,7 +49,7 @@ def look_at_shards(
                 if reason is None:
                     if key is not None:
                         key(sample)
-                    warn_of_images(_images(chain([sample], samples)), url, flag)
+                    warn_of_images(images_of_shards(urls), flag)
                     return _captions_of(url, recaption)
                 reasons[f"in {url!r} {reason}"] += 1
         except InputError:
@@ -91,27 +93,50 @@ def _reason(sample: dict, missing: str) -> str | None:
     return None
 
 
-def _images(samples: Iterable[dict]) -> Iterator[tuple[str, io.BytesIO]]:
-    for sample in samples:
-        for name in PAIR_MEMBERS[:-1]:
-            if name in sample:
-                yield f"{sample['__key__']}.{name}", io.BytesIO(sample[name])
+def images_of_shards(urls: Sequence[str]) -> Iterator[tuple[str, io.BytesIO]]:
+    """Names and contents of some images of local shards, spread over the shards and over the beginning of each."""
+    shards = spread(urls, SHARDS)
+    for url in shards:
+        with suppress(Exception):  # it may be damaged
+            for sample in _spread_samples(url, PASSED // len(shards), COMPARED // len(shards)):
+                for name in PAIR_MEMBERS[:-1]:
+                    if name in sample:
+                        yield f"{url}: {sample['__key__']}.{name}", io.BytesIO(sample[name])
+
+
+def _spread_samples(url: str, passed: int, number: int) -> Iterator[dict]:
+    """At most `number` of the first samples of a shard, of which the headers of `passed` are read; if it is compressed,
+    the first ones."""
+    path = local_path(url) or url
+    try:
+        headers = [sample for _, sample in islice(headers_of_samples(path), passed)]
+    except tarfile.ReadError:
+        yield from islice(read_samples(url), number)
+        return
+    with open(path, "rb") as file:
+        for sample in spread(headers, number):
+            for name in PAIR_MEMBERS:
+                if name in sample:
+                    file.seek(sample[name].offset_data)
+                    sample[name] = file.read(sample[name].size)
+            yield sample
 
 
 def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "--train-data") -> None:
-    """Open the first images of a csv up to the first readable one, and warn of the next.
+    """Open the first images of a csv up to the first readable one, and warn of some.
 
     Raises:
         InputError: none of them can be read.
     """
     first = None
-    images = table[image_key].dropna().head(LOOKED_AT)
-    for row, image in images.items():
+    images = table[image_key].dropna()
+    first_images = images.head(LOOKED_AT)
+    for row, image in first_images.items():
         try:
             Image.open(str(image)).load()
-            warn_of_images(((str(image), str(image)) for image in images.loc[row:]), path, flag)
+            warn_of_images(((str(image), str(image)) for image in spread(images.tolist())), flag)
             return
         except Exception as error:
             first = first or f"{place_of(path, row)} names {str(image)!r}: {one_line(error)}"
     if first is not None:
-        raise InputError(f"none of the first {len(images)} images of {path!r} can be read; {first}", flag)
+        raise InputError(f"none of the first {len(first_images)} images of {path!r} can be read; {first}", flag)

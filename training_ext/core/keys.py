@@ -21,6 +21,8 @@ from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures
 from training_ext.core.pair_folders import read_folder
 from training_ext.core.tars import fields_of
+from training_ext.openclip.loading import warn_once
+from training_ext.openclip.machine import world_info
 
 _NAMED = 10  # fields in a message
 Keys = Callable[[Tensor, Tensor | None], Tensor]
@@ -44,24 +46,39 @@ def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_cs
     """A csv by pandas' `read_csv`, or the pairs of a folder, indexed by position.
 
     The columns that flags name are text: as numbers they lose leading zeros, and with an empty cell among them the last
-    digits. Without --loss they are what OpenCLIP makes of them.
+    digits. Without --loss they are what OpenCLIP makes of them. `args` are those of any command that reads pairs.
     """
     if os.path.isdir(path):
         return read_folder(path, args.csv_img_key, args.csv_caption_key)
-    columns = filter(None, (args.csv_img_key, args.csv_caption_key, args.same_key))
-    as_text = {} if args.loss is None else {"dtype": dict.fromkeys(columns, str)}
+    columns = filter(None, (args.csv_img_key, args.csv_caption_key, getattr(args, "same_key", None)))
+    as_text = {} if getattr(args, "loss", "") is None else {"dtype": dict.fromkeys(columns, str)}
     # A header with one name fewer than the lines makes labels of the first column.
-    return read(path, **as_text, **more).reset_index(drop=True)
+    table = read(path, **as_text, **more).reset_index(drop=True)
+    if args.csv_caption_key in table:
+        _warn_of_joined(table[args.csv_caption_key], path)
+    return table
 
 
-def open_csv(args: Namespace, path: str, flag: str | None, read: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """The csv that `read` reads, with the columns of images and captions.
+def _warn_of_joined(captions: pd.Series, path: str) -> None:
+    """Warn of captions over several lines: to pandas, a cell that begins with a quote ends at the next one."""
+    breaks = [caption.count("\n") if isinstance(caption, str) else 0 for caption in captions]
+    if (most := max(breaks, default=0)) and world_info()[1] == 0:
+        joined = [line for line, number in enumerate(breaks) if number]
+        warn_once(
+            f"{path!r} gives {len(captions)} pairs. {len(joined)} of their captions have line breaks, the first in "
+            f"line {joined[0] + 2}, up to {most} in one: if none should have, a quote that begins a caption has "
+            "joined the lines up to the next quote; remove such quotes"
+        )
+
+
+def open_csv(args: Namespace, path: str, flag: str | None) -> pd.DataFrame:
+    """The csv, or folder, as `read_table` reads it, with the columns of images and captions.
 
     Raises:
         InputError: it, or a folder in it, cannot be read, or it lacks a column.
     """
     try:
-        table = read()
+        table = read_table(args, path, sep=args.csv_separator)
     except Exception as error:  # several characters are a pattern to pandas; a path may be a URL, and a file compressed
         if isinstance(error, InputError):
             raise InputError(error.text, flag) from None

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 import torch
@@ -38,6 +39,16 @@ def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
     if args.train_num_samples is not None:
         return args.train_num_samples
     return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
+
+
+def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
+    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
+    if kind == "webdataset":
+        loaders = max(1, args.workers)
+        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
+    else:
+        batches = ceil(num_samples / world_size) // args.batch_size
+    return batches // args.accum_freq
 
 
 class LogItems(dict):

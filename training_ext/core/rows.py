@@ -5,7 +5,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -16,7 +15,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import check_column, key_of_samples, open_csv, read_table
+from training_ext.core.keys import check_column, key_of_samples, open_csv
 from training_ext.core.pair_folders import is_folder
 from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
 from training_ext.openclip.hosts import host
@@ -167,7 +166,7 @@ def read_csv(
         InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
             `max_bad` of its lines (none by default), or none of its first images can be read.
     """
-    table = open_csv(args, path, flag, partial(read_table, args, path, sep=args.csv_separator))
+    table = open_csv(args, path, flag)
     if os.path.isdir(path) and table.empty:
         shards = " (for shards give their files, such as '{00000..00099}.tar')"
         raise InputError(f"{path!r} has no image with a caption in a .txt of the same name{shards}", flag)

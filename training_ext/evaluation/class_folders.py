@@ -9,7 +9,6 @@ from PIL import Image
 
 from open_clip_ext.errors import InputError
 from training_ext.core.folder_files import IMAGES, describe_left_out, find_files
-from training_ext.core.images import COMPARED, warn_of_images
 from training_ext.evaluation.folders import CLASSNAMES, FORMATS, Shards, Source
 from training_ext.openclip.loading import warn_once
 
@@ -71,12 +70,11 @@ class ClassFolders(Source):
                 pass
 
     def warn(self) -> None:
-        """Warn of images that look otherwise than to the model, and if classnames.txt may list the classes by the
-        numbers in their names, which are in order of text. Tell what is left out."""
+        """Also tell what is left out, and if classnames.txt may list the classes by the numbers in their names, which
+        are in order of text."""
+        super().warn()
         if self.left_out:
             logging.warning(f"{self.flag}: left out of {self.folder!r}: {describe_left_out(self.left_out)}")
-        spread = self.images[:: len(self.images) // COMPARED or 1]
-        warn_of_images(((path, path) for path, _ in spread), self.folder, self.flag)
         by_number = sorted(self.folders, key=in_order_of_numbers)
         if self.lines(CLASSNAMES) and by_number != self.folders:
             line = next(line for line, name in enumerate(self.folders) if name != by_number[line])

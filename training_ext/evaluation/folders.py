@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_ext.errors import InputError
+from training_ext.core.first_look import images_of_shards
+from training_ext.core.images import spread, warn_of_images
 from training_ext.core.tars import headers_of_samples, one_line
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
@@ -112,7 +114,8 @@ class Source:
         return found.hexdigest()[:16]
 
     def warn(self) -> None:
-        """Warn of contents that may not be what is meant."""
+        """Warn of images that look otherwise than to the model, and of contents that may not be what is meant."""
+        warn_of_images(((path, path) for path, _ in spread(self.images)), self.flag)
 
     def wrong(self, what: str) -> InputError:
         """An error that names the flag."""
@@ -179,6 +182,9 @@ class Shards(Source):
 
     def files(self) -> list[str]:
         return self.shards
+
+    def warn(self) -> None:
+        warn_of_images(images_of_shards(self.shards), self.flag)
 
     def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
         number = 0

@@ -5,11 +5,9 @@ import logging
 import os
 from argparse import Namespace
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from training_ext.core.captions import is_empty
 from training_ext.core.keys import open_csv
@@ -27,8 +25,7 @@ class CsvPairs(Source):
         super().__init__(FLAG, args.val_data)
         self.type = "retrieval"
         self.columns = columns = [args.csv_img_key, args.csv_caption_key]
-        read = partial(pd.read_csv, self.folder, sep=args.csv_separator, dtype=str)
-        table = open_csv(args, self.folder, FLAG, read)
+        table = open_csv(args, self.folder, FLAG)
         for column in columns:
             empty = table[column].map(is_empty)
             if empty.any():
@@ -59,6 +56,7 @@ class FolderPairs(Source):
         return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
 
     def warn(self) -> None:
+        super().warn()
         if self.found.left_out:
             logging.warning(f"Left out of {self.folder!r}: {self.found.told()}")
 

@@ -15,13 +15,13 @@ from training_ext.core.captions import SeenCaptions
 from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows
+from training_ext.core.settings import FEWEST_STEPS, recommended_lr_tau
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
 from training_ext.openclip.machine import global_batch
 from training_ext.thin.temperature import trains_logit_scale
 
-FEW_STEPS = 10  # per epoch: with fewer, schedules by epochs and restarts each fifth of an epoch are too coarse
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md
 PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model lost 6 points of R@1 in 500 steps, docs/evidence/flags.md
 LONGER = 8  # times the context length: the longest caption that is measured
@@ -108,11 +108,11 @@ def _of_openclip(args: Namespace, steps: int) -> Iterator[str]:
 
 
 def _on_steps(args: Namespace, steps_per_epoch: int) -> Iterator[str]:
-    if steps_per_epoch < FEW_STEPS:
+    if steps_per_epoch < FEWEST_STEPS:
         yield (
             f"--batch-size: an epoch has only {steps_per_epoch} optimizer step(s), the training "
-            f"{args.epochs * steps_per_epoch}; for {FEW_STEPS} per epoch use a global batch of at most "
-            f"{max(2, steps_per_epoch * global_batch(args) // FEW_STEPS)}"
+            f"{args.epochs * steps_per_epoch}; for {FEWEST_STEPS} per epoch use a global batch of at most "
+            f"{max(2, steps_per_epoch * global_batch(args) // FEWEST_STEPS)}"
         )
 
 
@@ -144,7 +144,7 @@ def _on_temperature(args: Namespace, steps: int) -> Iterator[str]:
     if farthest < USEFUL_MOVE:
         yield (
             f"--lr-tau: at {args.lr_tau:.3g} the temperature cannot fall below {exp(-farthest):.3g} of its initial "
-            f"value in {steps} steps; give about {2 / steps:.1g} (2 / steps), or set --tau-init"
+            f"value in {steps} steps; give about {recommended_lr_tau(steps)} (2 / steps), or set --tau-init"
         )
 
 

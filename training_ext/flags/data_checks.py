@@ -1,7 +1,6 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
 from argparse import Namespace
-from math import ceil
 
 from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
@@ -9,6 +8,7 @@ from open_clip_train.data import expand_urls, get_dataset_size
 from open_clip_ext.errors import InputError
 from training_ext.core.first_look import look_at_shards
 from training_ext.core.folder_files import entries
+from training_ext.core.loss import steps_per_epoch
 from training_ext.core.rows import DataRows, kind_of, read_csv
 from training_ext.core.shard_scan import scan_all
 from training_ext.core.shards import check_missing, local_path, shard_urls
@@ -55,16 +55,6 @@ def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -
             "--batch-size",
         )
     return steps
-
-
-def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
-    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
-    if kind == "webdataset":
-        loaders = max(1, args.workers)
-        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
-    else:
-        batches = ceil(num_samples / world_size) // args.batch_size
-    return batches // args.accum_freq
 
 
 def check_val_data(args: Namespace) -> None:

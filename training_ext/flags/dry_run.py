@@ -18,11 +18,13 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.core.captions import SeenCaptions
-from training_ext.core.loss import build_loss, samples_per_epoch
+from training_ext.core.loss import build_loss, samples_per_epoch, steps_per_epoch
 from training_ext.core.rows import find_rows, kind_of, trains
+from training_ext.core.settings import setting_for
 from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find, resolved_flags
+from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, without_warnings
 from training_ext.openclip.machine import global_batch, world_info
 
@@ -54,10 +56,11 @@ def lines(args: Namespace) -> list[str]:
     if args.loss is not None:
         preflight.check_flags(args)
     samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
-    step_rule = data_checks.steps_per_epoch if args.loss is None else data_checks.check_steps
+    step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
-    text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes), ""]
+    text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]
+    text += [*([] if recipe is not None or args.loss is None else recommended(args, num_rows, steps)), ""]
     if warnings := advise(args, num_rows, steps) + advise_on_captions(args, seen):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
@@ -136,6 +139,13 @@ def schedule(args: Namespace, samples: int, steps: int, processes: int) -> list[
         _item("epochs", passes),
         _item("total", f"{total * batch:,} samples"),
     ]
+
+
+def recommended(args: Namespace, pairs: int, steps: int) -> list[str]:
+    """What docs/settings.md has for so many pairs, to compare."""
+    row = setting_for(pairs, starts_from_weights(args))
+    text = f"for {pairs:,} pairs {row.command(pairs, args.epochs * steps)}, a global batch of at most "
+    return [_item("settings.md", f"{text}{row.largest_batch(pairs):,}" + (f"; {row.note}" if row.note else ""))]
 
 
 def model_on_meta(args: Namespace, name: str, **forced: Any) -> Any:

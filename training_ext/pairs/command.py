@@ -8,6 +8,8 @@ from pathlib import Path
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user, whole_file
+from training_ext.core.loss import steps_per_epoch
+from training_ext.core.settings import setting_for
 from training_ext.evaluation.arguments import Parser
 from training_ext.openclip.machine import check_writable
 from training_ext.pairs.shards import SIZES, pattern, why_unfit
@@ -17,7 +19,8 @@ from training_ext.pairs.writing import REPORT, Job, Report, read_images, write
 
 SHEET, SHOWN, COLUMNS, SHOWN_SIZE = "samples.png", 40, 8, 256
 PER_SHARD, FEWEST_SHARDS = 1000, 8  # shards, so that several loader workers have some
-LARGEST_BATCH, EPOCHS, STEPS, WORKERS = 256, 30, 10, 4  # of the printed training; steps: at least, per epoch
+LARGEST_BATCH, EPOCHS, WORKERS = 256, 30, 4  # of the printed training; batch: of a process
+SHARE, FEWEST_HELD_OUT, LARGEST_SHARE = 0.01, 30, 0.2  # of the images to validate on
 
 
 def parse(argv: list[str]) -> Namespace:
@@ -35,7 +38,8 @@ def parse(argv: list[str]) -> Namespace:
     add("sources", nargs="+", metavar="SOURCE", help=about)
     add("--out", required=True, metavar="SHARDS", help="folder for the shards; a run that was stopped resumes")
     add("--val", nargs="+", metavar="SOURCE", help="sources of the validation pairs, in place of a share")
-    add("--val-share", type=float, default=0.01, metavar="SHARE", help="of the images to validate on (default: 0.01)")
+    default = f"{SHARE}, at least {FEWEST_HELD_OUT} images, but at most {LARGEST_SHARE}"
+    add("--val-share", type=float, metavar="SHARE", help=f"of the images to validate on (default: {default})")
     add("--seed", type=int, default=0, help="of the order and the share (default: 0)")
     add("--size", type=int, metavar="PIXELS", help="shorter side that larger images get (default: bytes are kept)")
     add("--per-shard", type=int, metavar="N", help=f"images per shard (default: {PER_SHARD}, fewer for small data)")
@@ -48,7 +52,7 @@ def parse(argv: list[str]) -> Namespace:
     for flag, value, least in (("--size", args.size, 1), ("--per-shard", args.per_shard, 1)):
         if value is not None and value < least:
             raise InputError(f"{value} is out of range; it must be at least {least}", flag)
-    if not 0 <= args.val_share < 1:
+    if args.val_share is not None and not 0 <= args.val_share < 1:
         raise InputError(f"{args.val_share} is out of range; it must be in [0, 1)", "--val-share")
     return args
 
@@ -78,7 +82,8 @@ def run(argv: list[str]) -> None:
         if not train:
             raise InputError(f"{' '.join(args.val)} has all images; none is left to train on", "--val")
     else:
-        train, val = split(train, args.val_share, args.seed)
+        share = default_share(len(train)) if args.val_share is None else args.val_share
+        train, val = split(train, share, args.seed)
     args.per_shard = args.per_shard or min(PER_SHARD, -(-len(train) // FEWEST_SHARDS))
     try:
         with only_user(out), warnings.catch_warnings():
@@ -86,6 +91,11 @@ def run(argv: list[str]) -> None:
             _write(args, out, train, val, left_out)
     except InUseError as holder:
         raise InputError(f"{args.out!r} is in use by {holder}; let that end, or give another folder", "--out") from None
+
+
+def default_share(images: int) -> float:
+    """What to validate on without `--val-share`."""
+    return min(max(SHARE, FEWEST_HELD_OUT / images), LARGEST_SHARE)
 
 
 def split(pairs: list[Pair], share: float, seed: int) -> tuple[list[Pair], list[Pair]]:
@@ -110,27 +120,45 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
         raise InputError("none of the images can be used: " + " ".join(report.told().split()))
     with whole_file(out / SIZES, text=True) as file:
         json.dump(report.shards, file, indent=1)
-    images = [(found[1], pair) for pair, found in read_images(train[:SHOWN], SHOWN_SIZE, {}) if found is not None]
+    images = []
+    for pair, found in read_images(train[:SHOWN], args.size, {}):
+        if found is not None:
+            image = opened(pair.name, found.data)  # as the model sees it
+            image.thumbnail((SHOWN_SIZE, SHOWN_SIZE))
+            images.append((image, pair.captions[0]))
     if images:
-        draw([(opened(pair.name, data), pair.captions[0]) for data, pair in images], COLUMNS, out / SHEET)
+        draw(images, COLUMNS, out / SHEET)
     print(report.told().encode(errors="replace").decode())  # a file's name may be no text
     print(f"{counts['train']} train and {counts['val']} validation samples; see {out / SHEET} and {out / REPORT}")
-    print(f"to train on them:\n  {training(out, report.shards, jobs)}")
+    if 0 < len(val) < FEWEST_HELD_OUT:
+        error = f"a recall's standard error is up to {50 / len(val) ** 0.5:.0f} points"
+        print(f"fewer than {FEWEST_HELD_OUT} validation images measure nothing, as {error}: give --val or --val-share")
+    note = setting_for(counts["train"]).note
+    print(f"to train on them, with what docs/settings.md has for so many pairs{note and f' ({note})'}:")
+    print(f"  {training(out, report.shards, jobs)}")
 
 
 def training(out: Path, sizes: dict[str, int], jobs: list[Job]) -> str:
     """A training's command line. The numbers of samples are in sizes.json."""
     train = sorted(number for file, number in sizes.items() if file.startswith("train"))
-    workers = min(WORKERS, len(train))
+    workers, pairs = min(WORKERS, len(train)), sum(train)
+    setting = setting_for(pairs)
+    most = setting.largest_batch(pairs)
     # A worker needs a batch in its shards.
-    most = min(LARGEST_BATCH, sum(train[: len(train) // workers]), sum(train) // STEPS)
-    batch = max(2, 1 << max(1, most).bit_length() - 1)
-    parts = ["python -m open_clip_ext.main --loss neuclip --model ViT-B-32"]
+    batch = max(2, 1 << max(1, min(LARGEST_BATCH, sum(train[: len(train) // workers]), most)).bit_length() - 1)
+    accumulated = most // batch if most > LARGEST_BATCH else 1
+    size = Namespace(batch_size=batch, workers=workers, accum_freq=accumulated)
+    steps = EPOCHS * steps_per_epoch(size, "webdataset", pairs, 1)
+    flags = setting.command(pairs, steps)
+    parts = [f"python -m open_clip_ext.main {flags} --model ViT-B-32"]
     for split in ("train", "val"):
         if number := sum(job.split == split for job in jobs):
             parts.append(f"--{split}-data {pattern(out, split, number)}")
     if any(len(pair.captions) > 1 for job in jobs for pair in job.pairs if job.split == "train"):
         parts.append("--captions-field captions")
-    steps = EPOCHS * (sum(train) // batch)
-    parts.append(f"--batch-size {batch} --workers {workers} --epochs {EPOCHS} --warmup {max(1, steps // 10)}")
+    parts.append(f"--batch-size {batch} --workers {workers} --epochs {EPOCHS}")
+    if accumulated > 1:
+        parts.append(f"--accum-freq {accumulated}")
+    if "--warmup" not in flags:
+        parts.append(f"--warmup {max(1, steps // 10)}")
     return " ".join(parts)

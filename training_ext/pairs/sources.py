@@ -4,13 +4,11 @@ import hashlib
 import os
 import threading
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
-
-import pandas as pd
 
 from open_clip_ext.errors import InputError
 from training_ext.core.captions import is_empty
@@ -50,12 +48,12 @@ class Pair:
             with open(self.path, "rb") as file:
                 return file.read()
         with _reading:  # once, whatever the number of threads
-            cell = _cells(self.path, self.column)[self.row]
+            cell = _images(self.path, self.column)[self.row]
         return cell["bytes"] if isinstance(cell, dict) else cell
 
-    def order(self, seed: int) -> tuple[bytes, int]:
+    def order(self, seed: int) -> tuple[bytes, bytes]:
         """By which pairs are shuffled; those whose images are in one parquet stay together, since it is read whole."""
-        return (drawn(seed, self.name), 0) if self.row is None else (drawn(seed, self.path), self.row)
+        return drawn(seed, self.name if self.row is None else self.path), drawn(seed, self.name)
 
 
 def drawn(seed: int, name: str) -> bytes:
@@ -64,7 +62,7 @@ def drawn(seed: int, name: str) -> bytes:
 
 
 def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_out: LeftOut) -> list[Pair]:
-    """The pairs of all sources; those with files of their own are shuffled by `--seed`, a parquet's keep their order.
+    """The pairs of all sources, shuffled by `--seed`; those of a parquet among themselves.
 
     Args:
         left_out: what is no pair is added to it.
@@ -82,8 +80,9 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
         elif path.endswith(".parquet"):
             pairs += _of_parquet(path, args, flag, left_out)
         elif path.endswith((".csv", ".tsv")):
-            table = open_csv(args, path, flag, partial(pd.read_csv, path, sep=args.csv_separator, dtype=str))
-            pairs += _of_table(table, path, args, left_out)
+            table = open_csv(args, path, flag)
+            captions = ([cell] for cell in table[args.csv_caption_key])
+            pairs += _of_table(table[args.csv_img_key], captions, path, left_out)
         else:
             what = "is no folder, .csv, .tsv or .parquet" if os.path.exists(path) else "does not exist"
             raise InputError(f"{path!r} {what}", flag)
@@ -97,14 +96,16 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     return sorted(by_place.values(), key=lambda pair: pair.order(args.seed))
 
 
-def _of_table(table: pd.DataFrame, path: str, args: Namespace, left_out: LeftOut) -> list[Pair]:
-    """Pairs of a table with paths of images, relative to the working directory as in OpenCLIP, or to the table."""
+def _of_table(
+    images: Iterable[Any], captions_of_lines: Iterable[Iterable[Any]], path: str, left_out: LeftOut
+) -> list[Pair]:
+    """Pairs of lines with paths of images, relative to the working directory as in OpenCLIP, or to the table."""
     captions: dict[str, list[str]] = {}
-    for line, (image, cell) in enumerate(zip(table[args.csv_img_key], table[args.csv_caption_key], strict=True)):
+    for line, (image, cells) in enumerate(zip(images, captions_of_lines, strict=True)):
         if is_empty(image):
             left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, line))
         else:
-            captions.setdefault(str(image), []).extend(_texts(cell))
+            captions.setdefault(str(image), []).extend(_texts(cells))
     beside = os.path.dirname(path)
     if any(os.path.exists(image) for image in list(captions)[:100]):
         beside = ""
@@ -119,22 +120,30 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
         from pyarrow import parquet, types
     except ImportError:
         raise InputError(f"{path!r} needs pyarrow; pip install pyarrow, or give a csv", flag) from None
-    names = [args.csv_img_key, args.csv_caption_key]
     try:
         schema = parquet.read_schema(path)
         check_columns(args, schema.names, path)
-        kind = schema.field(args.csv_img_key).type
-        holds_images = types.is_binary(kind) or types.is_large_binary(kind) or types.is_struct(kind)
-        table = pd.read_parquet(path, columns=names[1:] if holds_images else names)
+        of_images, of_captions = (schema.field(name).type for name in (args.csv_img_key, args.csv_caption_key))
+        steps = place_of_text(of_captions)
+        if steps is None and not (types.is_integer(of_captions) or types.is_floating(of_captions)):
+            what = f"{path!r} has {str(of_captions)[:100]} in column {args.csv_caption_key!r}"
+            raise InputError(f"{what}; give one of texts, or of lists or structs with one text", "--csv-caption-key")
+        is_struct = types.is_struct(of_images) and of_images.get_field_index("bytes") >= 0
+        holds_images = is_struct or types.is_binary(of_images) or types.is_large_binary(of_images)
+        if not holds_images and place_of_text(of_images) != ():
+            what = f"{path!r} has {str(of_images)[:100]} in column {args.csv_img_key!r}"
+            raise InputError(f"{what}; give one of paths, of files' bytes, or of structs with `bytes`", "--csv-img-key")
+        captions = [_at(cell, steps or ()) for cell in _cells(path, args.csv_caption_key)]
+        images = _images(path, args.csv_img_key)
     except InputError:
         raise
     except Exception as error:  # pyarrow's own kinds
         raise InputError(f"{path!r} cannot be read: {' '.join(str(error).split())[:200]}", flag) from None
     if not holds_images:
-        return _of_table(table, path, args, left_out)
+        return _of_table(images, captions, path, left_out)
     pairs: dict[bytes, Pair] = {}  # by image
-    for row, (image, cell) in enumerate(zip(_cells(path, args.csv_img_key), table[args.csv_caption_key], strict=True)):
-        if texts := _texts(cell):
+    for row, (image, cells) in enumerate(zip(images, captions, strict=True)):
+        if texts := _texts(cells):
             content = image["bytes"] if isinstance(image, dict) else image
             key = hashlib.sha256(content or str(row).encode()).digest()
             pair = Pair(f"{os.path.basename(path)}:{row}", [], path, row, args.csv_img_key)
@@ -144,12 +153,52 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
     return list(pairs.values())
 
 
-def _texts(cell: Any) -> list[str]:
-    """The captions in a cell, which is one or, in a parquet, a list of them."""
-    cells = [cell] if isinstance(cell, str) or pd.api.types.is_scalar(cell) else list(cell)
+Steps = tuple[str | None, ...]
+"""The way from a cell to its texts: the name of a struct's field, or None for all elements of a list."""
+
+
+def place_of_text(kind: Any) -> Steps | None:
+    """Where cells of an Arrow type have their text; of several places that in the fewest lists, None if there are more.
+
+    So of COCO's and Flickr's structs it is the caption `raw`, not the `tokens`, which are a list.
+    """
+    places = sorted(_places_of_text(kind), key=lambda steps: steps.count(None))
+    if not places or [steps.count(None) for steps in places].count(places[0].count(None)) > 1:
+        return None
+    return places[0]
+
+
+def _places_of_text(kind: Any) -> Iterator[Steps]:
+    from pyarrow import types
+
+    if types.is_struct(kind):
+        for field in kind:
+            yield from ((field.name, *steps) for steps in _places_of_text(field.type))
+    elif types.is_dictionary(kind):  # a categorical column, whose cells are its values
+        yield from _places_of_text(kind.value_type)
+    elif hasattr(kind, "value_type"):
+        yield from ((None, *steps) for steps in _places_of_text(kind.value_type))
+    elif str(kind) in ("string", "large_string", "string_view", "null"):
+        yield ()
+
+
+def _at(cell: Any, steps: Steps) -> Iterator[Any]:
+    if not steps:
+        yield cell
+    elif cell is not None:
+        for one in cell if steps[0] is None else [cell[steps[0]]]:
+            yield from _at(one, steps[1:])
+
+
+def _texts(cells: Iterable[Any]) -> list[str]:
     return [" ".join(str(text).split("\n")).strip() for text in cells if not is_empty(text)]
 
 
-@lru_cache(maxsize=1)
 def _cells(path: str, column: str) -> list[Any]:
-    return pd.read_parquet(path, columns=[column])[column].tolist()
+    """The cells as Python's values; pandas would make 1.0 of an integer 1 if another is missing."""
+    from pyarrow import parquet
+
+    return parquet.ParquetFile(path).read([column]).column(column).to_pylist()
+
+
+_images = lru_cache(maxsize=1)(_cells)

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
+from training_ext.core.images import as_it_looks, changes
 from training_ext.core.shard_scan import usable_cores
 from training_ext.core.tars import one_line
 from training_ext.pairs.shards import SIZES, write_shard
@@ -46,12 +47,16 @@ class Report:
     Args:
         made_of: digest of the pairs and the settings.
         shards: samples of each complete shard.
-        left_out: by reason, how many and the first of them.
+        file_sizes: bytes of each.
+        left_out, changed: by reason, how many and the first of them; changed are those in the shards that reach the
+            model otherwise than they look.
     """
 
     made_of: str
     shards: dict[str, int] = field(default_factory=dict)
+    file_sizes: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, Any] = field(default_factory=dict)
+    changed: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def start(cls, folder: Path, made_of: str, left_out: LeftOut) -> "Report":
@@ -63,7 +68,7 @@ class Report:
         held = [path.name for name in (REPORT, SIZES, "train-*.tar", "val-*.tar") for path in folder.glob(name)]
         if not held:
             report = cls(made_of)
-            report.add(left_out)
+            report.add(left_out, {})
             report.save(folder)  # before the first shard, which a kill may leave alone
             return report
         with suppress(OSError, ValueError, TypeError):
@@ -73,55 +78,83 @@ class Report:
         what = f"{str(folder)!r} has {held[0]}, of other pairs or settings"
         raise InputError(f"{what}; give another folder, or remove this one", "--out")
 
-    def add(self, left_out: LeftOut) -> None:
-        for why, names in left_out.items():
-            entry = self.left_out.setdefault(why, {"number": 0, "first": []})
-            entry["number"] += len(names)
-            entry["first"] = [*entry["first"], *names][:NAMED]
+    def add(self, left_out: LeftOut, changed: LeftOut) -> None:
+        for entries, added in ((self.left_out, left_out), (self.changed, changed)):
+            for why, names in added.items():
+                entry = entries.setdefault(why, {"number": 0, "first": []})
+                entry["number"] += len(names)
+                entry["first"] = [*entry["first"], *names][:NAMED]
+
+    def lost(self, folder: Path) -> list[str]:
+        """The shards that an earlier run wrote and that are no longer there as they were."""
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.tar")}
+        return [name for name in self.shards if name not in sizes or sizes[name] != self.file_sizes.get(name)]
 
     def save(self, folder: Path) -> None:
         with whole_file(folder / REPORT, text=True) as file:
             json.dump(asdict(self), file, indent=1)
 
     def told(self) -> str:
-        """What was left out, a line for each reason."""
-        reasons = (f"  {entry['number']} {why}: {', '.join(entry['first'])}" for why, entry in self.left_out.items())
-        return "\n".join(["left out:", *(reasons if self.left_out else ["  nothing"])])
+        """What was left out and what is changed, a line for each reason."""
+
+        def listed(entries: dict[str, Any]) -> list[str]:
+            return [f"  {entry['number']} {why}: {', '.join(entry['first'])}" for why, entry in entries.items()]
+
+        changed = ["stored as they are, but not what OpenCLIP sees (--size mends them):", *listed(self.changed)]
+        return "\n".join(["left out:", *(listed(self.left_out) or ["  nothing"]), *(changed if self.changed else [])])
 
 
 def write(folder: Path, jobs: list[Job], report: Report, size: int | None) -> None:
-    """Write the shards that the report does not have."""
+    """Write the shards that the report does not have, and those of it that are lost."""
     total = sum(len(job.pairs) for job in jobs)
-    todo = [job for job in jobs if job.file not in report.shards]
+    if lost := report.lost(folder):
+        print(f"missing or changed since they were written, so written again: {', '.join(lost)}")
+    todo = [job for job in jobs if job.file not in report.shards or job.file in lost]
     before = total - sum(len(job.pairs) for job in todo)
     with tqdm(total=total, initial=before, desc="Writing shards", unit="image", disable=not todo) as bar:
         for job in todo:
             left_out: LeftOut = {}
-            report.shards[job.file] = write_shard(folder / job.file, _samples(job, size, left_out, bar))
-            report.add(left_out)
+            changed: LeftOut = {}
+            samples = write_shard(folder / job.file, _samples(job, size, left_out, changed, bar))
+            if job.file not in report.shards:  # else they are counted
+                report.add(left_out, changed)
+            report.shards[job.file] = samples
+            report.file_sizes[job.file] = (folder / job.file).stat().st_size
             report.save(folder)
 
 
-def _samples(job: Job, size: int | None, left_out: LeftOut, bar: tqdm) -> Iterator[dict[str, Any]]:
+def _samples(
+    job: Job, size: int | None, left_out: LeftOut, changed: LeftOut, bar: tqdm
+) -> Iterator[dict[str, Any]]:
     """To train on a sample of each image, which has all its captions; to validate one of each caption, as OpenCLIP
     compares pairs."""
     for place, (pair, found) in enumerate(read_images(job.pairs, size, left_out)):
         bar.update()
         if found is None:
             continue
-        suffix, data = found
+        for change in found.changes:
+            changed.setdefault(change, []).append(pair.name)
         fields = json.dumps({"captions": pair.captions, "source": pair.name}).encode()
         for number, caption in enumerate(pair.captions[:1] if job.split == "train" else pair.captions):
             key = f"{job.number:06d}{place:06d}" + (f"-{number}" if number else "")
-            yield {"__key__": key, suffix: data, "txt": caption.encode(errors="replace"), "json": fields}
+            yield {"__key__": key, found.suffix: found.data, "txt": caption.encode(errors="replace"), "json": fields}
+
+
+@dataclass(frozen=True)
+class StoredImage:
+    """The file of an image in a shard, and what OpenCLIP changes in it."""
+
+    suffix: str
+    data: bytes
+    changes: tuple[str, ...] = ()
 
 
 def read_images(
     pairs: list[Pair], size: int | None, left_out: LeftOut
-) -> Iterator[tuple[Pair, tuple[str, bytes] | None]]:
-    """Each pair with suffix and bytes of its image; None for one that cannot be used, which is added to `left_out`."""
+) -> Iterator[tuple[Pair, StoredImage | None]]:
+    """Each pair with its image in a shard; None for one that cannot be used, which is added to `left_out`."""
 
-    def read(pair: Pair) -> tuple[str, bytes] | Exception:
+    def read(pair: Pair) -> StoredImage | Exception:
         try:
             return stored(pair.read(), size)
         except Exception as error:  # image libraries may raise anything
@@ -141,10 +174,8 @@ class OtherFormatError(Exception):
     """OpenCLIP does not look for images of this format in shards."""
 
 
-def stored(data: bytes, size: int | None) -> tuple[str, bytes]:
-    """Suffix and bytes of an image in a shard: as they are, or scaled down to the shorter side `size`.
-
-    A scaled one has its EXIF orientation applied and is on white where it was transparent, since OpenCLIP does neither.
+def stored(data: bytes, size: int | None) -> StoredImage:
+    """An image in a shard: as it is, or as it looks, scaled down to the shorter side `size`.
 
     Raises:
         OtherFormatError: shards cannot hold it as it is.
@@ -155,18 +186,14 @@ def stored(data: bytes, size: int | None) -> tuple[str, bytes]:
         if size is None:
             if opened.format not in KEPT:
                 raise OtherFormatError(opened.format)
-            return KEPT[opened.format], data
-        image = ImageOps.exif_transpose(opened)
-        if image.has_transparency_data:
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        image = image.convert("RGB")
+            return StoredImage(KEPT[opened.format], data, tuple(changes(opened)))
+        image = as_it_looks(opened)
         scale = size / min(image.size)
         if scale < 1:
             image = image.resize([max(1, round(scale * side)) for side in image.size], Image.Resampling.BICUBIC)
         stream = io.BytesIO()
         if opened.format in LOSSY:
             image.save(stream, "JPEG", quality=95)
-            return "jpg", stream.getvalue()
+            return StoredImage("jpg", stream.getvalue())
         image.save(stream, "PNG")
-        return "png", stream.getvalue()
+        return StoredImage("png", stream.getvalue())
