@@ -76,14 +76,13 @@ def _run(argv: list[str]) -> Trained:
     from training_ext.openclip import hosts
     from training_ext.thin.hosts import cannot_import
 
-    hosts.installed()
+    hosts.host()
     try:
         from training_ext import launch, seams
         from training_ext.flags import params, preflight, recipes
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
-        hosts.choose(args.legacy_loop)
         launch.check_seams()
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
@@ -217,7 +216,7 @@ def run_module(name: str, argv: list[str] | None) -> int:
         from training_ext.openclip import hosts
         from training_ext.thin.hosts import cannot_import
 
-        hosts.installed()
+        hosts.host()
         try:
             module = importlib.import_module(name)
         except ImportError as error:

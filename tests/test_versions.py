@@ -18,7 +18,7 @@ from open_clip_ext.metrics_file import read_metrics
 TRAINING = Path(__file__).parent / "training_ext"
 WHEEL = "OPEN_CLIP_WHEEL"  # of OpenCLIP's main branch, which is not on PyPI
 VERSIONS = [
-    "2.29.0", "2.32.0", pytest.param(WHEEL, id="wheel"), pytest.param(f"{WHEEL} --legacy-loop", id="wheel-legacy")
+    "2.29.0", "2.32.0", pytest.param(WHEEL, id="wheel")
 ]
 CHOSEN = (
     "test_midepoch.py::test_a_run_stopped_at_a_step_equals_an_uninterrupted_one[neuclip-csv-0---precision bf16-8]",
@@ -43,24 +43,23 @@ FLAGS = "--dataset-type shapes --train-num-samples 48 --loss fastclip-v3 --lr 1e
 pytestmark = pytest.mark.slow
 
 
-def environment(*first: Path, loop: str = "") -> dict[str, str]:
-    """With `first` on the path before what is installed; `loop` may be --legacy-loop."""
+def environment(*first: Path) -> dict[str, str]:
+    """With `first` on the path before what is installed."""
     root = TRAINING.parents[1]
     path = map(str, [*first, root, root / "examples" / "data", TRAINING])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "OPEN_CLIP_LOOP": loop}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def other(request, tmp_path_factory) -> dict[str, str]:
     """The environment of another OpenCLIP."""
-    version, _, loop = request.param.partition(" ")
-    package = f"open_clip_torch=={version}"
-    if version == WHEEL and not (package := os.environ.get(WHEEL, "")):
+    package = f"open_clip_torch=={request.param}"
+    if request.param == WHEEL and not (package := os.environ.get(WHEEL, "")):
         pytest.skip(f"{WHEEL} in the environment names no wheel of OpenCLIP's main branch")
     folder = tmp_path_factory.mktemp("open_clip")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), package]
     subprocess.run(pip, check=True)
-    return environment(folder, loop=loop)
+    return environment(folder)
 
 
 def train(folder: Path, environment: dict[str, str]) -> list[float]:
@@ -108,8 +107,6 @@ def test_the_losses_are_those_of_the_installed_open_clip(other, losses, tmp_path
 
 
 def test_the_core_trains_with_the_losses_of_the_installed_open_clip(other, tmp_path):
-    if other["OPEN_CLIP_LOOP"]:
-        pytest.skip("the core has no legacy loop")
     expected, found = (tmp_path / name for name in ("installed", "other"))
     expected.mkdir()
     found.mkdir()

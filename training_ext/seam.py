@@ -34,9 +34,7 @@ class Seam:
     for_ext_loss: bool = False
     loop: str | None = None
 
-    def of(self, host: Host) -> "Seam | None":
-        """The row with the names of the installed OpenCLIP filled in; None if it has no such name."""
+    def of(self, host: Host) -> "Seam":
+        """The row with the names of the installed OpenCLIP filled in."""
         names = asdict(host)
-        if names.get(self.path.strip("{}"), "") is None:
-            return None
         return replace(self, module=self.module.format(**names), path=self.path.format(**names))

@@ -6,7 +6,6 @@ is changed or copied.
 """
 
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from inspect import isfunction
 
@@ -14,12 +13,14 @@ from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoin
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import LEGACY, host
-from training_ext.openclip.loading import load_weights, without_remote_code
 from training_ext.run import FEATURES
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import Session
 from training_ext.task_seams import TASK_SEAMS
+from training_ext.thin.component import registry
+from training_ext.thin.hosts.both import data_parallel
 from training_ext.thin.patching import look_up, replaced
+from training_ext.thin.seam import replacements
 
 SEAMS = (
     Seam(
@@ -33,13 +34,6 @@ SEAMS = (
         why="processes started with another loss or other data must be detected before they train together",
         contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
         replacement=lambda original, session: partial(session.init_distributed, original),
-    ),
-    Seam(
-        "open_clip_train.distributed", "torch.distributed.init_process_group",
-        why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
-        contract="init_distributed_device starts the processes by init_process_group(backend=, init_method=, ...)",
-        replacement=lambda original, session: partial(original, timeout=timedelta(hours=2)),
-        for_ext_loss=True,
     ),
     Seam(
         MAIN, "get_latest_checkpoint",
@@ -59,7 +53,7 @@ SEAMS = (
         MAIN, "torch.nn.parallel.DistributedDataParallel",
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
         contract="main wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
-        replacement=lambda original, session: session.cpu_ready(original),
+        replacement=data_parallel,
         loop=LEGACY,
     ),
     Seam(
@@ -67,12 +61,6 @@ SEAMS = (
         why="--dataset-type shapes and folder; the data sets are built with the names below replaced",
         contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, tokenizer=)",
         replacement=lambda original, session: partial(session.data.dataset_fn, original, partial(scoped, session)),
-    ),
-    Seam(
-        SHARDS, "{shards_builder}",
-        why="the same for shards",
-        contract="get_data builds data sets of shards by this function",
-        replacement=lambda original, session: partial(session.data.build_dataset, original, partial(scoped, session)),
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -115,11 +103,10 @@ SEAMS = (
     ),
     Seam(
         SHARDS, "wds.decode",
-        why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use; and counts what "
-        "cannot be decoded",
+        why="counts what cannot be decoded",
         contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
         replacement=lambda original, session: session.data.decode(original),
-        scopes=(TRAIN_DATA, VAL_DATA),
+        scopes=(TRAIN_DATA,),
         loop=LEGACY,
     ),
     Seam(
@@ -209,20 +196,6 @@ SEAMS = (
         loop=LEGACY,
     ),
     Seam(
-        "open_clip.factory", "torch.load",
-        why="where reading fails by a TypeError, OpenCLIP leaves it to torch's default whether the file's pickles are "
-        "run; and weights that cannot be read end in one line",
-        contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
-        replacement=lambda original, session: load_weights,
-    ),
-    Seam(
-        "open_clip.factory", "HFTokenizer",
-        why="a hub folder's configuration may ask for a tokenizer with code of its own, and one that cannot be loaded "
-        "ends in one line",
-        contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
-        replacement=lambda original, session: without_remote_code(original),
-    ),
-    Seam(
         MAIN, "get_data",
         why="every process needs the row of every sample before it builds its loader; the tokenizer for evaluations; "
         "one's own classes must make OpenCLIP evaluate",
@@ -268,27 +241,20 @@ SEAMS = (
         "what it returns to metrics",
         replacement=lambda original, session: partial(session.evaluations.zero_shot, original),
     ),
-    Seam(
-        "open_clip_train.zero_shot", "float",
-        why="from NumPy 2.4 on, float refuses an array with one element in a dimension",
-        contract="accuracy makes a number of each of its arrays of one element by float(array), and nothing else there "
-        "uses float",
-        replacement=lambda original, session: lambda array: array.item(),
-        loop=LEGACY,
-    ),
     *TASK_SEAMS,
 )
 
 
 def seams() -> tuple[Seam, ...]:
-    """The rows of the table for the chosen training loop, with its names filled in."""
-    found = (seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
-    return tuple(seam for seam in found if seam is not None)
+    """The rows of the table for the installed training loop, with its names filled in."""
+    return tuple(seam.of(host()) for seam in SEAMS if seam.loop in (None, host().loop))
 
 
 def listing() -> str:
-    """The table for the chosen training loop, and the features that answer each event."""
-    rows = [f"{seam.module}.{seam.path}\n    {seam.why}" for seam in seams()]
+    """The table for the installed training loop, with its components', and the features that answer each event."""
+    names = [(f"{seam.module}.{seam.path}", seam.why) for seam in seams()]
+    names += [(seam.name, seam.why) for kind in registry().values() for seam in kind.seams]
+    rows = [f"{name}\n    {why}" for name, why in names]
     events = [name for name, event in vars(Feature).items() if isfunction(event) and not name.startswith("_")]
     listeners = {
         name: [feature.__name__ for feature in FEATURES if getattr(feature, name) is not getattr(Feature, name)]
@@ -299,6 +265,11 @@ def listing() -> str:
 
 
 def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
-    """A context in which the names of `scope` are replaced."""
-    chosen = [s for s in seams() if scope in s.scopes and (session.args.uses_ext_loss or not s.for_ext_loss)]
-    return replaced({(s.module, s.path): s.replacement(look_up(s.module, s.path), session) for s in chosen})
+    """A context in which the names of `scope` are replaced, by components first."""
+    values = replacements(((seam, owner) for owner in session.components for seam in owner.seams), scope)
+    for seam in seams():
+        if scope in seam.scopes and (session.args.uses_ext_loss or not seam.for_ext_loss):
+            place = seam.module, seam.path
+            original = values[place] if place in values else look_up(*place)
+            values[place] = seam.replacement(original, session)
+    return replaced(values)

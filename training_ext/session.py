@@ -34,6 +34,7 @@ from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
+from training_ext.thin.component import Components, choose, registry
 from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 IMAGENET_V2 = "imagenet-v2"
@@ -54,6 +55,7 @@ class Session:
     ):
         self.args = args
         self.run = Run(args)
+        self.components = Components(choose(registry(), args.without), args)
         self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
         watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
@@ -78,15 +80,6 @@ class Session:
         if args.loss is not None and args.distributed and not args.horovod:
             check_alike(args, self.data.rows)
         return device
-
-    @staticmethod
-    def cpu_ready(original: Any) -> type:
-        class DistributedDataParallel(original):
-            def __init__(self, module: torch.nn.Module, device_ids: list | None = None, **kwargs: Any):
-                on_cpu = next(module.parameters()).device.type == "cpu"
-                super().__init__(module, device_ids=None if on_cpu else device_ids, **kwargs)
-
-        return DistributedDataParallel
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         if not self._has_model and self._alone is not None:

@@ -5,13 +5,14 @@ from functools import partial
 from training_ext.core.data_seams import TRAIN_DATA
 from training_ext.openclip.hosts import TASKS
 from training_ext.seam import MAIN, SHARDS, TRAIN, Seam
+from training_ext.thin.hosts.both import data_parallel
 
 TASK_SEAMS = (
     Seam(
         "open_clip.task.base_task", "torch.nn.parallel.DistributedDataParallel",
         why="OpenCLIP passes device_ids also on CPU, where DistributedDataParallel refuses it",
         contract="prepare_distributed wraps the model by DistributedDataParallel(model, device_ids=[device], ...)",
-        replacement=lambda original, session: session.cpu_ready(original),
+        replacement=data_parallel,
         loop=TASKS,
     ),
     Seam(

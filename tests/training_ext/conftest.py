@@ -19,13 +19,10 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.metrics_file import read_metrics
-from training_ext.openclip.hosts import TASKS, choose, host
+from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_plain
 
 torch.set_num_threads(1)
-# --legacy-loop in OPEN_CLIP_LOOP trains all tests by the other loop of OpenCLIP 4.x, see `test_versions`.
-LOOP = os.environ.get("OPEN_CLIP_LOOP", "")
-choose(legacy=bool(LOOP))
 # A fifth of the time of ViT-shapes-tiny, most of which goes into the optimizer's steps on the token embedding.
 open_clip.add_model_config(Path(__file__).parent / "model_configs")
 # Its list of merges takes a sixth of a short run.
@@ -58,8 +55,7 @@ def run_main(main, arguments: str, folder: Path) -> int:
     logging.root.handlers.clear()
     others = set(multiprocessing.active_children())
     try:
-        loop = LOOP.split() if main is ext_main else []
-        return main([*TINY.split(), *loop, *arguments.split(), "--logs", str(folder)])
+        return main([*TINY.split(), *arguments.split(), "--logs", str(folder)])
     finally:
         for handler in logging.root.handlers:
             handler.close()

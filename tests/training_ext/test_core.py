@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import re
 import sys
+import types
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +12,10 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
-from conftest import LOOP, Experiment, ext_main, run_main
+from conftest import Experiment, ext_main, run_main
 from torch.nn.functional import cross_entropy
 
+import training_ext.components
 import training_ext.thin
 from open_clip_ext.options import option
 from training_ext.thin import component, hosts, run, seam
@@ -20,7 +23,6 @@ from training_ext.thin.component import Component
 from training_ext.thin.seam import Seam
 from training_ext.thin.state import KEY
 
-pytestmark = pytest.mark.skipif(bool(LOOP), reason="the core has no legacy loop")
 ROOT = Path(__file__).parents[2]
 ROWS = 24
 # Each epoch is one step of all samples, so that their order and what a process gets of them do not matter; of whole
@@ -216,7 +218,7 @@ def test_nothing_is_replaced_but_the_seams(run, data, register):
     Spy.before, Spy.changed = {name: dict(vars(sys.modules[name])) for name in modules}, set()
     run("spied", f"--with spy --loss neuclip {data['shards']} {WHOLE} --epochs 1")
     seams = hosts.installed().SEAMS
-    assert Spy.changed == {seam.name for seam in seams if seam.scope == "run"}
+    assert Spy.changed == {seam.name for seam in seams if "run" in seam.scopes}
     assert len(seams) <= 14
 
 
@@ -444,3 +446,53 @@ def test_a_broken_package_is_left_out_with_a_warning(tmp_path, monkeypatch, capl
     assert "x" not in component.registry()
     component.registry.cache_clear()
     assert "The component 'x' (no_such_module:X) is left out: ModuleNotFoundError" in caplog.text
+
+
+# Built-in components
+
+
+def test_components_are_found_by_their_folder():
+    folder = Path(training_ext.components.__file__).parent
+    names = {path.stem for path in folder.iterdir()} - {"__init__", "__pycache__"}
+    assert {kind.name for kind in component.registry().values() if kind.__module__.startswith("training_ext")} == names
+
+
+def test_every_component_keeps_its_contracts():
+    seams = [seam for kind in component.registry().values() for seam in kind.seams]
+    assert seams and [seam.broken() for seam in seams] == [None] * len(seams)
+
+
+def without(module: str, name: str, monkeypatch) -> None:
+    """Rename an identifier in a copy of a module of OpenCLIP's, which is imported in its place."""
+    original = importlib.import_module(module)
+    source = Path(original.__file__).read_text()
+    assert re.search(rf"\b{name}\b", source)
+    renamed = types.ModuleType(module)
+    renamed.__file__ = original.__file__
+    monkeypatch.setitem(sys.modules, module, renamed)
+    exec(compile(re.sub(rf"\b{name}\b", f"{name}_renamed", source), original.__file__, "exec"), vars(renamed))
+    package, _, child = module.rpartition(".")
+    monkeypatch.setattr(sys.modules[package], child, renamed)
+
+
+@pytest.mark.parametrize(
+    "module, name, kind",
+    [
+        ("open_clip.factory", "load_state_dict", "safe_reading"),
+        ("open_clip.factory", "get_tokenizer", "safe_reading"),
+        ("open_clip_train.zero_shot", "accuracy", "numpy_scalars"),
+        ("open_clip_train.distributed", "init_distributed_device_so", "process_timeout"),
+    ],
+)
+def test_a_renamed_name_costs_a_convenience_or_is_refused(refused, run, data, monkeypatch, capsys, module, name, kind):
+    """Of the whole path, in which the components are by default."""
+    if not component.registry()[kind].seams:
+        pytest.skip("not needed with this OpenCLIP")
+    without(module, name, monkeypatch)
+    flags = f"--loss fastclip-v3 {data['csv']} {WHOLE} --epochs 1"
+    if component.registry()[kind].may_be_off:
+        run("off", flags)
+        assert f"Without {kind}: there is no {module}.{name}" in capsys.readouterr().err
+    else:
+        assert refused(flags).endswith(f"there is no {module}.{name}; give --without {kind}")
+        run("without", f"{flags} --without {kind}")

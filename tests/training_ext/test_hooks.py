@@ -58,6 +58,8 @@ def test_names_are_replaced_in_their_scope_only(scope, loss):
         changed = {(s.module, s.path) for s in seams() if look_up(s.module, s.path) != before[s.module, s.path]}
         assert torch.save is before[host().main, "torch.save"]  # of others than OpenCLIP's main
     expected = {(s.module, s.path) for s in seams() if scope in s.scopes and (loss or not s.for_ext_loss)}
+    of_components = {(s.module, s.path) for owner in session.components for s in owner.seams if scope in s.scopes}
+    expected |= of_components & {(s.module, s.path) for s in seams()}
     assert changed == expected
     assert names() == before
 

@@ -98,7 +98,7 @@ def test_a_damaged_checkpoint_behind_a_url(trained, capsys):
 
 
 def test_weights_that_open_clip_loads_itself_are_verified_too(trained):
-    from training_ext.openclip.loading import load_weights
+    from training_ext.components.safe_reading import load_weights
 
     path, record = list(trained.items())[2]
     with pytest.raises(ValueError, match=f"its record '{record}' is damaged"):

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from conftest import LOOP, TINY
+from conftest import TINY
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.main import main
@@ -184,6 +184,6 @@ OTHERS = [
 def test_what_else_is_refused(capsys, tmp_path, datasets, arguments, line):
     """By the whole command, and nothing is written."""
     logs = "" if "--logs" in arguments else f" --logs {tmp_path}"
-    assert main(f"{TINY} {LOOP} {arguments}{logs}".format(**datasets).split()) == 2
+    assert main(f"{TINY} {arguments}{logs}".format(**datasets).split()) == 2
     error = capsys.readouterr().err.strip()
     assert re.fullmatch(f"open_clip_ext: error: {line}.*", error.splitlines()[-1]) and not list(tmp_path.iterdir())

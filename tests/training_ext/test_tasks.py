@@ -1,10 +1,10 @@
-"""The task loop of OpenCLIP 4.x: what the legacy loop does it does, in DistributedDataParallel and FSDP2, too."""
+"""The task loop of OpenCLIP 4.x, in DistributedDataParallel and FSDP2, too."""
 
 from argparse import Namespace
 
 import pytest
 import torch
-from conftest import LOOP, LOSSES, Experiment, ext_main, run_main
+from conftest import LOSSES, Experiment, ext_main, run_main
 from test_training import same
 from torch.nn.functional import normalize
 
@@ -13,42 +13,13 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext.core import checkpoint_files
 from training_ext.core.checkpoint import KEY, SHARDED
 from training_ext.core.checkpoint_files import bring_up_to_date, resumed_path
-from training_ext.openclip.hosts import TASKS, choose, host
+from training_ext.openclip.hosts import TASKS, host
 
 in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no task loop")
 # Each epoch is one step of all samples, so that their order and what a process gets of them do not matter.
 ONE_STEP = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 4 --warmup 1 --loss fastclip-v3"
 # Adam divides gradients by themselves, rounding by rounding; this one shows the gradients.
 BY_GRADIENTS = f"{ONE_STEP} --opt timm/sgd --momentum 0.9 --lr 0.1"
-
-
-@pytest.fixture(autouse=True)
-def loop():
-    yield
-    choose(legacy=bool(LOOP))  # a run has chosen one
-
-
-@in_tasks
-@pytest.mark.parametrize(
-    "loss, data, extra",
-    [
-        ("neuclip", "csv", ""),
-        ("fastclip-v3", "shards", "--accum-freq 2"),
-        ("isogclr", "shapes", "--accum-freq 3"),
-        ("queue", "shards", ""),
-        ("fastclip-v3", "csv", "--torchcompile --torchcompile-backend eager"),
-    ],
-)
-def test_losses_and_weights_are_the_legacy_loops(run, datasets, loss, data, extra):
-    """Without weight decay: the loops decay other weights."""
-    common = f"{datasets[data]} {LOSSES[loss]} --workers 0 --epochs 2 --lr 1e-3 --wd 0"
-    tasks = run("tasks", f"{common} {extra}")
-    # The legacy loop has no backend to choose.
-    legacy = run("legacy", f"{common} {extra if 'compile' not in extra else ''} --legacy-loop")
-    assert len(tasks.logged()) >= 4 and tasks.logged() == legacy.logged()
-    ours, theirs = tasks.checkpoint(2), legacy.checkpoint(2)
-    same(ours["state_dict"], theirs["state_dict"])
-    same(ours["optimizer"][KEY], theirs["optimizer"][KEY])
 
 
 def weights_of(checkpoint: dict) -> dict[str, torch.Tensor]:
@@ -102,7 +73,6 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
     [
         ("--fsdp --osr-epochs 1", ["--osr-epochs: 1 with --fsdp"]),
         ("--use-naflex", ["--use-naflex", "not followed"]),
-        ("--legacy-loop --fsdp", ["--fsdp", "not followed", "legacy_main"]),
     ],
 )
 def test_what_cannot_be_carried_is_refused(refused, monkeypatch, datasets, flags, parts):
@@ -114,10 +84,9 @@ def test_what_cannot_be_carried_is_refused(refused, monkeypatch, datasets, flags
 
 
 @in_tasks
-@pytest.mark.parametrize("flag", ["", "--legacy-loop"])
-def test_ones_own_zero_shot_evaluation(run, datasets, flag):
+def test_ones_own_zero_shot_evaluation(run, datasets):
     """With validation data and without ImageNet, for which alone the task loop has an evaluation of its own."""
-    flags = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 1 --val-num-samples 16 {flag}"
+    flags = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --epochs 1 --val-num-samples 16"
     experiment = run("x", f"{flags} --keep-best shapes-zeroshot-top1")
     (evaluated,) = read_metrics(experiment.path, "eval")
     assert "shapes-zeroshot-top1" in evaluated and (experiment.path / "best.pt").exists()
@@ -188,8 +157,6 @@ def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path):
     [
         ("--opt-fallback-list x", ["--opt-fallback-list", "timm"]),
         ("--opt-kwargs nonsense=1", ["--opt-kwargs", "unexpected keyword"]),
-        ("--opt-kwargs nonsense=1 --legacy-loop", ["--opt-kwargs", "unexpected keyword"]),
-        ("--opt nadamw --legacy-loop", ["nadamw"]),
     ],
 )
 def test_flags_of_the_optimizer_that_cannot_work(fails, datasets, flags, parts):
@@ -198,21 +165,11 @@ def test_flags_of_the_optimizer_that_cannot_work(fails, datasets, flags, parts):
 
 
 @in_tasks
-@pytest.mark.parametrize("flags", ["--opt nadamw", "--opt timm/adamw", "--opt timm/adamw --legacy-loop"])
+@pytest.mark.parametrize("flags", ["--opt nadamw", "--opt timm/adamw"])
 def test_optimizers_of_open_clip_4(datasets, tmp_path, flags):
     command = f"--dataset-type shapes --train-num-samples 16 --loss fastclip-v3 --workers 0 --lr 1e-3 --name x {flags}"
     assert not run_main(ext_main, f"{command} --epochs 1", tmp_path)
     assert not run_main(ext_main, f"{command} --epochs 2 --resume latest", tmp_path)
-
-
-@in_tasks
-def test_checkpoints_of_the_other_loop(refused, datasets, tmp_path):
-    common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0"
-    for name, flag in (("tasks", ""), ("legacy", "--legacy-loop")):
-        assert not run_main(ext_main, f"{common} --epochs 1 {flag} --name {name}", tmp_path)
-    for name, flag, advice in (("tasks", "--legacy-loop", "leave out"), ("legacy", "", "add --legacy-loop")):
-        line = refused(f"{common} --epochs 2 {flag} --resume {tmp_path}/{name}/checkpoints/epoch_1.pt")
-        assert "--resume" in line and advice in line, line
 
 
 @in_tasks
@@ -224,9 +181,3 @@ def test_a_folder_of_shards_that_is_not_complete(refused, datasets, tmp_path, mo
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 --resume {tmp_path}/epoch_1"
     assert "is not a complete checkpoint: it has no _metadata_extra.pt" in refused(f"{common} --fsdp")
     assert "is a folder of shards" in refused(common)
-
-
-@pytest.mark.skipif(host().loop == TASKS, reason="this OpenCLIP has two loops")
-def test_there_is_no_other_loop(refused, datasets):
-    line = refused(f"{datasets['shapes']} --loss neuclip --legacy-loop")
-    assert "--legacy-loop" in line and "one training loop; leave it out" in line

@@ -24,7 +24,6 @@ from training_ext.core.tags import KEY, NUMBER, ROW, Tags
 from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
 from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.openclip.hosts import host
-from training_ext.openclip.loading import decode_pairs
 
 TRAIN_DATA, VAL_DATA = "train data", "validation data"
 
@@ -170,8 +169,6 @@ class DataSeams:
         return ShardRows(shards, self.watch.skip_shard, self.watch.end_shard, key, self._recaption)
 
     def decode(self, original: Callable) -> Callable:
-        if self._building == VAL_DATA:
-            return decode_pairs(original)
         return Decode(original, self.watch, self.args.batch_size)
 
     def decode_images(self, original: Callable) -> Callable:

@@ -9,6 +9,7 @@ from typing import Any
 from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
+from training_ext.components.safe_reading import decode_pairs
 from training_ext.core.captions import captions_of_samples, draw_from_lines, is_empty
 from training_ext.core.keys import read_table
 from training_ext.core.rows import shapes_dataset
@@ -16,7 +17,6 @@ from training_ext.core.shard_rows import ShardRows
 from training_ext.core.shards import Shards
 from training_ext.core.tags import ROW, Tags
 from training_ext.openclip.hosts import host
-from training_ext.openclip.loading import decode_pairs
 from training_ext.thin.patching import replaced
 
 Report = Callable[[str], object]

@@ -10,10 +10,11 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
+from training_ext.components.safe_reading import PAIR_MEMBERS
 from training_ext.core.captions import JsonCaptions, is_empty
 from training_ext.core.pair_folders import place_of
 from training_ext.core.tars import one_line
-from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
+from training_ext.openclip.loading import missing_of
 
 NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)
 """Why a sample is left out."""
@@ -105,7 +106,7 @@ class Decode:
 
     def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
         """As webdataset's `decode`; the given error handler is replaced by the count."""
-        return partial(self._run, partial(self.decode, *handlers, only=PAIR_MEMBERS))
+        return partial(self._run, partial(self.decode, *handlers))
 
     def _run(self, decode: Callable, samples: Iterator[dict]) -> Iterator[dict]:
         def skip(error: Exception) -> bool:

@@ -134,6 +134,8 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--list-recipes", **prints, help="print every recipe in a line, and exit")
         group.add_argument("--bare", action="store_true", help="train by the core alone, which has few of these flags")
         group.add_argument("--with", dest="added", metavar="NAME", help="the same, with this component")
+        without: dict[str, Any] = {"action": "append", "default": []}
+        group.add_argument("--without", metavar="NAME", **without, help="train without this component")
         group.add_argument(
             "--dry-run",
             action="store_true",
@@ -144,11 +146,6 @@ class Parser(argparse.ArgumentParser):
             for option in owner.options:
                 add_option(under(owner.topic), option)
         group = under("the run")
-        group.add_argument(
-            "--legacy-loop",
-            action="store_true",
-            help="with OpenCLIP 4.x, train with its legacy_main instead of its task loop",
-        )
         group.add_argument(
             "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"
         )

@@ -9,6 +9,7 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
 from training_ext.openclip.loading import load_mapped
+from training_ext.thin.state import check_optimizer
 from training_ext.thin.temperature import trains_logit_scale
 
 
@@ -34,31 +35,8 @@ def check_resumed(path: str, args: Namespace) -> None:
     epoch = content["epoch"]
     if isinstance(epoch, int) and epoch >= args.epochs and args.resume != "latest":  # a requeued job may be done
         raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")
-    _check_loop(path, content, args)
+    check_optimizer(path, content, host().loop == TASKS, bool(shards_model(args)))
     _check_temperature(path, content, args)
-
-
-def _check_loop(path: str, content: dict[str, Any], args: Namespace) -> None:
-    """Another loop's optimizer has its parameters in another order; under FSDP they are given by name."""
-    by_tasks = "global_step" in content
-    if by_tasks != (host().loop == TASKS):
-        right = "add --legacy-loop"
-        if by_tasks:
-            right = "leave out --legacy-loop" if args.legacy_loop else "resume it with open_clip_torch 4"
-        raise InputError(
-            f"{path!r} was written by {'the task loop' if by_tasks else 'the legacy loop'}, whose optimizer has "
-            f"another order; {right}, or give it as --pretrained for its weights only",
-            "--resume",
-        )
-    groups = content.get("optimizer", {}).get("param_groups") or [{"params": []}]
-    sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
-    if sharded != bool(shards_model(args)):
-        right = "train with it on several processes" if sharded else "leave it out"
-        raise InputError(
-            f"{path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "
-            "--pretrained for its weights only",
-            "--resume",
-        )
 
 
 def _check_temperature(path: str, content: dict[str, Any], args: Namespace) -> None:

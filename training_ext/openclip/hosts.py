@@ -8,13 +8,14 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.openclip.machine import world_info
-from training_ext.thin.hosts import open_clip_version
+from training_ext.thin.hosts import open_clip_version, release
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
@@ -29,7 +30,6 @@ class Host:
         loop: LEGACY or TASKS.
         main, train: modules of the command and of its epochs.
         shards: the module that builds the pipeline of shards.
-        shards_builder: name in it of the data set's builder, where `get_data` does not find it by `get_dataset_fn`.
         sample_filter: name in it of the filter of samples.
         builds_filter: whether the filter is a class to be instantiated, not a function.
         zero_shot: the function of the epochs' module that `evaluate` calls whatever the data.
@@ -43,7 +43,6 @@ class Host:
     main: str = "open_clip_train.main"
     train: str = "open_clip_train.train"
     shards: str = "open_clip_train.data"
-    shards_builder: str | None = None
     sample_filter: str = "filter_no_caption_or_no_image"
     builds_filter: bool = False
     zero_shot: str = "zero_shot_eval"
@@ -86,10 +85,9 @@ class Host:
             raise InputError(f"{args.dataset_type} has no images; give webdataset or csv", "--dataset-type")
 
 
-# They rename the members of shards, which `ShardRows` and `loading.PAIR_MEMBERS` fix.
+# They rename the members of shards, which `ShardRows` and `safe_reading.PAIR_MEMBERS` fix.
 OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
 
-# If several support a version, the first is used.
 HOSTS = (
     Host(versions=((2, 26), (4, 0))),
     Host(
@@ -106,24 +104,6 @@ HOSTS = (
             *OTHER_MEMBERS,
         ),
     ),
-    Host(
-        versions=((4, 2), (4, 3)),
-        main="open_clip_train.legacy_main",
-        train="open_clip_train.legacy_train",
-        shards="open_clip_train.legacy_data",
-        shards_builder="get_wds_dataset_legacy",
-        sample_filter="FilterValidSample",
-        builds_filter=True,
-        scale_name="logit_scale",
-        dict_batches=True,
-        refused=(
-            # For the task loop only
-            "audio_", "bucket_", "force_naflex", "fsdp", "image_layer_decay", "length_bucketing", "log_metric",
-            "max_image_pixels", "naflex_", "opt_fallback_list", "pretrained_audio", "text_layer_decay", "text_pooler",
-            "torchcompile_", "train_loss_ema", "use_naflex", "visual_layer_decay", "wd_exclude",
-            *OTHER_MEMBERS,
-        ),
-    ),
 )
 
 SCHEMAS = ("local-dir:", "hf-hub:")  # of --model, in which OpenCLIP finds weights beside the config
@@ -134,38 +114,18 @@ ABSENT = {
 }
 
 
-_chosen: Host | None = None
-
-
-def installed(legacy: bool = False) -> Host:
-    """The training loop of the installed OpenCLIP; `legacy`: that of --legacy-loop.
+@cache
+def host() -> Host:
+    """The training loop of the installed OpenCLIP.
 
     Raises:
-        InputError: OpenCLIP is missing or not supported, or `legacy` with a version that has one loop.
+        InputError: OpenCLIP is missing or not supported.
     """
-    version = open_clip_version()
-    release = tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:2])
-    loops = [host for host in HOSTS if host.versions[0] <= release < host.versions[1]]
-    if not loops:
-        ranges = " or ".join(dict.fromkeys(host.range for host in HOSTS))
-        raise InputError(f"open_clip_torch {version} is installed; open_clip_ext needs {ranges}")
-    if legacy and len(loops) == 1:
-        raise InputError(f"open_clip_torch {version} has one training loop; leave it out", "--legacy-loop")
-    return loops[legacy]
-
-
-def choose(legacy: bool) -> None:
-    """Set the loop that `host` returns."""
-    global _chosen
-    _chosen = installed(legacy)
-
-
-def host() -> Host:
-    """The chosen training loop; by default the installed version's first."""
-    if _chosen is None:
-        choose(legacy=False)
-    assert _chosen is not None
-    return _chosen
+    found = next((host for host in HOSTS if host.versions[0] <= release() < host.versions[1]), None)
+    if found is None:
+        ranges = " or ".join(host.range for host in HOSTS)
+        raise InputError(f"open_clip_torch {open_clip_version()} is installed; open_clip_ext needs {ranges}")
+    return found
 
 
 def complete(args: Namespace) -> None:

@@ -8,7 +8,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import fsspec
@@ -17,12 +17,10 @@ import open_clip
 import torch
 
 from open_clip_ext.errors import InputError
+from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
 from training_ext.openclip.hosts import taken
 from training_ext.openclip.machine import world_info
 from training_ext.thin.patching import replaced
-
-PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
-"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
 
 
 def suffixes_of(sample: dict) -> str:
@@ -170,19 +168,6 @@ def load_checkpoint(path: str, flag: str = "--resume", map_location: Any = "cpu"
         raise InputError(f"{path!r} is not a complete checkpoint: {one_line(error)}", flag) from None
 
 
-def load_weights(path: Any, **options: Any) -> Any:
-    """Replaces `torch.load` where OpenCLIP loads pretrained weights.
-
-    Raises:
-        InputError: the file cannot be read, or has more than tensors, numbers and strings.
-    """
-    try:
-        verify(path)
-        return load_plain(path, **options)
-    except Exception as error:
-        raise InputError(f"pretrained weights: {os.fspath(path)!r} cannot be read: {one_line(error)}") from None
-
-
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """No log lines up to warnings within the block: OpenCLIP warns of settings that do not matter there."""
@@ -214,40 +199,6 @@ def collected_warnings() -> Iterator[list[str]]:
 def one_line(error: Exception) -> str:
     """An exception's message on one line, of at most 200 characters."""
     return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
-
-
-def decode_pairs(decode: Callable) -> Callable:
-    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
-
-    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
-    """
-    return partial(decode, only=PAIR_MEMBERS)
-
-
-def without_remote_code(tokenizer: Callable) -> Callable:
-    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
-
-    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
-    """
-
-    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        if trust_remote_code:
-            raise InputError(
-                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
-                "refused; give a model with a tokenizer of transformers",
-                "--model",
-            )
-        try:
-            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
-        except Exception as error:  # transformers may raise anything
-            reason = one_line(error).rstrip(".") or repr(error)
-            raise InputError(
-                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
-                "or a model of the hub that has one",
-                "--model",
-            ) from None
-
-    return build
 
 
 def known_config(model: str) -> dict[str, Any] | None:

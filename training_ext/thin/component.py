@@ -40,7 +40,7 @@ class Component(WithOptions):
 
     Class attributes:
         name: of the component, its state in checkpoints, and `--without NAME`.
-        switch: the option that asks for it; without one, every run has it.
+        switch: the option that asks for it; without one, every run has it, unless `wanted` says otherwise.
         seams: the names of OpenCLIP's that it replaces.
         may_be_off: whether a run without its flags goes on without it, after a warning, where OpenCLIP no longer keeps
             a seam's contract; else the run is refused until --without names it.
@@ -54,6 +54,10 @@ class Component(WithOptions):
     def __init__(self, args: Namespace):
         super().__init__(**{option.name: getattr(args, option.name, None) for option in self.options})
         self.args = args
+
+    def wanted(self) -> bool:
+        """Whether the run has it."""
+        return self.switch is None or bool(getattr(self, self.switch))
 
     def wrap_model(self, model: nn.Module) -> None:
         """Change the model that OpenCLIP has built, in place, before its optimizer and its wrappers."""
@@ -159,10 +163,12 @@ class Components(list[Component]):
     def _wanted(classes: Iterable[type[Component]], args: Namespace) -> Iterator[Component]:
         for kind in classes:
             component = kind(args)
-            if kind.switch is None or getattr(component, kind.switch):
+            if component.wanted():
                 yield component
-            elif given := [option for option in kind.options if getattr(args, option.name, None) is not None]:
-                raise InputError(f"has no effect without {flag_of(kind.switch)}", given[0].flag)
+                continue
+            for option in kind.options:
+                if getattr(args, option.name, None) is not None:
+                    raise InputError(f"has no effect without {flag_of(kind.switch or kind.name)}", option.flag)
 
     @staticmethod
     def _can_run(component: Component) -> bool:

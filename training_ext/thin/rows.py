@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
+from training_ext.thin.seam import TRAIN_DATA, VAL_DATA
 
 SEPARATOR = "\x1f"
 SIZES = "sizes.json"  # OpenCLIP's file beside shards: samples by file name
@@ -151,7 +152,7 @@ class TrainData:
 
     Args:
         needs_rows: whether the loss keeps state per sample.
-        in_place: returns a context in which the seams of the train data set are in place.
+        in_place: returns a context in which the seams of a scope are in place.
         at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
         at_end: see `RowLoader`.
 
@@ -160,7 +161,7 @@ class TrainData:
         samples_per_epoch: of OpenCLIP's epochs, before it rounds them to whole batches.
     """
 
-    def __init__(self, needs_rows: bool, in_place: Callable[[], Any], at_epoch: Callable, at_end: Callable[[], None]):
+    def __init__(self, needs_rows: bool, in_place: Callable, at_epoch: Callable[[int], None], at_end: Callable):
         self.needs_rows = needs_rows
         self.num_rows = self.samples_per_epoch = 0
         self.loader: RowLoader
@@ -175,12 +176,13 @@ class TrainData:
         self, build: Callable, args: Any, transform: Any, is_train: bool, tokenizer: Any = None, **more: Any
     ) -> Any:
         if not is_train:
-            return build(args, transform, is_train, tokenizer=tokenizer, **more)
+            with self._in_place(VAL_DATA):
+                return build(args, transform, is_train, tokenizer=tokenizer, **more)
         if build is data.get_wds_dataset:
             self.num_rows = self.samples_per_epoch = args.train_num_samples or data.get_dataset_size(args.train_data)[0]
             if self.needs_rows:
                 self._urls, tokenizer = data.expand_urls(args.train_data)[0], RowTokenizer(tokenizer)
-        with self._in_place():
+        with self._in_place(TRAIN_DATA):
             info = build(args, transform, is_train, tokenizer=tokenizer, **more)
         self.samples_per_epoch = self.samples_per_epoch or self.num_rows
         self.loader = info.dataloader = RowLoader(info.dataloader, args.accum_freq, self.needs_rows, self._at_end)

@@ -19,7 +19,7 @@ from training_ext.thin.component import Components
 from training_ext.thin.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.thin.loss import TrainingLoss, add_losses, build_loss
 from training_ext.thin.rows import TrainData
-from training_ext.thin.seam import RUN, TRAIN_DATA, Seam, in_place
+from training_ext.thin.seam import RUN, Seam, in_place
 from training_ext.thin.state import State
 from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
@@ -44,9 +44,9 @@ class Run:
         self.components = components
         self.host = host
         self.loss: Loss | None = None
-        self.state = State(args, components, host.WRAPS_NAMES)
+        self.state = State(args, components, host.HAS_TASKS)
         needs_rows = args.uses_ext_loss and any(p.needs_index for p in factory.parts_of(args.loss, vars(args)))
-        self.data = TrainData(needs_rows, lambda: in_place(self.seams(), TRAIN_DATA), self.begin_epoch, self.end_epoch)
+        self.data = TrainData(needs_rows, partial(in_place, list(self.seams())), self.begin_epoch, self.end_epoch)
         self.model: nn.Module | None = None  # without wrappers
         self.temperature: TemperatureGroup | None = None
         self._adds_losses = False

@@ -9,8 +9,8 @@ from typing import Any
 
 from training_ext.thin.patching import look_up, replaced
 
-RUN, TRAIN_DATA = "run", "train data"
-"""When a name is replaced: during the whole run, or while the train data set is built."""
+RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
+"""When a name is replaced: during the whole run, or while a data set is built."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Seam:
         used_by: the function that looks the name up, such as "open_clip_train.main:main".
         parameters: names of parameters of the original that the replacement relies on.
         layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
-        scope: RUN or TRAIN_DATA.
+        scopes: of RUN, TRAIN_DATA and VAL_DATA.
     """
 
     module: str
@@ -36,7 +36,7 @@ class Seam:
     used_by: str
     parameters: tuple[str, ...] = ()
     layer: int = 0
-    scope: str = RUN
+    scopes: tuple[str, ...] = (RUN,)
 
     @property
     def name(self) -> str:
@@ -71,20 +71,25 @@ def names_in(code: CodeType) -> set[str]:
     return set(dotted).union(*inner)
 
 
-@contextmanager
-def in_place(owned: Iterable[tuple[Seam, Any]], scope: str) -> Iterator[None]:
-    """Replace the names of `scope` within the block.
+def replacements(owned: Iterable[tuple[Seam, Any]], scope: str) -> dict[tuple[str, str], Any]:
+    """What replaces each (module, path) in `scope`.
 
     Args:
         owned: seams with their owners.
     """
     values: dict[tuple[str, str], Any] = {}
     for seam, owner in sorted(owned, key=lambda pair: pair[0].layer):
-        if seam.scope == scope:
+        if scope in seam.scopes:
             place = seam.module, seam.path
             original = values[place] if place in values else look_up(*place)
             values[place] = seam.replacement(original, owner)
-    with replaced(values):
+    return values
+
+
+
+
+@contextmanager
+def in_place(owned: Iterable[tuple[Seam, Any]], scope: str) -> Iterator[None]:
+    """Replace the names of `scope` within the block."""
+    with replaced(replacements(owned, scope)):
         yield
-
-

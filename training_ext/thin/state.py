@@ -23,15 +23,15 @@ class State:
     """Takes our entry out of the checkpoint that is resumed, and adds it to those that OpenCLIP writes.
 
     Args:
-        wraps_names: whether the names of the weights of several processes begin with "module.".
+        has_tasks: whether OpenCLIP's loop is that of tasks.
 
     Attributes:
         resumed: the entry of the resumed checkpoint, until it is loaded.
     """
 
-    def __init__(self, args: Namespace, components: Components, wraps_names: bool):
+    def __init__(self, args: Namespace, components: Components, has_tasks: bool):
         self.args = args
-        self.wraps_names = wraps_names
+        self.has_tasks = has_tasks
         self.components = components
         self.resumed: dict[str, Any] | None = None
         self._next: dict[str, Any] | None = None
@@ -77,6 +77,7 @@ class State:
         args, path = self.args, self.args.resume
         if not isinstance(loaded, dict) or "epoch" not in loaded:
             return None
+        check_optimizer(path, loaded, self.has_tasks, self.has_tasks and bool(args.fsdp))
         entry = loaded.get(KEY, loaded.get("optimizer", {}).get(KEY, {}))
         own = "OpenCLIP's own loss"
         trained = f"--loss {entry['loss']}" if entry.get("state") else own
@@ -103,7 +104,7 @@ class State:
         args = self.args
         weights = loaded.get("state_dict", {} if "epoch" in loaded else loaded)
         # OpenCLIP 3 removes the prefix of DistributedDataParallel for one process, but does not add it for several.
-        prefix = "module." if self.wraps_names and args.distributed else ""
+        prefix = "module." if args.distributed and not self.has_tasks else ""
         renamed = {prefix + name.removeprefix("module."): value for name, value in weights.items()}
         weights.clear()
         weights.update(renamed)
@@ -158,6 +159,31 @@ class State:
             os.makedirs(folder, exist_ok=True)
             # OpenCLIP renames its tmp.pt when it is written.
             _write(original, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
+
+
+def check_optimizer(path: str, loaded: dict[str, Any], has_tasks: bool, by_name: bool) -> None:
+    """Raise InputError unless the optimizer of a checkpoint has this loop's order of parameters.
+
+    Args:
+        has_tasks: whether the loop is that of tasks.
+        by_name: whether FSDP gives the parameters by their names.
+    """
+    from_tasks = "global_step" in loaded
+    if from_tasks != has_tasks:
+        raise InputError(
+            f"{path!r} was written with open_clip_torch {4 if from_tasks else 3}, whose optimizer has another order; "
+            "resume it with that, or give it as --pretrained for its weights only",
+            "--resume",
+        )
+    groups = loaded.get("optimizer", {}).get("param_groups") or [{"params": []}]
+    sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
+    if sharded != by_name:
+        right = "train with it on several processes" if sharded else "leave it out"
+        raise InputError(
+            f"{path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "
+            "--pretrained for its weights only",
+            "--resume",
+        )
 
 
 def is_saved(args: Namespace, epochs: int) -> bool:

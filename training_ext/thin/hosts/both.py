@@ -77,7 +77,7 @@ SEAMS = (
         contract="get_csv_dataset builds CsvDataset(path, ...), whose items are images and tokens by line",
         replacement=lambda original, run: partial(run.data.map_style, original),
         used_by=f"{DATA}:get_csv_dataset",
-        scope=TRAIN_DATA,
+        scopes=(TRAIN_DATA,),
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -85,7 +85,7 @@ SEAMS = (
         contract="get_synthetic_dataset builds SyntheticDataset(...), whose items are images and tokens by number",
         replacement=lambda original, run: partial(run.data.map_style, original),
         used_by=f"{DATA}:get_synthetic_dataset",
-        scope=TRAIN_DATA,
+        scopes=(TRAIN_DATA,),
     ),
     Seam(
         DATA, "tarfile_to_samples_nothrow",
@@ -94,6 +94,6 @@ SEAMS = (
         "dicts with txt; the caption then goes through the tokenizer that get_data was given",
         replacement=lambda original, run: run.data.shards(original),
         used_by=f"{DATA}:get_wds_dataset",
-        scope=TRAIN_DATA,
+        scopes=(TRAIN_DATA,),
     ),
 )

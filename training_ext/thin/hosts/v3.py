@@ -15,10 +15,10 @@ from training_ext.thin.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, ma
 from training_ext.thin.hosts.both import SEAMS as BOTH
 from training_ext.thin.seam import Seam
 
-__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "check_flags", "main"]
+__all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v3")
-WRAPS_NAMES = True
+HAS_TASKS = False
 
 
 def check_flags(args: Namespace) -> None:

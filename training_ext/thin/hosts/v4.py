@@ -16,10 +16,10 @@ from training_ext.thin.hosts.both import SEAMS as BOTH
 from training_ext.thin.loss import TrainingLoss
 from training_ext.thin.seam import Seam
 
-__all__ = ["RANGE", "SEAMS", "WRAPS_NAMES", "assign_model_rate", "check_flags", "main"]
+__all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
 
 RANGE = range_of("v4")
-WRAPS_NAMES = False
+HAS_TASKS = True
 # For other data than images and captions, or captions from elsewhere than the .txt that carries the row; and a frozen
 # model's features, which this task does not compute
 REFUSED = ("audio_zeroshot_dataset", "distill_model", "json_text_key", "text_key", "use_naflex", "variable_text")

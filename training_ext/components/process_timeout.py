@@ -1,0 +1,28 @@
+"""Let processes wait for one another longer than torch does."""
+
+from datetime import timedelta
+from functools import partial
+
+from training_ext.thin.component import Component
+from training_ext.thin.hosts import release
+from training_ext.thin.seam import Seam
+
+HOURS = 2
+STARTS = "init_distributed_device" if release() < (2, 29) else "init_distributed_device_so"
+
+
+class ProcessTimeout(Component):
+    name = "process_timeout"
+    seams = (
+        Seam(
+            "open_clip_train.distributed", "torch.distributed.init_process_group",
+            why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
+            contract="it starts the processes by init_process_group(backend=, init_method=, ...)",
+            replacement=lambda original, own: partial(original, timeout=timedelta(hours=HOURS)),
+            used_by=f"open_clip_train.distributed:{STARTS}",
+            parameters=("timeout",),
+        ),
+    )  # fmt: skip
+
+    def wanted(self) -> bool:
+        return self.args.uses_ext_loss
