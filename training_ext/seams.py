@@ -164,10 +164,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "optim.AdamW",
-        why="the temperature has a learning rate of its own; our state is saved in the optimizer's",
+        why="the temperature has a learning rate of its own; our state is saved in the optimizer's; a resumed run uses "
+        "the settings that it is given, not the checkpoint's",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, session: partial(session.create_optimizer, original),
-        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(
@@ -175,7 +175,6 @@ SEAMS = (
         why="the same for --opt timm/...",
         contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
         replacement=lambda original, session: partial(session.create_optimizer, original),
-        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from training_ext.context import Run
 from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
+from training_ext.core.optimizer import GivenSettings
 from training_ext.core.rows import DataRows
 from training_ext.core.seeding import AT_EPOCH, seed_all
 from training_ext.core.shards import shard_urls
@@ -28,7 +28,6 @@ from training_ext.core.temperature import TemperatureGroup, train_temperature, t
 from training_ext.core.usable import SampleWatch
 from training_ext.evaluations import Evaluations
 from training_ext.feature import Epoch, Feature, NewTraining
-from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
 from training_ext.openclip.loading import load_checkpoint
@@ -64,7 +63,6 @@ class Session:
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
-        self._logit_scale: torch.nn.Parameter
         self._has_begun = False  # the first epoch of this run
         self.epoch: Epoch | None = None  # in progress
         self.sync = RemoteSync()
@@ -98,9 +96,9 @@ class Session:
             return model, *transforms
         self._has_model = True
         self.features.tell(Feature.model_built, model)
+        self._logit_scale = getattr(model, "logit_scale", None)
         if not self.args.uses_ext_loss:
             return model, *transforms
-        self._logit_scale = model.logit_scale
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
@@ -155,16 +153,16 @@ class Session:
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
-        self.add_temperature(inner, self._logit_scale)
+        self.complete_optimizer(inner, self._logit_scale)
         inner.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
         return optimizer
 
-    def add_temperature(self, optimizer: torch.optim.Optimizer, logit_scale: torch.nn.Parameter) -> None:
-        """Give the temperature a group of its own, if it is learned."""
-        if trains_logit_scale(self.args):
-            self.temperature = TemperatureGroup(
-                optimizer, logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
-            )
+    def complete_optimizer(self, optimizer: torch.optim.Optimizer, logit_scale: Any) -> None:
+        """Give the temperature a group of its own, if it is learned, and keep what a checkpoint will replace."""
+        args = self.args
+        if trains_logit_scale(args):
+            self.temperature = TemperatureGroup(optimizer, logit_scale, args.lr_tau, args.lr_tau_scheduler, args.lr)
+        self._settings = GivenSettings(optimizer, args)
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain
@@ -208,9 +206,8 @@ class Session:
         for sentence in self.told if is_master(args) else ():
             logging.warning(sentence)
         self.evaluations.tokenizer, self.evaluations.transform = kwargs.get("tokenizer"), rest[0][1]
-        if self._flags is not None and is_master(args) and not self.saving.is_done and self.run.keeps_files:
-            samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
-            recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
+        if self._flags is not None and is_master(args) and not self.saving.is_done:
+            self.saving.keep_recipe(self._flags)
         if args.loss is not None and args.distributed:
             self.data.rows = broadcast_object(args, self.data.rows)
             if (shards := self.data.shards) is not None:  # at another path on another machine
@@ -269,10 +266,11 @@ class Session:
             run_epoch(epoch, own, lambda step: None, unlogged)
 
         saved = self.saving.begin_epoch()
-        if self.temperature is not None:
-            self.temperature.begin()
         if not self._has_begun and args.loss is not None:
             self._has_begun = True
+            self._settings.put_back()
+            if self.temperature is not None:
+                self.temperature.begin(args.skip_scheduler)
             resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
             self.features.tell(Feature.begin, resumed)
             if not resumed:
@@ -290,7 +288,7 @@ class Session:
             self.loss.loss.set_epoch(math.ceil(args.epochs_before) + epoch)
 
         def save(place: dict[str, Any]) -> None:
-            self.saving.raise_if_not_finite(model, self.loss)
+            self.saving.begin_save(model, self.loss)
             assert self.loss is not None
             name = checkpoint_files.name_of(args, epoch, place["position"])
             self.saving.prepare(self.loss, name, place["order"], place["position"])
@@ -311,7 +309,7 @@ class Session:
         )
         result = run_epoch(started, data, scheduler, args)
         if args.loss is not None:
-            self.saving.raise_if_not_finite(model, self.loss)
+            self.saving.begin_save(model, self.loss)
         if saves and self.loss is not None:
             order = checkpoint.order_of(args, self.data.loader.streams)
             self.saving.prepare(self.loss, f"epoch_{epoch + 1}.pt", order)
