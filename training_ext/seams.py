@@ -151,9 +151,11 @@ SEAMS = (
     ),
     Seam(
         MAIN, "start_sync_process",
-        why="its endless process keeps a run that ends early alive, and does not copy the last checkpoint",
+        why="its endless process keeps a run that ends early alive, does not copy the last checkpoint, ends at a file "
+        "that goes while it is copied, and copies half-written ones",
         contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
-        "process 0, starts the process that it returns, and ends it after the last epoch",
+        "process 0, starts the process that it returns, and ends it after the last epoch; file_utils.remote_sync uses "
+        "fsspec.get_mapper(folder) or subprocess.run(command)",
         replacement=lambda original, session: partial(session.sync.start, original),
     ),
     Seam(
