@@ -18,7 +18,7 @@ SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
             "--lr 0.0005 -> 0.002, --beta1 0.9 -> 0.5, --eps 1e-06 -> 0.0001, --wd 0.2 -> 0.5",
         ),
         ("clip", "--wd 0", "--wd 0.5", "--wd 0.0 -> 0.5"),
-        ("fastclip-v3", f"{SGD} 0.9", f"{SGD} 0.5 --grad-clip-norm 1", "--momentum 0.9 -> 0.5"),
+        ("fastclip-v3", f"{SGD} 0.9", f"{SGD} 0.5 --grad-clip-norm 1 --tau-init 0.05", "--momentum 0.9 -> 0.5"),
     ],
 )
 def test_what_is_given_is_used_and_told(run, datasets, loss, before, after, change):
@@ -33,7 +33,8 @@ def test_what_is_given_is_used_and_told(run, datasets, loss, before, after, chan
     ]
     assert settings[0] == settings[1]
     (told,) = [line for line in resumed.log.splitlines() if "Changed since the checkpoint: " in line]
-    assert change in told and "--epochs 1 -> 2" in told and "batch" not in told and "not used" not in told
+    assert change in told and "--epochs 1 -> 2" in told and "batch" not in told
+    assert ("0.05 (of a start, not used)" in told) == ("--tau-init" in after)
     assert ("--rho 5.0 -> 6.0" in told) == ("--rho" in after)
     assert ("--grad-clip-norm unset -> 1.0" in told) == ("--grad-clip-norm" in after)
     assert (resumed.path / "recipe_1.yaml").read_text() == recipe
