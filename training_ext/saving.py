@@ -13,6 +13,7 @@ from training_ext.context import Run
 from training_ext.core import checkpoint, row_folders
 from training_ext.core.data_seams import DataSeams
 from training_ext.core.loss import TrainingLoss
+from training_ext.flags import recipes
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.thin.temperature import whole
 
@@ -34,6 +35,8 @@ class Saving:
         self.reference: str | None = None
         self._restored: dict[str, Any] | None = None
         self._restored_rows: str | None = None  # the folder of the restored rows per sample
+        self._restored_recipe: recipes.Recipe | None = None
+        self._recipe: dict[str, Any] | None = None  # to be written
 
     def take(self, loaded: Any, path: str) -> None:
         """Take our entry out of a loaded file, and let the names of its weights fit the model."""
@@ -55,6 +58,7 @@ class Saving:
         # Remote files are first read here; local ones were checked before anything was written.
         checkpoint.check_entry(entry, path, args, rows)
         self._restored = entry
+        self._restored_recipe = None if args.loss is None else recipes.with_checkpoint(path)
         if entry is not None:
             checkpoint.check_reference(entry, path, args, self.reference)
             self._restored_rows = row_folders.folder_of(path, entry.get("rows"), "--resume")
@@ -63,6 +67,26 @@ class Saving:
         if epoch >= args.epochs:
             self.is_done = True
             logging.info(f"Nothing is left to train: {path!r} has completed {epoch} of {args.epochs} epochs")
+
+    def keep_recipe(self, flags: dict[str, Any]) -> None:
+        """Process 0: say what the run changes in the recipe of the one that it resumes, and write its own.
+
+        A recipe that is there stays until the first save, since every checkpoint is of it until then.
+
+        Args:
+            flags: as `recipes.resolved_flags` gives them.
+        """
+        args, rows, before = self.run.args, self.data.rows, self._restored_recipe
+        self._recipe = recipes.of_run(args, flags, args.train_num_samples if rows is None else rows.num_rows)
+        if before is not None and (changed := recipes.changes(before, self._recipe, args)):
+            logging.warning(f"Changed since the checkpoint: {changed}")
+        if before is None or not os.path.exists(os.path.join(self.run.folder or "", recipes.RECIPE)):
+            self._write_recipe()
+
+    def _write_recipe(self) -> None:
+        if self._recipe is not None and self.run.folder is not None:
+            recipes.save(self.run.folder, self._recipe)
+        self._recipe = None
 
     def load_into(self, loss: Loss) -> None:
         """Load the loss's state, if the run resumes."""
@@ -74,6 +98,11 @@ class Saving:
         """The entry from which the run resumes, in its first epoch; None in the others."""
         saved, self._restored, self.entry = self._restored, None, None
         return saved
+
+    def begin_save(self, model: torch.nn.Module, loss: TrainingLoss | None) -> None:
+        """Every process calls it before a checkpoint, at the end of an epoch or within."""
+        self.raise_if_not_finite(model, loss)
+        self._write_recipe()
 
     def prepare(
         self, loss: TrainingLoss, name: str, order: dict[str, Any], position: dict[str, Any] | None = None

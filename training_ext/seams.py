@@ -138,9 +138,11 @@ SEAMS = (
     ),
     Seam(
         MAIN, "start_sync_process",
-        why="its endless process keeps a run that ends early alive, and does not copy the last checkpoint",
+        why="its endless process keeps a run that ends early alive, does not copy the last checkpoint, ends at a file "
+        "that goes while it is copied, and copies half-written ones",
         contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
-        "process 0, starts the process that it returns, and ends it after the last epoch",
+        "process 0, starts the process that it returns, and ends it after the last epoch; file_utils.remote_sync uses "
+        "fsspec.get_mapper(folder) or subprocess.run(command)",
         replacement=lambda original, session: partial(session.sync.start, original),
     ),
     Seam(
@@ -151,10 +153,10 @@ SEAMS = (
     ),
     Seam(
         MAIN, "optim.AdamW",
-        why="the temperature has a learning rate of its own; our state is saved in the optimizer's",
+        why="the temperature has a learning rate of its own; our state is saved in the optimizer's; a resumed run uses "
+        "the settings that it is given, not the checkpoint's",
         contract="main builds optim.AdamW(groups, ...) once, the model's parameters in groups",
         replacement=lambda original, session: partial(session.create_optimizer, original),
-        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(
@@ -162,7 +164,6 @@ SEAMS = (
         why="the same for --opt timm/...",
         contract="main imports create_optimizer_v2 from timm.optim when --opt starts with timm/",
         replacement=lambda original, session: partial(session.create_optimizer, original),
-        for_ext_loss=True,
         loop=LEGACY,
     ),
     Seam(

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
@@ -27,7 +26,6 @@ from training_ext.core.shards import shard_urls
 from training_ext.core.usable import SampleWatch
 from training_ext.evaluations import Evaluations
 from training_ext.feature import Epoch, Feature, NewTraining
-from training_ext.flags import recipes
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
 from training_ext.openclip.loading import load_checkpoint
@@ -35,6 +33,8 @@ from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
 from training_ext.thin.component import Components, choose, registry
+from training_ext.thin.flags import names_of
+from training_ext.thin.optimizer import GivenSettings
 from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 IMAGENET_V2 = "imagenet-v2"
@@ -55,7 +55,7 @@ class Session:
     ):
         self.args = args
         self.run = Run(args)
-        self.components = Components(choose(registry(), args.without), args)
+        self.components = Components(choose(registry(), names_of(args.without)), args)
         self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
         watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
@@ -66,7 +66,6 @@ class Session:
         self.loss: TrainingLoss | None = None
         self.temperature: TemperatureGroup | None = None
         self._has_model = False
-        self._logit_scale: torch.nn.Parameter
         self._has_begun = False  # the first epoch of this run
         self.epoch: Epoch | None = None  # in progress
         self.sync = RemoteSync()
@@ -91,9 +90,9 @@ class Session:
             return model, *transforms
         self._has_model = True
         self.features.tell(Feature.model_built, model)
+        self._logit_scale = getattr(model, "logit_scale", None)
         if not self.args.uses_ext_loss:
             return model, *transforms
-        self._logit_scale = model.logit_scale
         if self.args.tau_init is not None:
             with torch.no_grad():
                 model.logit_scale.fill_(-math.log(self.args.tau_init))
@@ -148,16 +147,16 @@ class Session:
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
-        self.add_temperature(inner, self._logit_scale)
+        self.complete_optimizer(inner, self._logit_scale)
         inner.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
         return optimizer
 
-    def add_temperature(self, optimizer: torch.optim.Optimizer, logit_scale: torch.nn.Parameter) -> None:
-        """Give the temperature a group of its own, if it is learned."""
-        if trains_logit_scale(self.args):
-            self.temperature = TemperatureGroup(
-                optimizer, logit_scale, self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
-            )
+    def complete_optimizer(self, optimizer: torch.optim.Optimizer, logit_scale: Any) -> None:
+        """Give the temperature a group of its own, if it is learned, and keep what a checkpoint will replace."""
+        args = self.args
+        if trains_logit_scale(args):
+            self.temperature = TemperatureGroup(optimizer, logit_scale, args.lr_tau, args.lr_tau_scheduler, args.lr)
+        self._settings = GivenSettings(optimizer, args)
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain
@@ -201,9 +200,8 @@ class Session:
         for sentence in self.told if is_master(args) else ():
             logging.warning(sentence)
         self.evaluations.tokenizer, self.evaluations.transform = kwargs.get("tokenizer"), rest[0][1]
-        if self._flags is not None and is_master(args) and not self.saving.is_done and self.run.keeps_files:
-            samples = args.train_num_samples if self.data.rows is None else self.data.rows.num_rows
-            recipes.save(os.path.join(args.logs, args.name), args, self._flags, samples)
+        if self._flags is not None and is_master(args) and not self.saving.is_done:
+            self.saving.keep_recipe(self._flags)
         if args.loss is not None and args.distributed:
             self.data.rows = broadcast_object(args, self.data.rows)
             if (shards := self.data.shards) is not None:  # at another path on another machine
@@ -262,10 +260,11 @@ class Session:
             run_epoch(epoch, own, lambda step: None, unlogged)
 
         saved = self.saving.begin_epoch()
-        if self.temperature is not None:
-            self.temperature.begin()
         if not self._has_begun and args.loss is not None:
             self._has_begun = True
+            self._settings.put_back()
+            if self.temperature is not None:
+                self.temperature.begin(args.skip_scheduler)
             resumed = epoch > 0 or (saved is not None and saved.get("position") is not None)
             self.features.tell(Feature.begin, resumed)
             if not resumed:
@@ -283,7 +282,7 @@ class Session:
             self.loss.loss.set_epoch(math.ceil(args.epochs_before) + epoch)
 
         def save(place: dict[str, Any]) -> None:
-            self.saving.raise_if_not_finite(model, self.loss)
+            self.saving.begin_save(model, self.loss)
             assert self.loss is not None
             name = checkpoint_files.name_of(args, epoch, place["position"])
             self.saving.prepare(self.loss, name, place["order"], place["position"])
@@ -304,7 +303,7 @@ class Session:
         )
         result = run_epoch(started, data, scheduler, args)
         if args.loss is not None:
-            self.saving.raise_if_not_finite(model, self.loss)
+            self.saving.begin_save(model, self.loss)
         if saves and self.loss is not None:
             order = checkpoint.order_of(args, self.data.loader.streams)
             self.saving.prepare(self.loss, f"epoch_{epoch + 1}.pt", order)

@@ -34,10 +34,9 @@ TASK_SEAMS = (
     ),
     Seam(
         MAIN, "create_optimizer",
-        why="the temperature has a learning rate of its own",
+        why="the temperature has a learning rate of its own; a resumed run uses the settings that it is given",
         contract="main builds its optimizer by create_optimizer(trainable_module, ...), after the model is wrapped",
         replacement=lambda original, session: partial(session.create_task_optimizer, original),
-        for_ext_loss=True,
         loop=TASKS,
     ),
     Seam(

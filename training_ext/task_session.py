@@ -45,7 +45,7 @@ class TaskSession(Session):
     ) -> torch.optim.Optimizer:
         optimizer = original(module, *args, **kwargs)
         # By its name, since FSDP replaces the parameter that was created.
-        self.add_temperature(optimizer, unwrap_model(module).logit_scale)
+        self.complete_optimizer(optimizer, getattr(unwrap_model(module), "logit_scale", None))
         return optimizer
 
     def model_rate(self, original: Callable, optimizer: torch.optim.Optimizer) -> float:

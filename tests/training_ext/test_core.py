@@ -367,7 +367,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss nonsense", "'nonsense' is not one of"),
         ("--bare --loss clip --rho 3", "--rho: the loss 'clip' is OpenCLIP's own and does not use it"),
         ("--bare --rho 3", "--rho: needs --loss"),
-        ("--with nothing", "--with: 'nothing' is not one of scaled, spy"),
+        ("--with spy,nothing", "--with: 'nothing' is not one of scaled, spy"),
         ("--with scaled --beside-text 1 --loss clip", "--beside-text: has no effect without --scale-text"),
         ("--bare --loss fastclip-v3 --resume {folder}", "of FSDP's sharded state; give a file"),
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),

@@ -14,11 +14,13 @@ Only `flags` is required.
 """
 
 import argparse
+import json
 import os
 import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -205,18 +207,17 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in settings or name in kept}
 
 
-def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | None) -> None:
-    """Write the run's recipe as recipe.yaml.
+def of_run(args: Namespace, flags: dict[str, Any], samples: int | None) -> dict[str, Any]:
+    """The run's recipe, as in its file.
 
     Args:
-        folder: the run's folder.
         flags: result of `resolved_flags`, taken before OpenCLIP added to `args`.
         samples: number of rows of the train data, if known.
     """
     base = None if args.recipe is None else find(args.recipe)
     if "device" not in args.given_flags:  # of a missing default a run only warns
         flags = {name: value for name, value in flags.items() if name != "device"}
-    recipe = {
+    return {
         "source": f"the run {args.name} with open_clip_ext {open_clip_ext.__version__}"
         + (f", from the recipe {base.name}" if base else ""),
         "data": args.train_data or "",
@@ -225,5 +226,52 @@ def save(folder: str, args: Namespace, flags: dict[str, Any], samples: int | Non
         "global_batch_size": global_batch(args),
         "flags": flags,
     }
-    with whole_file(os.path.join(folder, RECIPE), text=True) as file:
-        yaml.safe_dump(recipe, file, sort_keys=False, allow_unicode=True, width=100)
+
+
+def save(folder: str, recipe: Mapping[str, Any]) -> None:
+    """Write a run's recipe as recipe.yaml; another one that is there becomes recipe_1.yaml, recipe_2.yaml, ..."""
+    path = Path(folder, RECIPE)
+    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
+    if path.exists() and path.read_bytes() != text.encode():
+        names = (Path(folder, f"recipe_{number}.yaml") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))
+    with whole_file(path, text=True) as file:
+        file.write(text)
+
+
+def with_checkpoint(path: str) -> Recipe | None:
+    """The recipe of the run in whose folder a checkpoint lies, if there is one."""
+    try:
+        return find(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(path))), RECIPE))
+    except InputError:
+        return None
+
+
+# Of a training's start; a checkpoint has what they lead to.
+OF_A_START = ("tau_init", "tau_start", "pretrained")
+
+
+def changes(before: Recipe, recipe: Mapping[str, Any], args: Namespace) -> str:
+    """What a run changes in the recipe of the one that it resumes: "--rho 3 -> 4, --wd 0.2 -> 0.5"; "" if nothing.
+
+    A flag that `before` does not name had no value, or a default of another version.
+    """
+    old = {"global_batch_size": before.global_batch_size, **before.flags}
+    new = {"global_batch_size": recipe["global_batch_size"], **recipe["flags"]}
+    known = vars(args).keys() - args.absent_flags | {"global_batch_size"}
+    changed = []
+    for name in {**old, **new}:
+        value, now = old.get(name), new.get(name)
+        if name in known and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
+            unused = " (of a start, not used)" if name.startswith(OF_A_START) else ""
+            changed.append(f"{flag_of(name)} {_shown(value)} -> {_shown(now)}{unused}")
+    return ", ".join(changed)
+
+
+def _plain(value: Any) -> str:
+    """A value's text, equal before and after it was in a YAML file, which has no tuples."""
+    return json.dumps(value, default=str)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else "set" if value is True else str(value)

@@ -1,22 +1,78 @@
-"""`RemoteSync`: --remote-sync of a run that ends early."""
+"""`RemoteSync`: --remote-sync while files come and go, and of a run that ends early."""
 
 import logging
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
-from open_clip_train.file_utils import remote_sync
+import fsspec
+from open_clip_train import file_utils
+
+from open_clip_ext.files import PARTIAL
+from training_ext.openclip.loading import one_line
+from training_ext.thin.patching import replaced
+
+
+class WholeFiles:
+    """The complete files below a folder, in place of fsspec's mapping: by their names, and as bytes.
+
+    A file is open while its name is the current one of the iteration, so that it can be read after it was removed.
+    """
+
+    def __init__(self, folder: str):
+        self._folder = folder
+
+    def __iter__(self) -> Iterator[str]:
+        for folder, _, names in os.walk(self._folder):
+            for name in sorted(names):
+                path = os.path.join(folder, name)
+                with suppress(FileNotFoundError), open(path, "rb") as self._file:
+                    if not path.endswith(PARTIAL):
+                        yield os.path.relpath(path, self._folder).replace(os.sep, "/")
+
+    def __getitem__(self, name: str) -> bytes:
+        self._file.seek(0)
+        return self._file.read()
+
+
+def copy(local: str, remote: str, protocol: str) -> bool:
+    """OpenCLIP's `remote_sync`, without files that are half-written; False if it failed, which is logged."""
+    mapper, run = fsspec.get_mapper, subprocess.run
+    replacements = {
+        "fsspec.get_mapper": lambda folder: WholeFiles(folder) if folder == local else mapper(folder),
+        "subprocess.run": lambda command, **kwargs: run([*command, "--exclude", f"*{PARTIAL}"], **kwargs),
+    }
+    try:
+        with replaced({(file_utils.__name__, path): value for path, value in replacements.items()}):
+            return file_utils.remote_sync(local, remote, protocol)
+    except Exception as error:
+        logging.error(f"--remote-sync: {one_line(error)}")
+        return False
+
+
+def keep_copying(seconds: float, *where: str) -> None:
+    """Copy every so many seconds for as long as the process that trains is there."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the training
+    training = multiprocessing.parent_process()
+    assert training is not None
+    while training.is_alive():
+        training.join(seconds)
+        copy(*where)
 
 
 class RemoteSync:
-    """OpenCLIP's process that copies the run's folder, which ends with the run, after a last copy."""
+    """The process that copies the run's folder, which ends with the run; one that ends early copies once more."""
 
     def __init__(self) -> None:
         self._started: tuple[Any, tuple[str, ...]] | None = None
 
     def start(self, original: Callable, seconds: float, *where: str) -> Any:
         """Replaces OpenCLIP's `start_sync_process`; `where` is the local folder, the remote one and the protocol."""
-        process = original(seconds, *where)
-        process.daemon = True
+        process = multiprocessing.Process(target=keep_copying, args=(seconds, *where), daemon=True)
         self._started = process, where
         return process
 
@@ -27,5 +83,5 @@ class RemoteSync:
         process, where = self._started
         if process.is_alive():  # a signal to the whole group has ended it, too
             process.terminate()
-        if not remote_sync(*where):
+        if not copy(*where):
             logging.error(f"--remote-sync: the last state is not in {where[1]!r}")

@@ -25,6 +25,11 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
+def names_of(listed: str | None) -> list[str]:
+    """The names in a list with commas between them."""
+    return listed.split(",") if listed else []
+
+
 def add_option(group: Any, option: Option, note: str = "") -> None:
     """Add the flag of an option, whose value is None where it is not given; `note` ends its help."""
     settings: dict[str, Any] = {"default": None, "help": (option.help + note).replace("%", "%%")}
@@ -48,18 +53,18 @@ def parse(argv: list[str]) -> tuple[Namespace, list[type[Component]]]:
     """
     names = Parser(add_help=False, allow_abbrev=False)
     names.add_argument("--bare", action="store_true", help="train without any component")
-    names.add_argument("--with", dest="added", metavar="NAME", action="append", default=[], help="with this component")
-    names.add_argument("--without", metavar="NAME", action="append", default=[], help="without this component")
+    names.add_argument("--with", dest="added", metavar="NAMES", help="with these components, with commas between them")
+    names.add_argument("--without", metavar="NAMES", help="without these components")
     chosen, _ = names.parse_known_args(argv)
-    classes = choose(chosen.added, chosen.without)
+    classes = choose(names_of(chosen.added), names_of(chosen.without))
 
     parser = Parser(prog="open_clip_ext.main", add_help=False, allow_abbrev=False, parents=[names])
     parser.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")
     parser.add_argument("--seams", action="store_true", help="print what is replaced in OpenCLIP, and by whom")
     group = parser.add_argument_group("the loss")
     for part in factory.PARTS:
-        names_of = ", ".join(factory.PARTS[part])
-        group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names_of}")
+        known = ", ".join(factory.PARTS[part])
+        group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {known}")
     for option in factory.all_options():
         add_option(group, option)
     for kind in classes:

@@ -18,13 +18,11 @@ from training_ext.thin import hosts
 from training_ext.thin.component import Components
 from training_ext.thin.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.thin.loss import TrainingLoss, add_losses, build_loss
+from training_ext.thin.optimizer import GivenSettings
 from training_ext.thin.rows import TrainData
 from training_ext.thin.seam import RUN, Seam, in_place
 from training_ext.thin.state import State
 from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
-
-# What a group of the optimizer counts; all else of it is a setting.
-PROGRESS = ("params", "steps", "tau_is_low")
 
 
 class Run:
@@ -49,7 +47,8 @@ class Run:
         self.data = TrainData(needs_rows, partial(in_place, list(self.seams())), self.begin_epoch, self.end_epoch)
         self.model: nn.Module | None = None  # without wrappers
         self.temperature: TemperatureGroup | None = None
-        self._adds_losses = False
+        self._adds_losses = self._has_begun = False
+        self._settings: GivenSettings
         self._epoch = 0
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
@@ -87,7 +86,7 @@ class Run:
         return self.prepare_optimizer(original(*args, **kwargs), self.model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
-        """Give components and the temperature their groups, and a resumed optimizer the settings that were given.
+        """Give components and the temperature their groups, and keep the settings that a checkpoint replaces.
 
         Args:
             model: without wrappers, with the parameters that are trained.
@@ -99,7 +98,7 @@ class Run:
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
-        inner.register_load_state_dict_pre_hook(with_given_settings)
+        self._settings = GivenSettings(inner, self.args)
         inner.register_load_state_dict_post_hook(self._optimizer_loaded)
         return optimizer
 
@@ -145,9 +144,12 @@ class Run:
         if self.loss is None and args.uses_ext_loss:
             batch = args.batch_size * args.accum_freq * args.world_size
             self.loss = build_loss(args, rows, args.device, self.data.samples_per_epoch, batch)
-        self.state.load_into(self.loss, rows)
-        if self.temperature is not None:
-            self.temperature.begin()
+        if not self._has_begun:
+            self._has_begun = True
+            self.state.load_into(self.loss, rows)
+            self._settings.put_back()
+            if self.temperature is not None:
+                self.temperature.begin(args.skip_scheduler)
         if self.loss is not None:
             self.loss.set_epoch(epoch)
 
@@ -160,15 +162,6 @@ class Run:
         if self.loss is not None:
             self.loss.raise_if_not_finite()
         self.state.gather(self.loss, self.data.num_rows, self._epoch + 1)
-
-
-def with_given_settings(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """The state to load, with the optimizer's own settings in place of the saved ones."""
-    groups = [
-        saved | {name: value for name, value in own.items() if name not in PROGRESS}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=False)
-    ]
-    return state | {"param_groups": groups + state["param_groups"][len(groups) :]}
 
 
 def start(argv: list[str]) -> Run | None:

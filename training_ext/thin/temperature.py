@@ -75,21 +75,22 @@ class TemperatureGroup:
     def _tau_is_low(self) -> bool:
         return whole(self.logit_scale.detach()).item() >= -math.log(LOW_TAU)
 
-    def begin(self) -> None:
-        """Follow a temperature that was loaded after the group was made, if the group has made no step."""
+    def begin(self, skips_scheduler: bool) -> None:
+        """Follow what was loaded after the group was made: before its first step the temperature, then its state."""
         if self.group["steps"] == 0:
-            self._follow()
+            self.group["tau_is_low"] = self._tau_is_low()
+        if self.group["steps"] == 0 or skips_scheduler:  # nobody calls `assign`
+            self._set_rate()
 
-    def _follow(self) -> None:
-        before = self._factor
-        self.group["tau_is_low"] = self._tau_is_low()
-        # By a ratio: with --skip-scheduler nobody calls `assign`, and a recovery holds the rate at 0.
-        self.group["lr"] *= self._factor / before
+    def _set_rate(self) -> None:
+        self.group["lr"] = self.lr * self._factor
 
     def _after_step(self) -> None:
         self.group["steps"] += 1
         if self.schedule == "fastclip" and self.group["steps"] % CHECK_EVERY == 0:
-            self._follow()
+            self.group["tau_is_low"] = self._tau_is_low()
+            if self.group["lr"] != 0:  # where a recovery holds it
+                self._set_rate()
 
     @property
     def _factor(self) -> float:
