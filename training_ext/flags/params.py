@@ -134,7 +134,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument("--list-recipes", **prints, help="print every recipe in a line, and exit")
         group.add_argument("--bare", action="store_true", help="train by the core alone, which has few of these flags")
         group.add_argument("--with", dest="added", metavar="NAMES", help="the same, with these components")
-        group.add_argument("--without", metavar="NAMES", help="train without these components, with commas between them")
+        group.add_argument("--without", metavar="NAMES", help="train without these, with commas between them")
         group.add_argument(
             "--dry-run",
             action="store_true",
