@@ -73,6 +73,18 @@ def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dic
     return {**output, **added}
 
 
+def take_added(output: dict[str, Tensor], expected: bool) -> dict[str, Tensor]:
+    """Take the components' losses, by name with `_loss`, out of a model's output.
+
+    Raises:
+        InputError: they are expected and not there.
+    """
+    added = {name: output.pop(name).mean() for name in list(output) if name.startswith(ADDED)}
+    if expected and not added:
+        raise InputError("OpenCLIP's task of this model passes no losses of components on; leave their flags out")
+    return {f"{name.removeprefix(ADDED)}_loss": value for name, value in added.items()}
+
+
 class TrainingLoss:
     """What OpenCLIP's loops call for the loss: the run's, and those that components add.
 
@@ -86,13 +98,9 @@ class TrainingLoss:
         self.expects_added = expects_added
 
     def __call__(self, output_dict: bool = False, **output: Any) -> Any:
-        added = {name: output.pop(name).mean() for name in list(output) if name.startswith(ADDED)}
-        if self.expects_added and not added:
-            raise InputError("OpenCLIP's task of this model passes no losses of components on; leave their flags out")
+        added = take_added(output, self.expects_added)
         losses = self.losses(**output, output_dict=True)
-        for name, value in added.items():
-            key = f"{name.removeprefix(ADDED)}_loss"  # OpenCLIP 4 sums only such names
-            if key in losses:
-                raise InputError(f"a component adds a loss {key!r}, which the run has already")
-            losses[key] = value
+        if clash := added.keys() & losses.keys():
+            raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
+        losses |= added  # with names that end in _loss, the only ones that OpenCLIP 4 sums
         return losses if output_dict else sum(losses.values())

@@ -18,7 +18,7 @@ from training_ext.thin import hosts
 from training_ext.thin.component import Components
 from training_ext.thin.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.thin.loss import TrainingLoss, add_losses, build_loss
-from training_ext.thin.optimizer import GivenSettings
+from training_ext.thin.optimizer import GivenSettings, regroup
 from training_ext.thin.rows import TrainData
 from training_ext.thin.seam import RUN, Seam, in_place
 from training_ext.thin.state import State
@@ -92,19 +92,12 @@ class Run:
             model: without wrappers, with the parameters that are trained.
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        for component in self.components:
-            inner.param_groups[:] = component.param_groups(list(inner.param_groups), names)
+        regroup(inner, model, self.components)
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
             self.temperature = TemperatureGroup(inner, model.logit_scale, *schedule)
         self._settings = GivenSettings(inner, self.args)
-        inner.register_load_state_dict_post_hook(self._optimizer_loaded)
         return optimizer
-
-    def _optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        for component in self.components:
-            component.optimizer_loaded(optimizer)
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain

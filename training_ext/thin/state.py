@@ -16,7 +16,7 @@ from training_ext.thin.component import Component, Components, is_resumed, overr
 
 KEY = "open_clip_ext"
 FORMAT = 5  # before it the entry was in the optimizer's state
-CHECKPOINTS, WEIGHTS = "checkpoints", "weights"  # folders of a run
+WEIGHTS = "weights"  # a folder of the run, beside that of checkpoints
 
 
 class State:
@@ -91,12 +91,7 @@ class State:
         if entry.get("position") is not None or entry.get("rows") is not None:
             where = "within an epoch" if entry.get("position") is not None else "with its rows in files of their own"
             raise InputError(f"{path!r} was saved {where}, which a run with --bare cannot resume", "--resume")
-        had = entry.get("components", {})
-        have = [component.name for component in self.components if is_resumed(component)]
-        for name in [*had, *have]:
-            if (name in had) != (name in have):
-                was = "with" if name in had else "without"
-                raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
+        check_components(path, entry, self.components)
         return entry or None
 
     def _fit(self, loaded: dict[str, Any]) -> None:
@@ -127,17 +122,14 @@ class State:
                 raise InputError(f"{path!r} was trained on {entry['num_rows']} rows, not on {num_rows}", "--resume")
             with _in_one_line(path):
                 loss.load_full_state(entry["state"])
-        states = entry.get("components", {})
-        for component in self.components:
-            if component.name in states:
-                component.load_state_dict(states[component.name])
+        load_components(entry, self.components)
 
     # Saving
 
     def gather(self, loss: Loss | None, num_rows: int, epochs: int) -> None:
         """Collect the state, of which every process has a part, if OpenCLIP saves after `epochs` epochs."""
         args = self.args
-        states = {component.name: component.state_dict() for component in self.components if is_resumed(component)}
+        states = gather_components(self.components)
         if (loss is None and not states) or not is_saved(args, epochs):
             self._next = None
             return
@@ -149,16 +141,44 @@ class State:
         if not isinstance(content, dict) or "optimizer" not in content:
             return original(content, path, *args, **kwargs)
         _write(original, content if self._next is None else {**content, KEY: self._next}, path)
-        exporting = [component for component in self.components if overrides(component, Component.export)]
-        if exporting:
-            weights = {name.removeprefix("module."): value for name, value in content["state_dict"].items()}
-            for component in exporting:
-                weights = component.export(weights)
-            folder, name = os.path.split(path)
-            folder = os.path.join(os.path.dirname(folder), WEIGHTS)
-            os.makedirs(folder, exist_ok=True)
-            # OpenCLIP renames its tmp.pt when it is written.
-            _write(original, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
+        export(original, content, path, self.components)
+
+
+def check_components(path: str, entry: dict[str, Any], components: Components) -> None:
+    """Raise InputError if a checkpoint with this entry was trained with other components that it needs."""
+    had = entry.get("components", {})
+    have = [component.name for component in components if is_resumed(component)]
+    for name in [*had, *have]:
+        if (name in had) != (name in have):
+            was = "with" if name in had else "without"
+            raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
+
+
+def gather_components(components: Components) -> dict[str, dict[str, Any]]:
+    """The states of the components that a checkpoint needs, by name; every process calls this."""
+    return {component.name: component.state_dict() for component in components if is_resumed(component)}
+
+
+def load_components(entry: dict[str, Any], components: Components) -> None:
+    states = entry.get("components", {})
+    for component in components:
+        if component.name in states:
+            component.load_state_dict(states[component.name])
+
+
+def export(save: Callable, content: dict[str, Any], path: str, components: Components) -> None:
+    """Write weights that plain OpenCLIP loads, in the folder `weights` beside the checkpoint's, if a component changes
+    the model."""
+    exporting = [component for component in components if overrides(component, Component.export)]
+    if exporting:
+        weights = {name.removeprefix("module."): value for name, value in content["state_dict"].items()}
+        for component in exporting:
+            weights = component.export(weights)
+        folder, name = os.path.split(path)
+        folder = os.path.join(os.path.dirname(folder), WEIGHTS)
+        os.makedirs(folder, exist_ok=True)
+        # OpenCLIP renames its tmp.pt when it is written.
+        _write(save, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
 
 
 def check_optimizer(path: str, loaded: dict[str, Any], has_tasks: bool, by_name: bool) -> None:
