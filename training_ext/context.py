@@ -2,11 +2,15 @@
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from training_ext.core.rows import trains
 from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.machine import global_batch
+from training_ext.thin.component import Component
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,13 @@ class Run:
     """One run of the command; OpenCLIP's main completes `params.parse_args`' `args` before the model is built."""
 
     args: Namespace
+    components: Sequence[Component] = ()
+
+    def exported(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights as plain OpenCLIP loads them, without what components have added."""
+        for component in self.components:
+            weights = component.export(weights)
+        return weights
 
     @property
     def trains(self) -> bool:

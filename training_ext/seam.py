@@ -21,7 +21,8 @@ class Seam:
         contract: what the replacement relies on, to be checked when OpenCLIP changes.
         replacement: maps the original and the session to the replacement.
         scopes: when it is in place: the whole run, or while the train or validation data set is built.
-        for_ext_loss: whether only a training with one of this package's losses needs it.
+        for_ext_loss: whether only a training with one of this package's losses needs it,
+        for_components: or with a component that trains.
         loop: LEGACY or TASKS of `hosts` if only that loop has the name; None for both.
     """
 
@@ -32,6 +33,7 @@ class Seam:
     replacement: Callable[[Any, Any], Any]
     scopes: tuple[str, ...] = (RUN,)
     for_ext_loss: bool = False
+    for_components: bool = False
     loop: str | None = None
 
     def of(self, host: Host) -> "Seam":

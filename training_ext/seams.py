@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from inspect import isfunction
 
-from training_ext.core.checkpoint_files import latest_checkpoint, save_checkpoint
+from training_ext.core.checkpoint_files import latest_checkpoint
 from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import LEGACY, host
@@ -47,7 +47,7 @@ SEAMS = (
         why="OpenCLIP writes epoch files in place: a kill during a save leaves a torn file that `latest` would pick; "
         "the epoch's file replaces the mid-epoch ones",
         contract="checkpoints are written by torch.save(dict, path)",
-        replacement=lambda original, session: partial(save_checkpoint, original),
+        replacement=lambda original, session: partial(session.save_file, original),
     ),
     Seam(
         MAIN, "torch.nn.parallel.DistributedDataParallel",
@@ -172,6 +172,7 @@ SEAMS = (
         contract="every schedule calls assign_learning_rate(optimizer, lr), before each batch",
         replacement=lambda original, session: partial(session.assign_learning_rate, original),
         for_ext_loss=True,
+        for_components=True,
     ),
     Seam(
         TRAIN, "enumerate",
@@ -269,7 +270,8 @@ def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
     """A context in which the names of `scope` are replaced, by components first."""
     values = replacements(((seam, owner) for owner in session.components for seam in owner.seams), scope)
     for seam in seams():
-        if scope in seam.scopes and (session.args.uses_ext_loss or not seam.for_ext_loss):
+        for_components = seam.for_components and session.has_trained_components
+        if scope in seam.scopes and (session.args.uses_ext_loss or not seam.for_ext_loss or for_components):
             place = seam.module, seam.path
             original = values[place] if place in values else look_up(*place)
             values[place] = seam.replacement(original, session)

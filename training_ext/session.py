@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,9 +33,12 @@ from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
-from training_ext.thin.component import Components, choose, registry
-from training_ext.thin.flags import names_of
-from training_ext.thin.optimizer import GivenSettings
+from training_ext.thin.component import Components, is_resumed
+from training_ext.thin.hosts import installed
+from training_ext.thin.loss import TrainingLoss as TrainingLossOf
+from training_ext.thin.loss import add_losses
+from training_ext.thin.optimizer import GivenSettings, regroup
+from training_ext.thin.state import KEY, check_components, export, gather_components, load_components
 from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 IMAGENET_V2 = "imagenet-v2"
@@ -54,8 +58,13 @@ class Session:
         alone: ExitStack | None = None,
     ):
         self.args = args
-        self.run = Run(args)
-        self.components = Components(choose(registry(), names_of(args.without)), args)
+        self.components = Components.of(args)
+        self.has_trained_components = any(map(is_resumed, self.components))
+        if self.has_trained_components and getattr(args, "fsdp_checkpoint", "full") == "sharded":
+            raise InputError("'sharded' would leave out the state of components; give full", "--fsdp-checkpoint")
+        self.run = Run(args, self.components)
+        self._adds_losses = False
+        self._component_states: dict[str, Any] = {}
         self.features = Features(self.run)
         self._alone = alone if args.name is None else None  # of a run that gets its name later
         watch = next((feature for feature in self.features if isinstance(feature, SampleWatch)), SampleWatch())
@@ -89,8 +98,11 @@ class Session:
                 self.saving.reference = digest_of(model.state_dict())
             return model, *transforms
         self._has_model = True
+        for component in self.components:
+            component.wrap_model(model)
+        self._adds_losses = add_losses(model, self.components)
         self.features.tell(Feature.model_built, model)
-        self._logit_scale = getattr(model, "logit_scale", None)
+        self._model = model
         if not self.args.uses_ext_loss:
             return model, *transforms
         if self.args.tau_init is not None:
@@ -147,23 +159,30 @@ class Session:
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         optimizer = original(*args, **kwargs)
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
-        self.complete_optimizer(inner, self._logit_scale)
+        self.complete_optimizer(inner, self._model)
         inner.register_state_dict_post_hook(lambda optimizer, state: self.saving.add_to(state))
         return optimizer
 
-    def complete_optimizer(self, optimizer: torch.optim.Optimizer, logit_scale: Any) -> None:
-        """Give the temperature a group of its own, if it is learned, and keep what a checkpoint will replace."""
+    def complete_optimizer(self, optimizer: torch.optim.Optimizer, model: Any) -> None:
+        """Give components and a learned temperature their groups, and keep what a checkpoint will replace.
+
+        Args:
+            model: without wrappers, with the parameters that are trained.
+        """
         args = self.args
+        regroup(optimizer, model, self.components)
         if trains_logit_scale(args):
-            self.temperature = TemperatureGroup(optimizer, logit_scale, args.lr_tau, args.lr_tau_scheduler, args.lr)
+            schedule = args.lr_tau, args.lr_tau_scheduler, args.lr
+            self.temperature = TemperatureGroup(optimizer, model.logit_scale, *schedule)
         self._settings = GivenSettings(optimizer, args)
 
     def assign_learning_rate(self, original: Callable, optimizer: torch.optim.Optimizer, new_lr: float) -> None:
         new_lr = float(new_lr)  # before OpenCLIP 2.30 a NumPy scalar, which checkpoints may not contain
+        assign = partial(installed().assign_model_rate, original)
         if self.temperature is None:
-            original(optimizer, new_lr)
+            assign(optimizer, new_lr)
         else:
-            self.temperature.assign(original, optimizer, new_lr)
+            self.temperature.assign(assign, optimizer, new_lr)
 
     @property
     def in_training(self) -> bool:
@@ -191,6 +210,10 @@ class Session:
 
     def load_checkpoint(self, path: str, **kwargs: Any) -> Any:
         loaded = load_checkpoint(path, **kwargs)
+        if self.run.trains and isinstance(loaded, dict) and "epoch" in loaded:
+            of_components = loaded.pop(KEY, {})
+            check_components(path, of_components, self.components)
+            load_components(of_components, self.components)
         self.saving.take(loaded, path)
         return loaded
 
@@ -222,7 +245,7 @@ class Session:
 
     def create_loss(self, original: Callable, args: Any) -> Any:
         if not args.uses_ext_loss:
-            return original(args)
+            return TrainingLossOf(original(args), True) if self._adds_losses else original(args)
         for flag in ("local_loss", "gather_with_grad"):
             if getattr(args, flag):
                 what = f"{flag_of(flag)} makes no difference to --loss {args.loss}"
@@ -232,7 +255,7 @@ class Session:
         self.saving.load_into(loss)
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
-        self.loss = TrainingLoss(loss, self.data.loader, args.device)
+        self.loss = TrainingLoss(loss, self.data.loader, args.device, self._adds_losses)
         self.features.tell(Feature.loss_built, self.loss)
         return self.loss
 
@@ -283,13 +306,14 @@ class Session:
 
         def save(place: dict[str, Any]) -> None:
             self.saving.begin_save(model, self.loss)
+            self._component_states = gather_components(self.components)
             assert self.loss is not None
             name = checkpoint_files.name_of(args, epoch, place["position"])
             self.saving.prepare(self.loss, name, place["order"], place["position"])
             if args.rank == 0 or self.run.shards_model:
                 content = self.content(epoch, model, optimizer, scaler)
                 if args.rank == 0:
-                    checkpoint_files.write(args, content, place["position"])
+                    checkpoint_files.write(args, self.with_components(content), place["position"])
             self.saving.entry = None
 
         loader = data["train"].dataloader
@@ -302,6 +326,7 @@ class Session:
             saves_last=saves_first,
         )
         result = run_epoch(started, data, scheduler, args)
+        self._component_states = gather_components(self.components)
         if args.loss is not None:
             self.saving.begin_save(model, self.loss)
         if saves and self.loss is not None:
@@ -309,7 +334,7 @@ class Session:
             self.saving.prepare(self.loss, f"epoch_{epoch + 1}.pt", order)
         elif saves_first and args.rank == 0 and not self.run.shards_model:
             path = self.run.checkpoint_after(epoch + 1)
-            checkpoint_files.save_checkpoint(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
+            self.save_file(torch.save, self.content(epoch + 1, model, optimizer, scaler), path)
             logging.info(f"Saved before the evaluation: {path}")
         return result
 
@@ -324,6 +349,15 @@ class Session:
             "optimizer": optimizer.state_dict(),
         }
         return content if scaler is None else {**content, "scaler": scaler.state_dict()}
+
+    def with_components(self, content: dict[str, Any]) -> dict[str, Any]:
+        """The contents with the states of components, if they have any."""
+        return content | {KEY: {"components": self._component_states}} if self._component_states else content
+
+    def save_file(self, save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Replaces main's `torch.save`."""
+        checkpoint_files.save_checkpoint(save, self.with_components(content), path, *args, **kwargs)
+        export(save, content, path, self.components)
 
     def close(self) -> None:
         """End the run, after success or an error; temporary files are removed after the last checkpoint."""

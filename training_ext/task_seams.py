@@ -45,6 +45,7 @@ TASK_SEAMS = (
         contract="train_one_epoch logs get_learning_rate(optimizer)",
         replacement=lambda original, session: partial(session.model_rate, original),
         for_ext_loss=True,
+        for_components=True,
         loop=TASKS,
     ),
     Seam(

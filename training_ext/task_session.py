@@ -15,6 +15,7 @@ from training_ext.core import checkpoint, checkpoint_files
 from training_ext.core.rows import trains
 from training_ext.core.tasks import LossTask
 from training_ext.session import Session
+from training_ext.thin.hosts.v4 import add_to_task
 from training_ext.thin.temperature import trains_logit_scale
 
 
@@ -31,6 +32,8 @@ class TaskSession(Session):
             self._task = LossTask(model, kwargs.get("dist_model"), self.clamp)
         else:
             self._task = original(args, model=model, **kwargs)
+            if self._adds_losses:
+                add_to_task(self._task)
             clamp = self._task.clamp_logit_scale
             self._task.clamp_logit_scale = lambda *rest: clamp(*rest) if self.in_training else None
         return self._task
@@ -45,7 +48,7 @@ class TaskSession(Session):
     ) -> torch.optim.Optimizer:
         optimizer = original(module, *args, **kwargs)
         # By its name, since FSDP replaces the parameter that was created.
-        self.complete_optimizer(optimizer, getattr(unwrap_model(module), "logit_scale", None))
+        self.complete_optimizer(optimizer, unwrap_model(module))
         return optimizer
 
     def model_rate(self, original: Callable, optimizer: torch.optim.Optimizer) -> float:

@@ -448,6 +448,37 @@ def test_a_broken_package_is_left_out_with_a_warning(tmp_path, monkeypatch, capl
     assert "The component 'x' (no_such_module:X) is left out: ModuleNotFoundError" in caplog.text
 
 
+# On the whole path
+
+@pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
+def test_the_whole_path_trains_as_the_core(run, data, has_token_head, loss):
+    common = f"--token-head 0.5 --loss {loss} {data['csv']} {WHOLE}"
+    whole, core = run("whole", common), run("core", f"--with token_head {common}")
+    ours, theirs, start = (e.checkpoint(n)["state_dict"] for e, n in ((whole, 4), (core, 4), (core, 1)))
+    moved = max((theirs[name] - value).abs().max() for name, value in start.items())
+    assert all((ours[name] - value).abs().max() < 1e-5 * moved for name, value in theirs.items())
+    (weights, expected) = (open_clip.factory.load_state_dict(f"{e.path}/weights/epoch_4.pt") for e in (whole, core))
+    assert weights.keys() == expected.keys() == ours.keys() - {"token_head.weight", "token_head.bias"}
+
+
+@pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
+def test_the_whole_path_resumes_with_a_component(run, refused, datasets, has_token_head, loss):
+    common = f"--token-head 0.5 --loss {loss} {datasets['csv']} --workers 0 --epochs 2 --save-frequency 1"
+    whole = run("whole", common)
+    resumed = run("resumed", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
+    if loss != "clip":  # whose order of the data is OpenCLIP's
+        first, second = (e.checkpoint(2) for e in (whole, resumed))
+        assert all(torch.equal(second["state_dict"][name], value) for name, value in first["state_dict"].items())
+    line = refused(f"--loss {loss} {datasets['csv']} --epochs 2 --resume {whole.path}/checkpoints/epoch_1.pt")
+    assert line.endswith("was trained with the component token_head; train with it")
+
+
+def test_best_weights_are_exported(run, datasets, has_token_head):
+    flags = f"{datasets['shapes']} --val-num-samples 16 --workers 0 --epochs 1 --keep-best shapes-zeroshot-top1"
+    best = run("best", f"{flags} --loss fastclip-v3 --token-head 0.5").path / "best.pt"
+    open_clip.create_model("ViT-test", pretrained=str(best))
+
+
 # Built-in components
 
 

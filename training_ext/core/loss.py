@@ -14,6 +14,7 @@ from training_ext.core.rows import DataRows
 from training_ext.core.tags import KEY, ROW
 from training_ext.openclip.machine import global_batch
 from training_ext.thin.loss import build_loss as build
+from training_ext.thin.loss import take_added
 
 
 def build_loss(
@@ -54,8 +55,8 @@ def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: in
 class LogItems(dict):
     """A dict of losses whose `items()` also has the diagnostics.
 
-    OpenCLIP sums `values()` to the total loss, which must not have them, and logs `items()`. The total "loss" equals
-    the only loss and is not logged. OpenCLIP calls `items()` on logged steps only, so no other step waits for the
+    OpenCLIP sums `values()` to the total loss, which must not have them, and logs `items()`, without the total "loss"
+    here. OpenCLIP calls `items()` on logged steps only, so no other step waits for the
     device.
     """
 
@@ -71,8 +72,9 @@ class LogItems(dict):
 class TrainingLoss:
     """Calls a loss with the samples' rows and keys since the last step, and adds the diagnostics to OpenCLIP's log."""
 
-    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device):
+    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device, expects_added: bool = False):
         self.loss = loss
+        self.expects_added = expects_added
         self.loader = loader
         self.device = torch.device(device)
 
@@ -82,8 +84,9 @@ class TrainingLoss:
         return self.loss.value_name
 
     def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
-        value = self.value(**model_out)
-        return LogItems({self.name: value}, self.diagnostics) if output_dict else value
+        added = take_added(model_out, self.expects_added)
+        losses = {self.name: self.value(**model_out)} | added
+        return LogItems(losses, self.diagnostics) if output_dict else sum(losses.values())
 
     def value(self, **model_out: Any) -> Tensor:
         """The loss, 0-d, of a model's output for the batches since the last step."""

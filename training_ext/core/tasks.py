@@ -1,6 +1,7 @@
 """This package's losses as a task of OpenCLIP 4.x, whose loop trains tasks: model and loss in one module."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from open_clip.task import CLIPTask
 from torch import Tensor, nn
 
 from training_ext.core.loss import LogItems, TrainingLoss
+from training_ext.thin.loss import take_added
 
 
 class TaskLosses(LogItems):
@@ -16,14 +18,18 @@ class TaskLosses(LogItems):
     The loop sums the losses in `items()` and sets the total, "loss"; from then on it logs `items()`, on every process.
     """
 
-    def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
-        super().__init__({"contrastive_loss": value}, diagnostics)
+    def __init__(
+        self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]],
+        added: Mapping[str, Tensor] = MappingProxyType({}),
+    ):
+        super().__init__({"contrastive_loss": value, **added}, diagnostics)
         self._name = name
+        self._added = added
 
     def items(self) -> Any:
         if "loss" not in self:
             return dict.items(self)
-        values = {self._name: self["loss"]} | self._diagnostics()
+        values = {self._name: self["contrastive_loss"], **self._added} | self._diagnostics()
         # The loop reduces them over the processes, which NCCL does on its own devices only.
         return {name: value.to(self["loss"].device) for name, value in values.items()}.items()
 
@@ -60,7 +66,7 @@ class LossTask(CLIPTask):
             with torch.no_grad():
                 output |= {f"dist_{name}": value for name, value in self.reference(**batch).items()}
         losses = self._losses(output)
-        losses["loss"] = losses["contrastive_loss"]
+        losses["loss"] = sum(losses.values())
         return losses, report
 
     def compute_accum_loss(
@@ -69,7 +75,8 @@ class LossTask(CLIPTask):
         return self._losses(inputs | inputs_no_accum), self._report(inputs_no_accum)
 
     def _losses(self, output: dict[str, Tensor]) -> TaskLosses:
-        return TaskLosses(self.loss.value(**output), self.loss.name, self.loss.diagnostics)
+        added = take_added(output, self.loss.expects_added)
+        return TaskLosses(self.loss.value(**output), self.loss.name, self.loss.diagnostics, added)
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
         """Compile the model only, since the loss updates state of its own."""

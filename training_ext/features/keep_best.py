@@ -87,7 +87,7 @@ class KeepBest(Feature):
             return
         self._best = value
         if path := self.run.file(BEST):
-            weights = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+            weights = self.run.exported({plain_name(name): tensor for name, tensor in model.state_dict().items()})
             atomic_save(torch.save, {"state_dict": weights, "metrics": {"epoch": epoch, **values}}, path)
             logging.info(f"Best {self.keep_best} so far: {value:.4f}, kept in {path}")
 

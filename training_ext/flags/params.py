@@ -17,6 +17,7 @@ from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.openclip.hosts import complete
 from training_ext.openclip.machine import world_info
+from training_ext.thin.component import registry
 from training_ext.thin.flags import NEEDS_LOSS, add_option, settle
 from training_ext.thin.patching import replaced
 
@@ -144,6 +145,9 @@ class Parser(argparse.ArgumentParser):
         for owner in run.owners():
             for option in owner.options:
                 add_option(under(owner.topic), option)
+        for kind in registry().values():
+            for option in kind.options:
+                add_option(under(kind.name.replace("_", " ")), option)
         group = under("the run")
         group.add_argument(
             "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"

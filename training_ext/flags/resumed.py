@@ -9,7 +9,8 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
 from training_ext.openclip.loading import load_mapped
-from training_ext.thin.state import check_optimizer
+from training_ext.thin.component import Components
+from training_ext.thin.state import KEY, check_components, check_optimizer
 from training_ext.thin.temperature import trains_logit_scale
 
 
@@ -36,6 +37,7 @@ def check_resumed(path: str, args: Namespace) -> None:
     if isinstance(epoch, int) and epoch >= args.epochs and args.resume != "latest":  # a requeued job may be done
         raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")
     check_optimizer(path, content, host().loop == TASKS, bool(shards_model(args)))
+    check_components(path, content.get(KEY, {}), Components.of(args))
     _check_temperature(path, content, args)
 
 

@@ -99,6 +99,9 @@ class Component(WithOptions):
         return weights
 
 
+_warn_once = cache(LOG.warning)
+
+
 def overrides(component: Component, hook: Any) -> bool:
     """Whether the component has its own `hook`, a method of `Component`."""
     return getattr(type(component), hook.__name__) is not hook
@@ -159,6 +162,12 @@ class Components(list[Component]):
     def __init__(self, classes: Iterable[type[Component]], args: Namespace):
         super().__init__(component for component in self._wanted(classes, args) if self._can_run(component))
 
+    @classmethod
+    def of(cls, args: Namespace) -> "Components":
+        """All but those of --without."""
+        without = args.without.split(",") if args.without else []
+        return cls(choose(registry(), without), args)
+
     @staticmethod
     def _wanted(classes: Iterable[type[Component]], args: Namespace) -> Iterator[Component]:
         for kind in classes:
@@ -176,7 +185,7 @@ class Components(list[Component]):
             if (broken := seam.broken()) is None:
                 continue
             if component.may_be_off and component.switch is None:
-                LOG.warning(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
+                _warn_once(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
                 return False
             switch = component.switch
             remedy = f"give --without {component.name}" if switch is None else f"leave out {flag_of(switch)}"

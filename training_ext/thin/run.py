@@ -47,7 +47,7 @@ class Run:
         self.data = TrainData(needs_rows, partial(in_place, list(self.seams())), self.begin_epoch, self.end_epoch)
         self.model: nn.Module | None = None  # without wrappers
         self.temperature: TemperatureGroup | None = None
-        self._adds_losses = self._has_begun = False
+        self.adds_losses = self._has_begun = False
         self._settings: GivenSettings
         self._epoch = 0
 
@@ -64,7 +64,7 @@ class Run:
             self.model = model
             for component in self.components:
                 component.wrap_model(model)
-            self._adds_losses = add_losses(model, self.components)
+            self.adds_losses = add_losses(model, self.components)
             if self.args.uses_ext_loss:
                 self._prepare_temperature(model)
         return model, *transforms
@@ -123,8 +123,8 @@ class Run:
 
     def create_loss(self, original: Callable, args: Namespace) -> Any:
         if self.args.uses_ext_loss:
-            return TrainingLoss(self.loss_of, self._adds_losses)
-        return TrainingLoss(original(args), True) if self._adds_losses else original(args)
+            return TrainingLoss(self.loss_of, self.adds_losses)
+        return TrainingLoss(original(args), True) if self.adds_losses else original(args)
 
     def loss_of(self, output_dict: bool = True, **output: Any) -> dict[str, Tensor]:
         """This package's loss of a model's output for the batches since the last step."""

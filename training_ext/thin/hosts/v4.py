@@ -62,18 +62,21 @@ class LossTask(CLIPTask):
             super().clamp_logit_scale(self._highest_scale)
 
 
+def add_to_task(task: Any) -> Any:
+    """Let a task of OpenCLIP's add the components' losses to its own."""
+    loss = TrainingLoss(task.loss, True)
+    del task.loss  # a module, whose place nothing else can take
+    task.loss = loss
+    return task
+
+
 def create_task(original: Callable, run: Any) -> Callable:
     """`create_task` with the run's loss, or OpenCLIP's and those of components."""
 
     def create(args: Any, model: torch.nn.Module, **more: Any) -> Any:
         if not run.args.uses_ext_loss:
             task = original(args, model=model, **more)
-            own = task.loss
-            loss = run.create_loss(lambda args: own, args)
-            if loss is not own:
-                del task.loss  # a module, whose place nothing else can take
-                task.loss = loss
-            return task
+            return add_to_task(task) if run.adds_losses else task
         return LossTask(model, run.create_loss(original, args), run.highest_scale())
 
     return create
