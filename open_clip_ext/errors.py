@@ -21,6 +21,7 @@ LOST_ANOTHER = (
     "connection was likely closed", "remote process", "closed by remote peer", "nccl communicator was aborted",
     "caught collective operation timeout",
 )  # fmt: skip
+TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class InputError(ValueError):
@@ -37,6 +38,11 @@ class InputError(ValueError):
         super().__init__(text if argument is None else f"{argument}: {text}")
         self.text = text
         self.argument = argument
+
+
+def one_line(error: Exception) -> str:
+    """An exception's message on one line, of at most 200 characters."""
+    return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
 
 
 def last_line(error: Exception) -> str:

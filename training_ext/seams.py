@@ -137,15 +137,6 @@ SEAMS = (
         for_ext_loss=True,
     ),
     Seam(
-        MAIN, "start_sync_process",
-        why="its endless process keeps a run that ends early alive, does not copy the last checkpoint, ends at a file "
-        "that goes while it is copied, and copies half-written ones",
-        contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) on "
-        "process 0, starts the process that it returns, and ends it after the last epoch; file_utils.remote_sync uses "
-        "fsspec.get_mapper(folder) or subprocess.run(command)",
-        replacement=lambda original, session: partial(session.sync.start, original),
-    ),
-    Seam(
         MAIN, "create_model_and_transforms",
         why="parameters that the loss does not train must not wait for a gradient in DistributedDataParallel",
         contract="main gets the model from it before wrapping it, and the first call is the trained model",

@@ -30,7 +30,6 @@ from training_ext.feature import Epoch, Feature, NewTraining
 from training_ext.flags.alike import check_alike
 from training_ext.flags.preflight import keep_others_out
 from training_ext.openclip.loading import load_checkpoint
-from training_ext.openclip.remote_sync import RemoteSync
 from training_ext.run import Features
 from training_ext.saving import Saving
 from training_ext.thin.component import Components, is_resumed
@@ -77,7 +76,6 @@ class Session:
         self._has_model = False
         self._has_begun = False  # the first epoch of this run
         self.epoch: Epoch | None = None  # in progress
-        self.sync = RemoteSync()
         self.told: list[str] = []  # warnings from before the log was there
         self.completed = False  # whether OpenCLIP's main has come to its end
 
@@ -366,7 +364,8 @@ class Session:
         if self.completed and args.loss is not None and self.run.trains and args.save_logs:
             checkpoint_files.remove_folders(args.checkpoint_path)
         self.features.tell(Feature.end, self.completed and self._has_begun)
-        self.sync.end(self.completed)
+        for component in self.components:
+            component.end(self.completed)
 
     @staticmethod
     def unwrapped(model: Any) -> torch.nn.Module:

@@ -386,7 +386,8 @@ def test_refusals(refused, register, tmp_path, flags, message):
         "plain": {}, "ours": {KEY: entry}, "with": {KEY: {**entry, "components": {"head": {}}}},
         "within": {"optimizer": {KEY: {**entry, "position": {"batches": 3}}}},
     }.items():
-        torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **content}, tmp_path / f"{name}.pt")
+        steps = {"global_step": 1} if hosts.installed().HAS_TASKS else {}
+        torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **steps, **content}, tmp_path / f"{name}.pt")
     given = flags.format(folder=tmp_path)
     assert message in refused(f"{given} --dataset-type synthetic --train-num-samples {ROWS}")
 

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from training_ext.openclip.remote_sync import copy
+from training_ext.components.remote_sync import copy
 
 
 @pytest.fixture

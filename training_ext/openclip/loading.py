@@ -16,7 +16,7 @@ import numpy as np
 import open_clip
 import torch
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, one_line
 from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
 from training_ext.openclip.hosts import taken
 from training_ext.openclip.machine import world_info
@@ -54,7 +54,6 @@ def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
 
 MOST_NAMED = 10  # suffixes in a message
 CHUNK = 2**20  # bytes
-TERMINAL_CODE = re.compile(r"\x1b\[[0-9;]*m")
 UNPICKLER, UNKNOWN = "WeightsUnpickler error: ", re.compile(r"Unsupported global: GLOBAL (\S+)")  # in torch's messages
 
 
@@ -194,11 +193,6 @@ def collected_warnings() -> Iterator[list[str]]:
         yield told
     finally:
         logging.root.handlers = before
-
-
-def one_line(error: Exception) -> str:
-    """An exception's message on one line, of at most 200 characters."""
-    return " ".join(TERMINAL_CODE.sub("", str(error)).split())[:200]
 
 
 def known_config(model: str) -> dict[str, Any] | None:

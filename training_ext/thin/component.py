@@ -94,6 +94,9 @@ class Component(WithOptions):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`, before the first epoch."""
 
+    def end(self, completed: bool) -> None:
+        """The run ends, after an error or not; `completed`: OpenCLIP's main has come to its end."""
+
     def export(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """The weights as plain `open_clip.create_model(pretrained=)` loads them: merged, without what it lacks."""
         return weights

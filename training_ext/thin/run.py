@@ -179,9 +179,15 @@ def start(argv: list[str]) -> Run | None:
     if args.uses_ext_loss:
         host.check_flags(args)
     run.state.check()
-    with in_place(run.seams(), RUN):
-        if run.host.main().main([]):
-            raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+    completed = False
+    try:
+        with in_place(run.seams(), RUN):
+            if run.host.main().main([]):
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+        completed = True
+    finally:
+        for component in components:
+            component.end(completed)
     return run
 
 

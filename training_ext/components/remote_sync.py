@@ -1,20 +1,23 @@
-"""`RemoteSync`: --remote-sync while files come and go, and of a run that ends early."""
+"""OpenCLIP's --remote-sync while files come and go, and of a run that ends early."""
 
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import fsspec
 from open_clip_train import file_utils
 
+from open_clip_ext.errors import one_line
 from open_clip_ext.files import PARTIAL
-from training_ext.openclip.loading import one_line
+from training_ext.thin.component import Component
 from training_ext.thin.patching import replaced
+from training_ext.thin.seam import Seam
 
 
 class WholeFiles:
@@ -64,13 +67,31 @@ def keep_copying(seconds: float, *where: str) -> None:
         copy(*where)
 
 
-class RemoteSync:
+class RemoteSync(Component):
     """The process that copies the run's folder, which ends with the run; one that ends early copies once more."""
 
-    def __init__(self) -> None:
+    name = "remote_sync"
+    seams = (
+        Seam(
+            "open_clip_train.main", "start_sync_process",
+            why="its process ends at a file that goes while it is copied, copies half-written ones, keeps a run that "
+            "ends early alive, and does not copy the last checkpoint",
+            contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) "
+            "on process 0, starts the process that it returns, and ends it after the last epoch; "
+            "file_utils.remote_sync uses fsspec.get_mapper and subprocess.run",
+            replacement=lambda original, own: own.start,
+            used_by="open_clip_train.main:main",
+        ),
+    )  # fmt: skip
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
         self._started: tuple[Any, tuple[str, ...]] | None = None
 
-    def start(self, original: Callable, seconds: float, *where: str) -> Any:
+    def wanted(self) -> bool:
+        return self.args.remote_sync is not None
+
+    def start(self, seconds: float, *where: str) -> Any:
         """Replaces OpenCLIP's `start_sync_process`; `where` is the local folder, the remote one and the protocol."""
         process = multiprocessing.Process(target=keep_copying, args=(seconds, *where), daemon=True)
         self._started = process, where
