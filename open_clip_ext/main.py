@@ -83,7 +83,7 @@ def _run(argv: list[str]) -> Trained:
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
-        launch.check_seams()
+        launch.check_seams(args)
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
     if args.seams:

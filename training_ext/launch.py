@@ -1,5 +1,7 @@
 """Run OpenCLIP's main with the names of `seams` replaced."""
 
+from argparse import Namespace
+
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
 from training_ext.core.checkpoint_files import last_saved
@@ -8,7 +10,7 @@ from training_ext.openclip.hosts import LEGACY, host, open_clip_version
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
 from training_ext.session import Session
-from training_ext.thin.patching import look_up
+from training_ext.thin.component import warn_early
 
 
 def session_class() -> type[Session]:
@@ -20,23 +22,25 @@ def session_class() -> type[Session]:
     return TaskSession
 
 
-def check_seams() -> None:
-    """Check that every replaced name exists.
+def check_seams(args: Namespace) -> None:
+    """Check that every replaced name exists, and warn of those that a run goes on without.
 
     Raises:
-        InputError: one does not; one line with OpenCLIP's version.
+        InputError: one that is needed does not; one line with OpenCLIP's version.
         ImportError: the training loop itself cannot be imported.
     """
     if not hasattr(host().main_module, "main"):
         raise ImportError(f"cannot import name 'main' from {host().main!r}")
     for seam in seams():
-        try:
-            look_up(seam.module, seam.path)
-        except (AttributeError, ImportError) as error:
-            raise InputError(
-                f"open_clip_torch {open_clip_version()} has no {seam.module}.{seam.path}, which open_clip_ext "
-                f"replaces: {error}; it runs with {host().range}"
-            ) from None
+        if seam.is_there():
+            continue
+        version = open_clip_version()
+        if seam.may_be_off and not any(getattr(args, name, None) for name in seam.needed_by):
+            warn_early(f"open_clip_torch {version} has no {seam.name}, so this is off: {seam.why}")
+            continue
+        raise InputError(
+            f"open_clip_torch {version} has no {seam.name}, which open_clip_ext replaces; it runs with {host().range}"
+        )
 
 
 def run(session: Session) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from training_ext.openclip.hosts import Host
+from training_ext.thin.patching import look_up
 
 RUN = "run"  # the scope of a whole run
 # Names in braces are fields of `hosts.Host`.
@@ -23,6 +24,8 @@ class Seam:
         scopes: when it is in place: the whole run, or while the train or validation data set is built.
         for_ext_loss: whether only a training with one of this package's losses needs it,
         for_components: or with a component that trains.
+        may_be_off: whether a run goes on without it, after a warning, where OpenCLIP no longer has the name,
+        needed_by: unless one of these flags is given.
         loop: LEGACY or TASKS of `hosts` if only that loop has the name; None for both.
     """
 
@@ -35,6 +38,20 @@ class Seam:
     for_ext_loss: bool = False
     for_components: bool = False
     loop: str | None = None
+    may_be_off: bool = False
+    needed_by: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.path}"
+
+    def is_there(self) -> bool:
+        """Whether the installed OpenCLIP has the name."""
+        try:
+            look_up(self.module, self.path)
+        except (AttributeError, ImportError):
+            return False
+        return True
 
     def of(self, host: Host) -> "Seam":
         """The row with the names of the installed OpenCLIP filled in."""

@@ -100,6 +100,8 @@ SEAMS = (
         "this class builds",
         replacement=lambda original, session: session.data.complete(original),
         scopes=(TRAIN_DATA,),
+        may_be_off=True,
+        needed_by=("captions_field",),
     ),
     Seam(
         SHARDS, "wds.decode",
@@ -108,6 +110,7 @@ SEAMS = (
         replacement=lambda original, session: session.data.decode(original),
         scopes=(TRAIN_DATA,),
         loop=LEGACY,
+        may_be_off=True,
     ),
     Seam(
         SHARDS, "wds.shuffle",
@@ -219,6 +222,8 @@ SEAMS = (
         contract="called after each epoch as (model or task, data, completed_epoch, args, tb_writer=, tokenizer=), "
         "returns metrics by name, {} on all processes but 0",
         replacement=lambda original, session: partial(session.evaluations.evaluate, original),
+        may_be_off=True,
+        needed_by=("keep_best",),
     ),
     Seam(
         TRAIN, "get_clip_metrics",
@@ -226,6 +231,7 @@ SEAMS = (
         contract="evaluate calls get_clip_metrics(image_features=, text_features=, ...) with the features of all "
         "validation pairs in their order, or lists of batches of them, and adds what it returns to metrics",
         replacement=lambda original, session: session.evaluations.clip_metrics,
+        may_be_off=True,
     ),
     Seam(
         TRAIN, "{zero_shot}",
@@ -233,6 +239,8 @@ SEAMS = (
         contract="evaluate calls it as (model or task, data, epoch, args, tokenizer=), whatever the data, and adds "
         "what it returns to metrics",
         replacement=lambda original, session: partial(session.evaluations.zero_shot, original),
+        may_be_off=True,
+        needed_by=("zeroshot_data",),
     ),
     *TASK_SEAMS,
 )
@@ -262,7 +270,8 @@ def scoped(session: Session, scope: str) -> AbstractContextManager[None]:
     values = replacements(((seam, owner) for owner in session.components for seam in owner.seams), scope)
     for seam in seams():
         for_components = seam.for_components and session.has_trained_components
-        if scope in seam.scopes and (session.args.uses_ext_loss or not seam.for_ext_loss or for_components):
+        is_used = session.args.uses_ext_loss or not seam.for_ext_loss or for_components
+        if scope in seam.scopes and is_used and seam.is_there():
             place = seam.module, seam.path
             original = values[place] if place in values else look_up(*place)
             values[place] = seam.replacement(original, session)

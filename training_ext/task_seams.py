@@ -23,6 +23,7 @@ TASK_SEAMS = (
         replacement=lambda original, session: session.data.decode_images(original),
         scopes=(TRAIN_DATA,),
         loop=TASKS,
+        may_be_off=True,
     ),
     Seam(
         MAIN, "create_task",

@@ -2,7 +2,9 @@
 
 import ast
 import importlib
+import os
 import re
+import subprocess
 import sys
 import types
 from argparse import Namespace
@@ -18,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import training_ext.components
 import training_ext.thin
 from open_clip_ext.options import option
+from training_ext.seams import seams
 from training_ext.thin import component, hosts, run, seam
 from training_ext.thin.component import Component
 from training_ext.thin.seam import Seam
@@ -528,3 +531,28 @@ def test_a_renamed_name_costs_a_convenience_or_is_refused(refused, run, data, mo
     else:
         assert refused(flags).endswith(f"there is no {module}.{name}; give --without {kind}")
         run("without", f"{flags} --without {kind}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, flags", [(s.path, s.needed_by) for s in seams() if s.may_be_off and "." not in s.path])
+def test_a_renamed_name_of_the_whole_path_costs_a_convenience(data, tmp_path, name, flags):
+    """In a copy of OpenCLIP's training code in which the name is another one everywhere."""
+    installed = Path(importlib.import_module("open_clip_train").__file__).parent
+    for path in installed.glob("*.py"):
+        (tmp_path / installed.name).mkdir(exist_ok=True)
+        renamed = re.sub(rf"\b{name}\b", f"{name}_renamed", path.read_text())
+        (tmp_path / installed.name / path.name).write_text(renamed)
+
+    def train(flags: str) -> subprocess.CompletedProcess:
+        script = "import sys; from pathlib import Path; from conftest import *; "
+        script += "sys.exit(run_main(ext_main, sys.argv[1], Path(sys.argv[2])))"
+        path = os.pathsep.join([str(tmp_path), *sys.path])
+        command = [sys.executable, "-c", script, f"--loss fastclip-v3 {data['shards']} {WHOLE} --epochs 1 {flags}"]
+        environment = {**os.environ, "PYTHONPATH": path}
+        return subprocess.run([*command, str(tmp_path / "logs")], env=environment, capture_output=True, text=True)
+
+    ended = train("--name off")
+    assert ended.returncode == 0 and f".{name}, so this is off" in ended.stderr, ended.stderr[-2000:]
+    for flag in flags:
+        ended = train(f"--name needed --{flag.replace('_', '-')} x")
+        assert ended.returncode == 2 and f".{name}, which open_clip_ext replaces" in ended.stderr, ended.stderr[-2000:]

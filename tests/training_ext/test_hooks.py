@@ -44,7 +44,7 @@ def test_every_name_is_a_seam_of_the_host():
     """Of the OpenCLIP that is found first, see `test_versions`."""
     found = Path(open_clip.__file__).parents[1]
     assert Path(host().main_module.__file__).is_relative_to(found)
-    check_seams()
+    check_seams(parse_args([]))
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -102,7 +102,7 @@ class Component(WithOptions):
         return weights
 
 
-_warn_once = cache(LOG.warning)
+warn_early = cache(LOG.warning)  # once, before OpenCLIP sets up the log
 
 
 def overrides(component: Component, hook: Any) -> bool:
@@ -188,7 +188,7 @@ class Components(list[Component]):
             if (broken := seam.broken()) is None:
                 continue
             if component.may_be_off and component.switch is None:
-                _warn_once(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
+                warn_early(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
                 return False
             switch = component.switch
             remedy = f"give --without {component.name}" if switch is None else f"leave out {flag_of(switch)}"
