@@ -33,6 +33,7 @@ from training_ext.flags.data_checks import (
 )
 from training_ext.flags.resumed import check_folder, check_resumed
 from training_ext.flags.rules import check_rules
+from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
 from training_ext.openclip.machine import check_device, global_batch, processes_here, world_info
@@ -147,6 +148,7 @@ def check_flags(args: Namespace) -> tuple[str, dict | None] | None:
     resumed = find_resumed(path)
     features = Features(Run(args))
     features.tell(Feature.check, features.metrics())
+    try_start(args)
     return resumed
 
 

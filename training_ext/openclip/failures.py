@@ -45,7 +45,7 @@ class Phase:
 
 # The first that is in the traceback counts, so a part stands before the whole.
 PHASES = (
-    Phase(".init_distributed_device", "start the processes", ("device", "dist_backend", "dist_url", "horovod")),
+    Phase(".init_distributed_device", "start the processes", ("dist_backend", "dist_url", "horovod")),
     Phase(".lock_image_tower", "lock the image tower", ("lock_image", "lock_image_unlocked_groups")),
     Phase(
         ".lock_text_tower", "lock the text tower", ("lock_text", "lock_text_unlocked_layers"),
@@ -132,8 +132,12 @@ def in_one_line(args: Namespace) -> Iterator[None]:
         hook.remove()
 
 
-def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteError:
-    """The line for an error: the flags behind it as they were given, what failed, and the exception."""
+def in_words(error: BaseException, args: Namespace, flag: str | None = None) -> InputError | NonFiniteError:
+    """The line for an error: the flags behind it as they were given, what failed, and the exception.
+
+    Args:
+        flag: name of the flag that causes it, if that is known.
+    """
     if isinstance(error, InputError | NonFiniteError):
         return error
     if isinstance(error, SystemExit):
@@ -151,11 +155,12 @@ def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteErr
     advice = "" if args.traceback else "; --traceback shows where"
     if phase.hint is not None and isinstance(error, AssertionError) and not getattr(args, phase.hint):
         advice = f"; add {flag_of(phase.hint)}"
-    given = {flag_of(name): _shown(getattr(args, name)) for name in phase.flags if name in args.given_flags}
+    names = phase.flags if flag is None else (flag,)
+    given = {flag_of(name): _shown(getattr(args, name)) for name in names if name in args.given_flags}
     failed = f"{type(error).__name__}: {reason}{advice}"
     if len(given) == 1:
-        ((flag, value),) = given.items()
-        return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", flag)
+        ((argument, value),) = given.items()
+        return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", argument)
     flags = " ".join(f"{flag} {value}".rstrip() for flag, value in given.items())
     return InputError(f"{who} could not {phase.what}{f' ({flags})' if flags else ''}: {failed}")
 
