@@ -68,7 +68,7 @@ def failure(args: Namespace) -> Exception | None:
     """What OpenCLIP's main raises before its first step; None if nothing, or if only the meta device is to blame."""
     main, names = host().main, vars(host().main_module)
     tried = Namespace(**{**vars(args), **{name: value for name, value in WITHOUT.items() if name in args}})
-    models: list[tuple[torch.nn.Module, Callable]] = []
+    models: list[tuple[Any, Callable]] = []  # with their transforms of images for training
 
     def init_distributed_device(args: Namespace) -> torch.device:
         args.distributed, args.rank, args.local_rank, args.world_size = False, 0, 0, 1
@@ -98,7 +98,7 @@ def failure(args: Namespace) -> Exception | None:
             raise ValueError("no parameter is left to train")
         pixels = transform(Image.new("RGB", (64, 64)))
         images = torch.empty(2, *pixels.shape, device="meta", dtype=open_clip.get_input_dtype(args.precision))
-        length = getattr(model, "context_length", None) or model.text.context_length
+        length = model.context_length if hasattr(model, "context_length") else model.text.context_length
         with torch.no_grad():
             model(images, torch.zeros(2, length, dtype=torch.long, device="meta"))
         raise Begun

@@ -1,4 +1,7 @@
-"""A failure before the first optimizer step: one line on all processes, exit code 2, and no file of this start left."""
+"""A failure before the first optimizer step: one line on all processes, exit code 2, and no file of this start left.
+
+Most are found by `flags.trial`; here are those of data, weights, devices and processes.
+"""
 
 import os
 import shutil
@@ -69,7 +72,7 @@ PHASES = (
     ),  # fmt: skip
     Phase(".trace_model", "trace the model", ("trace",)),
     Phase(
-        (".create_optimizer", ".create_optimizer_v2"), "build the optimizer",
+        (".create_optimizer", ".create_optimizer_v2", "torch.optim.adamw.__init__"), "build the optimizer",
         ("opt", "lr", "beta1", "beta2", "eps", "wd", "momentum", "opt_kwargs", "opt_fallback_list", "text_layer_decay",
          "image_layer_decay"),
     ),  # fmt: skip
