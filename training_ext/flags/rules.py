@@ -89,8 +89,9 @@ def of_another_type(name: str) -> Rule:
 def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
     """A rule on a flag of OpenCLIP's that does nothing unless `other` holds."""
     return Rule(
-        name, lambda run: getattr(run, name) and not other(run), f"{{{name}}} does nothing without {what}; add it, or "
-        "leave this out",
+        name,
+        lambda run: getattr(run, name) and not other(run),
+        f"does nothing without {what}; add it, or leave this out",
     )
 
 

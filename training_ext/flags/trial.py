@@ -29,7 +29,7 @@ WITHOUT: dict[str, Any] = {
     "resume": None, "torchcompile": False,
 }
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")  # that OpenCLIP loads by name; others it copies, which needs memory
-LAST_BLAMED = ("model", "opt")  # without them other flags have other defaults
+LAST_BLAMED = ("model", "opt")  # since other flags are for them
 
 
 class Begun(Exception):
@@ -49,14 +49,22 @@ def try_start(args: Namespace) -> None:
     error = failure(args)
     if error is None:
         return
-    plain = open_clip_params.parse_args([])
-    defaults = vars(open_clip_params.parse_args(["--model", args.model, "--opt", args.opt]))
-    defaults |= {name: getattr(plain, name) for name in LAST_BLAMED if hasattr(plain, name)}
+    defaults = vars(open_clip_params.parse_args(["--model", args.model]))
+    defaults["model"] = open_clip_params.parse_args([]).model
+    blamed = None
     for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name in LAST_BLAMED, name)):
-        if getattr(args, name) != defaults[name]:
-            other = failure(Namespace(**{**vars(args), name: defaults[name]}))
-            if str(other) != str(error):
-                raise in_words(error, args, name) from error
+        # timm's optimizers have no defaults of OpenCLIP's.
+        unset = {other for other, value in vars(args).items() if value is None} if name == "opt" else set()
+        plain = Namespace(**{**vars(args), **{other: defaults[other] for other in {name, *unset} & defaults.keys()}})
+        if trains(plain) != trains(args):
+            continue
+        left = failure(plain)
+        if left is None or blamed is None and str(left) != str(error):
+            blamed = name
+        if left is None:
+            break
+    if blamed is not None:
+        raise in_words(error, args, blamed) from error
 
 
 def needs_download(model: str) -> bool:
