@@ -29,7 +29,6 @@ WITHOUT: dict[str, Any] = {
     "resume": None, "torchcompile": False,
 }
 WEIGHTS = (".pt", ".pth", ".bin", ".safetensors")  # that OpenCLIP loads by name; others it copies, which needs memory
-LAST_BLAMED = ("model", "opt")  # since other flags are for them
 
 
 class Begun(Exception):
@@ -39,7 +38,8 @@ class Begun(Exception):
 def try_start(args: Namespace) -> None:
     """Run OpenCLIP's main up to its first step, without memory for the model, data, downloads or files.
 
-    An error counts if there is a given flag without which it does not occur; any other is left to the run itself.
+    An error counts if there is a given flag without which the start works; any other is left to the run itself, as it
+    may be the meta device's.
 
     Raises:
         InputError: one line with the flag and OpenCLIP's error.
@@ -50,21 +50,13 @@ def try_start(args: Namespace) -> None:
     if error is None:
         return
     defaults = vars(open_clip_params.parse_args(["--model", args.model]))
-    defaults["model"] = open_clip_params.parse_args([]).model
-    blamed = None
-    for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name in LAST_BLAMED, name)):
-        # timm's optimizers have no defaults of OpenCLIP's.
+    # Other flags are for --opt, and fail without it, too.
+    for name in sorted(args.given_flags & defaults.keys(), key=lambda name: (name == "opt", name)):
+        # timm's optimizers get none of OpenCLIP's defaults.
         unset = {other for other, value in vars(args).items() if value is None} if name == "opt" else set()
         plain = Namespace(**{**vars(args), **{other: defaults[other] for other in {name, *unset} & defaults.keys()}})
-        if trains(plain) != trains(args):
-            continue
-        left = failure(plain)
-        if left is None or blamed is None and str(left) != str(error):
-            blamed = name
-        if left is None:
-            break
-    if blamed is not None:
-        raise in_words(error, args, blamed) from error
+        if trains(plain) == trains(args) and failure(plain) is None:
+            raise in_words(error, args, name) from error
 
 
 def needs_download(model: str) -> bool:
