@@ -96,10 +96,11 @@ def test_validation_data_that_are_trained_on(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("loss", ["clip", "neuclip", "fastclip-v3"])
-def test_more_samples_than_there_are(refused, datasets, loss):
+def test_more_samples_than_there_are(ends, datasets, tmp_path, loss):
     """Counted or not: in one epoch OpenCLIP would go ten times over the shards."""
-    line = refused(f"{datasets['shards']} --loss {loss} --workers 1 --train-num-samples 480")
+    line = ends(f"{datasets['shards']} --loss {loss} --workers 1 --train-num-samples 480")
     assert "--train-num-samples: 480, but " in line and "has 48; leave it out" in line
+    assert not (tmp_path / "logs").exists()
     check_num_samples(parse_args(f"{datasets['resampled']} --train-num-samples 480".split()), ROWS)
     check_num_samples(parse_args(f"{datasets['shards']} --train-num-samples 96".split()), ROWS)
 
@@ -225,6 +226,22 @@ def test_training_code_that_cannot_be_imported(refused, monkeypatch):
     monkeypatch.delattr(open_clip_train.main, "main")
     line = refused(NEUCLIP)
     assert all(part in line for part in (open_clip.__version__, "'main'", "open_clip_train.main", "pip install")), line
+
+
+@pytest.mark.parametrize(
+    "environment, line",
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a whole number"),
+        ({"SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS='2(x3)' in the environment must be"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK='' in the environment must be"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "process 5 of 2, by the environment; ranks are from 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("loss", ["", "--loss clip", "--loss clip --dry-run"])
+def test_what_a_launcher_cannot_mean(refused, monkeypatch, environment, line, loss):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert refused(f"{SHAPES} {loss}").startswith(line)
 
 
 # What is found while training: logs are there already

@@ -180,6 +180,8 @@ OTHERS = [
     ("{csv} --loss fastclip-v3 --same-key nope", "--same-key: .*'nope'.*'title'"),
     ("{shards} --loss fastclip-v3 --same-key group", "--same-key: .*'000000000'.*.tar'.*no .json.*.png"),
     (f"{SHAPES} --max-bad-samples nan", "--max-bad-samples: nan .*from 0 to 1"),
+    (f"{SHAPES} --logs /dev/null", "--logs: '/dev/null' cannot be written to: '/dev/null' is a file; give a writable"),
+    (f"{CLIP} --logs /proc/x --name y", "--logs: '/proc/x' cannot be written to"),
     # Recovery, evaluation, checkpoints
     (f"{TUNE} --osr-epochs 1 --osr-transfer all", "--osr-transfer: .*'all'.*both, moments, table"),
     ("--dataset-type shapes --val-num-samples 8 --loss clip --osr-epochs 1", "--osr-epochs: needs data to train on"),
