@@ -34,7 +34,7 @@ def test_an_optimizer_around_another(run, datasets):
         ("--lr-scheduler linear", ["--lr-scheduler: linear: ", "Unknown scheduler, linear. Available options are"]),
         ("--seed -1", ["--seed: -1: "]),
         ("--image-mean 0.5 0.5", ["--image-mean: 0.5 0.5: OpenCLIP could not make a step"]),
-        ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["make a step", "--lock-image"]),
+        ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["--lock-image: "]),
         ("--loss clip --accum-freq 2 --distill-model ViT-test --distill-pretrained x", ["assert args.accum_freq == 1"]),
     ],
 )
@@ -51,11 +51,10 @@ def test_a_trial_has_neither_weights_nor_processes_nor_files(tmp_path, monkeypat
     for name in ("open_clip.factory.download_pretrained", "subprocess.run", "multiprocessing.Process.start"):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a trial must not do this"))
     flags = "--pretrained openai --remote-sync x --copy-codebase --report-to tensorboard --resume latest --name x"
-    before = {**open_clip.factory.__dict__}
     for model in ("ViT-B-32", "RN50", "convnext_base", "coca_ViT-B-32 --loss clip"):
         args = parse_args(f"{OURS} --model {model} {flags if model == 'ViT-B-32' else ''}".split())
         assert failure(args) is None and not list(tmp_path.iterdir())
-    assert open_clip.factory.__dict__ == before
+    assert open_clip.factory.torch is torch
 
     def on_meta(self):
         raise RuntimeError("Tensor.item() cannot be called on meta tensors")

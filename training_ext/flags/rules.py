@@ -122,15 +122,10 @@ def needs_whole_model(name: str, form: str = "!r") -> Rule:
 
 RULES = (
     # Ranges
-    within("accum_freq", 1),
-    within("log_every_n_steps", 1),
-    within("train_num_samples", 1),
+    *(within(name, 1) for name in ("accum_freq", "log_every_n_steps", "train_num_samples", "remote_sync_frequency")),
+    *(within(name, 0) for name in ("warmup", "save_frequency", "val_frequency", "zeroshot_frequency")),
+    *(within(name, 0) for name in ("lock_image_unlocked_groups", "lock_text_unlocked_layers")),
     within("workers", 0, 1024, "from 0 to 1024, since each is a process"),
-    within("warmup", 0),
-    within("save_frequency", 0),
-    within("val_frequency", 0),
-    within("zeroshot_frequency", 0),
-    within("remote_sync_frequency", 1),
     within("lr", 0),
     within("lr_cooldown_end", 0),
     within("lr_cooldown_power", POSITIVE, expected="above 0"),
@@ -143,8 +138,6 @@ RULES = (
     within("force_image_size", 1, 4096, "from 1 to 4096"),
     within("force_context_length", 2, 2**16, "from 2, a caption's start and end, to 65536"),
     within("force_patch_dropout", 0, BELOW_ONE, "in [0, 1)"),
-    within("lock_image_unlocked_groups", 0),
-    within("lock_text_unlocked_layers", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
     Rule(
