@@ -27,6 +27,7 @@ CHOSEN = (
     "test_training.py::test_open_clips_own_losses_train_as_open_clip_trains_them[]",
     "test_statistics_recovery.py::test_what_is_transferred[moments]",
     "test_hooks.py::test_every_name_is_a_seam_of_the_host",
+    "test_before_first_step.py::test_a_trial_has_neither_weights_nor_processes_nor_files",
     "test_midepoch.py::test_two_processes[fastclip-v3-shards---workers 1-4-1]",
     "test_captions.py::test_lines_of_a_picture_are_one_sample",
     "test_validation.py::test_open_clips_numbers_where_no_two_similarities_are_equal",

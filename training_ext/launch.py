@@ -54,7 +54,8 @@ def run(session: Session) -> None:
     try:
         with scoped(session, RUN):
             if host().main_module.main(None):
-                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
+                flag = None if session.args.remote_sync is None else "--remote-sync"
+                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
             session.completed = True
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None

@@ -409,8 +409,9 @@ def ended(tmp_path, capfd):
 
 def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
     data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
-    line, log = ended(f"{COMMON} --loss clip {data} --val-data {tmp_path}/train.csv")
-    assert f"--val-data: line 11 of '{tmp_path}/train.csv' cannot be used" in line and "9.png.gone" in line
+    val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
+    line, log = ended(f"{COMMON} --loss clip {data} --val-data {val}")
+    assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.gone" in line
     assert "Epoch 0 data: used 32 samples" in log
 
 

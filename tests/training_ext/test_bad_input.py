@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 from argparse import Namespace
+from pathlib import Path
 
 import json_shards
 import open_clip
@@ -19,12 +20,14 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
-from training_ext.flags.data_checks import check_imagenet
+from training_ext.core.rows import DataRows
+from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data
 from training_ext.flags.params import parse_args
 from training_ext.flags.usual import likely_cause
 from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
+ROWS = DataRows("webdataset", 480, "", listing="")  # of shards that were not counted
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
 def test_a_table_larger_than_memory(refused, run, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 255, "SC_PAGE_SIZE": 1}[name])
@@ -65,6 +68,41 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
     assert "0 in each of 7 process(es) get 0 of the 6 shards each" in line
+
+
+def test_validation_data_that_are_trained_on(tmp_path, monkeypatch):
+    """By whatever path: another spelling, a link, a folder in the other, a shard of several."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("pairs/inner", "others"):
+        Path(folder).mkdir(parents=True)
+    for file in ("a.csv", "b.csv", "0.tar", "1.tar"):
+        Path(file).touch()
+    Path("linked").symlink_to("pairs/inner")
+    Path("linked.csv").symlink_to("a.csv")
+    os.link("1.tar", "hard.tar")
+    for train, val, shared in (
+        ("a.csv", "others/../a.csv", "others/../a.csv"),
+        ("a.csv", "linked.csv", "linked.csv"),
+        ("a.csv", "b.csv", None),
+        ("pairs", "linked", "linked"),
+        ("linked", "pairs", "linked"),
+        ("pairs", "others", None),
+        ("{0..1}.tar", "hard.tar", "hard.tar"),
+        ("0.tar", "1.tar", None),
+        ("https://a.example/{0..1}.tar", "https://a.example/1.tar", "https://a.example/1.tar"),
+    ):
+        args = Namespace(train_data=train, val_data=val, dataset_type="auto")
+        assert shared_data(args) == shared, (train, val)
+
+
+@pytest.mark.parametrize("loss", ["clip", "neuclip", "fastclip-v3"])
+def test_more_samples_than_there_are(ends, datasets, tmp_path, loss):
+    """Counted or not: in one epoch OpenCLIP would go ten times over the shards."""
+    line = ends(f"{datasets['shards']} --loss {loss} --workers 1 --train-num-samples 480")
+    assert "--train-num-samples: 480, but " in line and "has 48; leave it out" in line
+    assert not (tmp_path / "logs").exists()
+    check_num_samples(parse_args(f"{datasets['resampled']} --train-num-samples 480".split()), ROWS)
+    check_num_samples(parse_args(f"{datasets['shards']} --train-num-samples 96".split()), ROWS)
 
 
 def test_validation_shards_without_a_pair(refused, datasets, tmp_path):
@@ -190,6 +228,22 @@ def test_training_code_that_cannot_be_imported(refused, monkeypatch):
     assert all(part in line for part in (open_clip.__version__, "'main'", "open_clip_train.main", "pip install")), line
 
 
+@pytest.mark.parametrize(
+    "environment, line",
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE='abc' in the environment must be a whole number"),
+        ({"SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS='2(x3)' in the environment must be"),
+        ({"WORLD_SIZE": "2", "RANK": ""}, "RANK='' in the environment must be"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "process 5 of 2, by the environment; ranks are from 0 to 1"),
+    ],
+)
+@pytest.mark.parametrize("loss", ["", "--loss clip", "--loss clip --dry-run"])
+def test_what_a_launcher_cannot_mean(refused, monkeypatch, environment, line, loss):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert refused(f"{SHAPES} {loss}").startswith(line)
+
+
 # What is found while training: logs are there already
 
 
@@ -223,8 +277,11 @@ def encode_text(monkeypatch):
         encode, calls = open_clip.CLIP.encode_text, []
 
         def changed(self, *args, **kwargs):
+            features = encode(self, *args, **kwargs)
+            if features.is_meta:  # the trial before the run
+                return features
             calls.append(None)
-            return change(encode(self, *args, **kwargs), len(calls))
+            return change(features, len(calls))
 
         monkeypatch.setattr(open_clip.CLIP, "encode_text", changed)
         return calls

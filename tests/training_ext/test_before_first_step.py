@@ -8,6 +8,9 @@ import pytest
 import torch
 from conftest import ext_main, run_main
 
+from training_ext.flags.params import parse_args
+from training_ext.flags.trial import failure, try_start
+
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 OURS = f"{SHAPES} --loss fastclip-v3"
 
@@ -25,16 +28,39 @@ def test_an_optimizer_around_another(run, datasets):
     [
         ("--lock-text", ["--lock-text: OpenCLIP could not lock", "; add --lock-text-freeze-layer-norm"]),
         ("--aug-cfg nonsense=1", ["--aug-cfg: nonsense=1: ", "'nonsense'; --traceback shows where"]),
-        ("--pretrained none.pt", ["could not build the model", "--pretrained none.pt", "'none.pt' is not"]),
-        ("--opt timm/none --lr 0.1", ["could not build the optimizer (--opt timm/none --lr 0.1)"]),
-        ("--lr-scheduler linear", ["the reason is in its own output above"]),
-        ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["make a step", "--lock-image"]),
+        ("--pretrained none.pt", ["--pretrained: none.pt: OpenCLIP could not build the model", "'none.pt' is not"]),
+        ("--opt timm/none --lr 0.1", ["--opt: timm/none: OpenCLIP could not build the optimizer"]),
+        ("--beta1 2 --lr 0.1", ["--beta1: 2.0: OpenCLIP could not build the optimizer"]),
+        ("--lr-scheduler linear", ["--lr-scheduler: linear: ", "Unknown scheduler, linear. Available options are"]),
+        ("--seed -1", ["--seed: -1: "]),
+        ("--image-mean 0.5 0.5", ["--image-mean: 0.5 0.5: OpenCLIP could not make a step"]),
+        ("--lock-image --lock-text --lock-text-freeze-layer-norm --temperature fixed", ["--lock-image: "]),
         ("--loss clip --accum-freq 2 --distill-model ViT-test --distill-pretrained x", ["assert args.accum_freq == 1"]),
     ],
 )
-def test_what_open_clip_raises(fails, flags, parts):
-    line = fails(f"{OURS} {flags}")
-    assert all(part in line for part in parts), line
+def test_what_open_clip_raises(refused, datasets, flags, parts):
+    """Found by trying its start, with the flag to blame and nothing written."""
+    for data in (OURS, f"{datasets['csv']} --workers 0 --loss fastclip-v3"):  # without which nothing fails
+        line = refused(f"{data} {flags}")
+        assert all(part in line for part in parts), line
+
+
+def test_a_trial_has_neither_weights_nor_processes_nor_files(tmp_path, monkeypatch):
+    """And leaves to the run what only fails without memory."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("open_clip.factory.download_pretrained", "subprocess.run", "multiprocessing.Process.start"):
+        monkeypatch.setattr(name, lambda *_, **__: pytest.fail("a trial must not do this"))
+    flags = "--pretrained openai --remote-sync x --copy-codebase --report-to tensorboard --resume latest --name x"
+    for model in ("ViT-B-32", "RN50", "convnext_base", "coca_ViT-B-32 --loss clip"):
+        args = parse_args(f"{OURS} --model {model} {flags if model == 'ViT-B-32' else ''}".split())
+        assert failure(args) is None and not list(tmp_path.iterdir())
+    assert open_clip.factory.torch is torch
+
+    def on_meta(self):
+        raise RuntimeError("Tensor.item() cannot be called on meta tensors")
+
+    monkeypatch.setattr(open_clip.CLIP, "set_grad_checkpointing", on_meta)
+    try_start(parse_args(f"{OURS} --model ViT-test --grad-checkpointing".split()))
 
 
 def test_a_fault_of_ours_is_not_said_to_be_open_clips(fails, monkeypatch):
@@ -68,10 +94,11 @@ def test_without_loss_and_after_a_step_it_is_an_exception(tmp_path, monkeypatch)
     encode, calls = open_clip.CLIP.encode_text, []
 
     def broken(self, *args, **kwargs):
-        calls.append(None)
+        features = encode(self, *args, **kwargs)
+        calls.extend([] if features.is_meta else [None])  # not those of the trial before the run
         if len(calls) == 2:
             raise ZeroDivisionError("of the second step")
-        return encode(self, *args, **kwargs)
+        return features
 
     monkeypatch.setattr(open_clip.CLIP, "encode_text", broken)
     with pytest.raises(ZeroDivisionError):

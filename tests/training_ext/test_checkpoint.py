@@ -147,8 +147,8 @@ FULL = Path("/dev/full")
 def test_a_disk_that_is_full_in_an_evaluation_loses_no_checkpoint(run, datasets, tmp_path):
     (tmp_path / "logs/x/checkpoints").mkdir(parents=True)
     (tmp_path / "logs/x/checkpoints/results.jsonl").symlink_to(FULL)
-    val = datasets["csv"].replace("--train-data", "--val-data")
-    trained = run("x", f"{datasets['csv']} {val} {LOSSES['neuclip']} --workers 0 --epochs 1")
+    val = shutil.copy(shlex.split(datasets["csv"])[1], tmp_path / "val.csv")
+    trained = run("x", f"{datasets['csv']} --val-data {val} {LOSSES['neuclip']} --workers 0 --epochs 1")
     assert "The evaluation after epoch 1 is lost: No space left" in trained.log
     assert trained.checkpoint(1)["epoch"] == 1
 

@@ -202,7 +202,8 @@ def test_cells_of_digits_keep_their_zeros(run, tmp_path, monkeypatch):
     tokenizer, opened = open_clip.SimpleTokenizer.__call__, Image.open
     for number in range(8):
         Scenes(1, image_size=48)[0][0].save(tmp_path / f"{number:03}", "png")
-    (tmp_path / "pairs.csv").write_text("\n".join(["filepath\ttitle", *(f"{n:03}\t{n:06}" for n in range(8))]))
+    for name in ("pairs", "others"):
+        (tmp_path / f"{name}.csv").write_text("\n".join(["filepath\ttitle", *(f"{n:03}\t{n:06}" for n in range(8))]))
     monkeypatch.chdir(tmp_path)
 
     def seen(self, text, *more):
@@ -215,7 +216,7 @@ def test_cells_of_digits_keep_their_zeros(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(open_clip.SimpleTokenizer, "__call__", seen)
     monkeypatch.setattr(Image, "open", open_image)
-    pairs = "--train-data pairs.csv --val-data pairs.csv --dataset-type csv --workers 0 --epochs 2"
+    pairs = "--train-data pairs.csv --val-data others.csv --dataset-type csv --workers 0 --epochs 2"
     run("a", f"{LOSSES['isogclr']} {pairs}")
     assert texts == {f"{number:06}" for number in range(8)} and paths == {f"{number:03}" for number in range(8)}
 

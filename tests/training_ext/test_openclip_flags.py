@@ -22,6 +22,8 @@ def seen(monkeypatch):
 
     def encode_image(self, *args, **kwargs):
         device = self.logit_scale.device.type
+        if device == "meta":  # the trial before the run
+            return encode(self, *args, **kwargs)
         seen.model, seen.autocast = self, torch.is_autocast_enabled(device)
         return encode(self, *args, **kwargs)
 

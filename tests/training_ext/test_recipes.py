@@ -277,7 +277,7 @@ def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, da
     args = parse_args([*TINY.split(), *shards, "--loss", "neuclip"])
     assert dry_run.counted(args, None, True)[:2] == (24, 24)
     models = "--model ViT-B-32 --distill-model ViT-B-32 --distill-pretrained openai"
-    flags = f"--loss drrho-clip {models} --opt timm/lamb --lr 1e-3 --dry-run"
+    flags = f"--loss drrho-clip {models} --opt timm/lamb --lr 1e-3 --eps 1e-6 --dry-run"
     assert ext_main([*TINY.split(), *shards, *flags.split()]) == 0
     text = capsys.readouterr().out
     model, other = (re.search(rf"^  {name} +([\d,.]+) MiB", text, re.M)[1] for name in ("model", "reference model"))

@@ -140,6 +140,17 @@ def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float 
     return shards
 
 
+def estimated_samples(train_data: str) -> int | None:
+    """About how many samples local shards have, by their bytes and a count of the largest; None if one is not here."""
+    paths = [local_path(url) or "" for url in expand_urls(train_data)[0]]
+    if not all(map(os.path.isfile, paths)):
+        return None
+    sizes = {path: os.path.getsize(path) for path in paths}
+    largest = max(paths, key=sizes.__getitem__)
+    samples = scan_all({largest: largest})[largest].samples
+    return round(samples * sum(sizes[path] for path in paths) / max(1, sizes[largest]))
+
+
 def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
     """Sizes by URL, if a file has them, with the file's path."""
     names = {url: _file_name(url) for url in local}

@@ -1,6 +1,9 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
+import os
 from argparse import Namespace
+from pathlib import Path
+from typing import Any
 
 from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
@@ -9,9 +12,9 @@ from open_clip_ext.errors import InputError
 from training_ext.core.first_look import look_at_shards
 from training_ext.core.folder_files import entries
 from training_ext.core.loss import steps_per_epoch
-from training_ext.core.rows import DataRows, kind_of, read_csv
+from training_ext.core.rows import DataRows, kind_of, read_csv, tolerated
 from training_ext.core.shard_scan import scan_all
-from training_ext.core.shards import check_missing, local_path, shard_urls
+from training_ext.core.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
 from training_ext.openclip.loading import one_line
 
 
@@ -55,6 +58,51 @@ def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -
             "--batch-size",
         )
     return steps
+
+
+def check_num_samples(args: Namespace, rows: DataRows) -> None:
+    """Refuse an epoch of more than two passes over the data, of which only --dataset-resampled makes sense.
+
+    Shards that were not counted are, if their sizes in bytes and a count of the largest say that it may be one.
+    """
+    given, there = args.train_num_samples, rows.num_rows
+    if given is None or args.dataset_resampled or rows.kind not in ("csv", "webdataset"):
+        return
+    if rows.kind == "webdataset":
+        shards = rows.shards
+        if shards is None:
+            about = estimated_samples(args.train_data)
+            if about is None or given <= 2 * about:
+                return
+            shards = find_shards(args.train_data, max_bad=tolerated(args))
+        there = shards.num_listed(args.train_data)
+    if given > 2 * there:
+        raise InputError(
+            f"{given}, but {args.train_data!r} has {there}; leave it out, or give more --epochs", "--train-num-samples"
+        )
+
+
+def shared_data(args: Namespace) -> str | None:
+    """What of --val-data is trained on: a file, a shard or a folder, by any path to it; None if nothing is known."""
+    kinds = [kind_of(args, getattr(args, f"{split}_data"), f"--{split}-data") for split in ("train", "val")]
+    if kinds == ["csv", "csv"]:
+        for inner, outer in ((args.val_data, args.train_data), (args.train_data, args.val_data)):
+            path = Path(os.path.realpath(inner))
+            if _identity(outer) in map(_identity, (inner, *(path.parents if path.is_dir() else ()))):
+                return inner
+    if kinds != ["webdataset", "webdataset"]:
+        return None
+    trained = {_identity(url) for url in shard_urls(args.train_data)}
+    return next((url for url in shard_urls(args.val_data, "--val-data") if _identity(url) in trained), None)
+
+
+def _identity(url: str | Path) -> Any:
+    """Equal for two paths to one file, and for equal URLs."""
+    try:
+        status = os.stat(local_path(str(url)) or "")
+    except (OSError, ValueError):
+        return url
+    return status.st_dev, status.st_ino
 
 
 def check_val_data(args: Namespace) -> None:

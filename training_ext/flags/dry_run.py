@@ -163,8 +163,6 @@ def bytes_of(model: Any) -> int:
 
 def trained_model(args: Namespace) -> Any:
     """The model to train, as `model_on_meta`, with its towers locked as the flags say."""
-    if ":" not in args.model and known_config(args.model) is None:
-        raise InputError(f"{args.model!r} is unknown to this open_clip_torch", "--model")
     known = inspect.signature(open_clip.create_model).parameters
     forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in known}
     size = forced.get("force_image_size")

@@ -26,6 +26,7 @@ from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find
 from training_ext.feature import Feature
 from training_ext.flags.data_checks import (
     check_imagenet,
+    check_num_samples,
     check_shards,
     check_size_known,
     check_steps,
@@ -33,9 +34,10 @@ from training_ext.flags.data_checks import (
 )
 from training_ext.flags.resumed import check_folder, check_resumed
 from training_ext.flags.rules import check_rules
+from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, global_batch, processes_here, world_info
+from training_ext.openclip.machine import check_device, check_writable, global_batch, processes_here, world_info
 from training_ext.run import Features
 
 
@@ -45,10 +47,13 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
     Process 0 does so for all. A run without `--name` gets its name, and calls this again, when its processes have met.
 
     Raises:
-        InputError: another run uses the folder.
+        InputError: another run uses the folder, or it cannot be written.
     """
     # Processes of horovod do not know their rank yet.
-    if world_info()[1] > 0 or not Run(args).keeps_files or args.name is None or args.horovod:
+    if world_info()[1] > 0 or not Run(args).keeps_files or args.horovod:
+        return
+    check_writable("--logs", args.logs)
+    if args.name is None:
         return
     if args.loss is not None:
         check_name(args)
@@ -104,6 +109,7 @@ def check(args: Namespace) -> DataRows | None:
         check_size_known(args)
         found = find_rows(args)
         check_shards(args, found, world_size)
+        check_num_samples(args, found)
         check_steps(args, found.kind, samples_per_epoch(args, found), world_size)
         if args.uses_ext_loss:
             check_memory(args, found.num_rows, world_size)
@@ -147,6 +153,7 @@ def check_flags(args: Namespace) -> tuple[str, dict | None] | None:
     resumed = find_resumed(path)
     features = Features(Run(args))
     features.tell(Feature.check, features.metrics())
+    try_start(args)
     return resumed
 
 

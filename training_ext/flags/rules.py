@@ -1,24 +1,24 @@
 """THE table of rules: what flags and combinations of flags are refused before anything is written, and why.
 
 Parts of a loss check their own options (`open_clip_ext.options`). OpenCLIP's flags are OpenCLIP's: what it refuses
-itself ends in one line by `openclip.failures`, so they stand here only where it is silent and a training is lost.
+itself is found by `flags.trial`, so they stand here only where it is silent and a training is lost.
 """
 
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 import open_clip
 from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
 from open_clip_ext import factory
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import kind_of, needs_index, trains
+from training_ext.flags.data_checks import shared_data
 from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.loading import known_config
 from training_ext.openclip.machine import global_batch, world_info
@@ -54,8 +54,8 @@ class Rule:
 
     Args:
         flag: its name; the message starts with it.
-        wrong: whether the rule is broken.
-        text: the value and what would be right, with {names} of attributes of `Given`.
+        wrong: whether the rule is broken, or by what.
+        text: the value and what would be right, with {names} of attributes of `Given`, and {wrong}.
     """
 
     flag: str
@@ -63,7 +63,10 @@ class Rule:
     text: str
 
 
-def within(name: str, low: float, high: float = inf, expected: str = "") -> Rule:
+POSITIVE, BELOW_ONE, FINITE = sys.float_info.min, 1 - sys.float_info.epsilon, sys.float_info.max
+
+
+def within(name: str, low: float, high: float = FINITE, expected: str = "") -> Rule:
     """A rule on the range of a number, which a list has for each; None means that the flag is not given."""
 
     def wrong(run: Given) -> bool:
@@ -71,7 +74,7 @@ def within(name: str, low: float, high: float = inf, expected: str = "") -> Rule
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         return not all(low <= number <= high for number in numbers)
 
-    return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'at least {low:g}'}")
+    return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
 
 
 def of_another_type(name: str) -> Rule:
@@ -80,6 +83,15 @@ def of_another_type(name: str) -> Rule:
         lambda run: (getattr(run, name) or "").endswith(OTHER_ENDS.get(run.dataset_type, ())),
         f"{{dataset_type!r}} holds for --train-data and --val-data, and {flag_of(name)} is {{{name}!r}}; leave it out, "
         "since auto tells by the ends of their names",
+    )
+
+
+def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
+    """A rule on a flag of OpenCLIP's that does nothing unless `other` holds."""
+    return Rule(
+        name,
+        lambda run: getattr(run, name) and not other(run),
+        f"does nothing without {what}; add it, or leave this out",
     )
 
 
@@ -108,16 +120,34 @@ def needs_whole_model(name: str, form: str = "!r") -> Rule:
     )
 
 
-POSITIVE = sys.float_info.min
 RULES = (
     # Ranges
-    within("accum_freq", 1),
-    within("log_every_n_steps", 1),
+    *(within(name, 1) for name in ("accum_freq", "log_every_n_steps", "train_num_samples", "remote_sync_frequency")),
+    *(within(name, 0) for name in ("warmup", "save_frequency", "val_frequency", "zeroshot_frequency")),
+    *(within(name, 0) for name in ("lock_image_unlocked_groups", "lock_text_unlocked_layers")),
+    within("workers", 0, 1024, "from 0 to 1024, since each is a process"),
+    within("lr", 0),
+    within("lr_cooldown_end", 0),
+    within("lr_cooldown_power", POSITIVE, expected="above 0"),
+    within("eps", POSITIVE, expected="above 0, since a parameter without a gradient is divided by it"),
+    within("momentum", 0, BELOW_ONE, "in [0, 1)"),
     within("wd", 0, expected="at least 0, since a negative one makes the weights grow"),
     within("grad_clip_norm", POSITIVE, expected="above 0: at 0 every gradient is 0; leave it out not to clip"),
+    within("image_mean", -FINITE, expected="a number"),
     within("image_std", POSITIVE, expected="above 0"),
+    within("force_image_size", 1, 4096, "from 1 to 4096"),
+    within("force_context_length", 2, 2**16, "from 2, a caption's start and end, to 65536"),
+    within("force_patch_dropout", 0, BELOW_ONE, "in [0, 1)"),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
+    Rule(
+        "epochs_cooldown",
+        lambda run: not 0 <= (run.epochs_cooldown or 0) <= run.epochs,
+        "{epochs_cooldown} of --epochs {epochs}; give from 0 to these",
+    ),
+    needs("epochs_cooldown", lambda run: run.lr_scheduler == "const-cooldown", "--lr-scheduler const-cooldown"),
+    needs("lock_image_unlocked_groups", lambda run: run.lock_image, "--lock-image"),
+    needs("lock_text_unlocked_layers", lambda run: run.lock_text, "--lock-text"),
     # Data
     Rule(
         "train_data",
@@ -129,9 +159,26 @@ RULES = (
     of_another_type("train_data"),
     of_another_type("val_data"),
     Rule(
+        "val_data",
+        lambda run: run.trains and run.val_data and shared_data(run),
+        "{wrong!r} is trained on, by --train-data {train_data!r}, so its metrics say nothing of new pairs; hold others "
+        "out, as make_shards does, or leave it out",
+    ),
+    Rule(
+        "model",
+        lambda run: ":" not in run.model and known_config(run.model) is None
+        and did_you_mean(run.model, open_clip.list_models(), "see open_clip.list_models()"),
+        "{model!r} is unknown to this open_clip_torch{wrong}",
+    ),
+    Rule(
         "model",
         lambda run: run.uses_ext_loss and (known_config(run.model) or {}).get("text_cfg", {}).get("variable_text"),
         "{model!r} takes captions of variable length; --loss {loss} does not",
+    ),
+    needs(
+        "pretrained_image",
+        lambda run: "timm_model_name" in (known_config(run.model) or {"vision_cfg": "timm_model_name"})["vision_cfg"],
+        "a --model with an image tower of timm's",
     ),
     Rule(
         "several_captions",
@@ -265,8 +312,8 @@ def check_rules(args: Namespace) -> None:
     """Raise InputError for the first rule that the run breaks."""
     run = Given(args)
     for rule in RULES:
-        if rule.wrong(run):
-            raise InputError(rule.text.format_map(vars(run)), flag_of(rule.flag))
+        if wrong := rule.wrong(run):
+            raise InputError(rule.text.format_map({**vars(run), "wrong": wrong}), flag_of(rule.flag))
 
 
 def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:

@@ -1,4 +1,7 @@
-"""A failure before the first optimizer step: one line on all processes, exit code 2, and no file of this start left."""
+"""A failure before the first optimizer step: one line on all processes, exit code 2, and no file of this start left.
+
+Most are found by `flags.trial`; here are those of data, weights, devices and processes.
+"""
 
 import os
 import shutil
@@ -45,7 +48,7 @@ class Phase:
 
 # The first that is in the traceback counts, so a part stands before the whole.
 PHASES = (
-    Phase(".init_distributed_device", "start the processes", ("device", "dist_backend", "dist_url", "horovod")),
+    Phase(".init_distributed_device", "start the processes", ("dist_backend", "dist_url", "horovod")),
     Phase(".lock_image_tower", "lock the image tower", ("lock_image", "lock_image_unlocked_groups")),
     Phase(
         ".lock_text_tower", "lock the text tower", ("lock_text", "lock_text_unlocked_layers"),
@@ -69,7 +72,7 @@ PHASES = (
     ),  # fmt: skip
     Phase(".trace_model", "trace the model", ("trace",)),
     Phase(
-        (".create_optimizer", ".create_optimizer_v2"), "build the optimizer",
+        (".create_optimizer", ".create_optimizer_v2", "torch.optim.adamw.__init__"), "build the optimizer",
         ("opt", "lr", "beta1", "beta2", "eps", "wd", "momentum", "opt_kwargs", "opt_fallback_list", "text_layer_decay",
          "image_layer_decay"),
     ),  # fmt: skip
@@ -132,8 +135,12 @@ def in_one_line(args: Namespace) -> Iterator[None]:
         hook.remove()
 
 
-def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteError:
-    """The line for an error: the flags behind it as they were given, what failed, and the exception."""
+def in_words(error: BaseException, args: Namespace, flag: str | None = None) -> InputError | NonFiniteError:
+    """The line for an error: the flags behind it as they were given, what failed, and the exception.
+
+    Args:
+        flag: name of the flag that causes it, if that is known.
+    """
     if isinstance(error, InputError | NonFiniteError):
         return error
     if isinstance(error, SystemExit):
@@ -151,11 +158,12 @@ def in_words(error: BaseException, args: Namespace) -> InputError | NonFiniteErr
     advice = "" if args.traceback else "; --traceback shows where"
     if phase.hint is not None and isinstance(error, AssertionError) and not getattr(args, phase.hint):
         advice = f"; add {flag_of(phase.hint)}"
-    given = {flag_of(name): _shown(getattr(args, name)) for name in phase.flags if name in args.given_flags}
+    names = phase.flags if flag is None else (flag,)
+    given = {flag_of(name): _shown(getattr(args, name)) for name in names if name in args.given_flags}
     failed = f"{type(error).__name__}: {reason}{advice}"
     if len(given) == 1:
-        ((flag, value),) = given.items()
-        return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", flag)
+        ((argument, value),) = given.items()
+        return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", argument)
     flags = " ".join(f"{flag} {value}".rstrip() for flag, value in given.items())
     return InputError(f"{who} could not {phase.what}{f' ({flags})' if flags else ''}: {failed}")
 

@@ -183,10 +183,17 @@ warn_once = cache(logging.warning)  # of data, which a run may look at several t
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """The warnings that are logged within the block, where a run begins; they are shown nowhere else."""
+    """`logged` warnings of a block where a run begins."""
     warn_once.cache_clear()
+    with logged(logging.WARNING) as told:
+        yield told
+
+
+@contextmanager
+def logged(level: int) -> Iterator[list[str]]:
+    """The messages of at least this level that are logged within the block; all are shown nowhere else."""
     told: list[str] = []
-    handler = logging.Handler(logging.WARNING)
+    handler = logging.Handler(level)
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     before, logging.root.handlers = logging.root.handlers, [handler]
     try:
