@@ -73,10 +73,9 @@ def train(flags: Iterable[object]) -> Trained:
 def _run(argv: list[str]) -> Trained:
     if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
         return _run_thin(argv)
-    from training_ext.openclip import hosts
-    from training_ext.thin.hosts import cannot_import
+    from training_ext.thin.hosts import cannot_import, supported
 
-    hosts.host()
+    supported()
     try:
         from training_ext import launch, seams
         from training_ext.flags import params, preflight, recipes
@@ -122,9 +121,9 @@ def _whole_checkpoints(folder: Path) -> list[Path]:
 
 def _run_thin(argv: list[str]) -> Trained:
     """Train with the components that --with names alone."""
-    from training_ext.thin.hosts import cannot_import, installed
+    from training_ext.thin.hosts import cannot_import, supported
 
-    installed()
+    supported()
     try:
         from training_ext.thin import run
     except ImportError as error:
@@ -213,10 +212,9 @@ def run_module(name: str, argv: list[str] | None) -> int:
     """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
-        from training_ext.openclip import hosts
-        from training_ext.thin.hosts import cannot_import
+        from training_ext.thin.hosts import cannot_import, supported
 
-        hosts.host()
+        supported()
         try:
             module = importlib.import_module(name)
         except ImportError as error:

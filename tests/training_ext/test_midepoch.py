@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext import evaluations
+from training_ext.components.remote_sync import RemoteSync
 from training_ext.core.loader import RowLoader
 from training_ext.core.workers import WorkersIgnoreSigterm
 from training_ext.features import stopping
 from training_ext.features.recovery.recovery import UNFINISHED
 from training_ext.features.stopping import StopRequest
-from training_ext.session import Session
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -208,15 +208,15 @@ def test_the_workers_of_an_evaluation_outlive_a_signal(logs, datasets, monkeypat
 @pytest.mark.parametrize("to_all", [False, True])
 def test_a_stopped_run_copies_the_last_checkpoint(stopped, datasets, tmp_path, monkeypatch, to_all):
     """torchrun's SIGTERM goes to the whole group, so that the process that copies has ended before."""
-    close = Session.close
+    end = RemoteSync.end
 
-    def close_late(session):
-        session.sync._started[0].terminate()
-        session.sync._started[0].join(60)
-        close(session)
+    def end_late(component, completed):
+        component._started[0].terminate()
+        component._started[0].join(60)
+        end(component, completed)
 
     if to_all:
-        monkeypatch.setattr(Session, "close", close_late)
+        monkeypatch.setattr(RemoteSync, "end", end_late)
     others = set(multiprocessing.active_children())
     remote = tmp_path / "remote"
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0 --epochs 1"

@@ -43,13 +43,18 @@ def release() -> tuple[int, ...]:
 
 
 def installed() -> ModuleType:
-    """The module with the seams of the installed OpenCLIP.
+    """The module with the seams of the installed OpenCLIP; raises as `supported`."""
+    return importlib.import_module(f"{__name__}.{supported()}")
+
+
+def supported() -> str:
+    """The name of that module; nothing of OpenCLIP is imported.
 
     Raises:
         InputError: OpenCLIP is missing or not supported.
     """
     for name, (low, high) in HOSTS.items():
         if low <= release() < high:
-            return importlib.import_module(f"{__name__}.{name}")
+            return name
     ranges = " or ".join(range_of(host) for host in HOSTS)
     raise InputError(f"open_clip_torch {open_clip_version()} is installed; open_clip_ext needs {ranges}")
