@@ -11,10 +11,12 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 from PIL import Image
 from zero_shot_folder import write_zero_shot
 
 EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
+MODULES = ("grid", "run", "report", "gallery", "interpolate", "xbm")
 GRID = """
 recipe: --model ViT-shapes-tiny --device cpu --precision fp32 --workers 0 --batch-size 8 --log-every-n-steps 1
 batch: 8
@@ -49,7 +51,7 @@ echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metr
 @pytest.fixture
 def evidence(monkeypatch, tmp_path):
     """The modules grid, run and report, and a small grid in an empty folder."""
-    for name in ("grid", "run", "report", "gallery", "interpolate"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(EVIDENCE))
     monkeypatch.setenv("PYTHONPATH", str(EVIDENCE.parent.parent))
@@ -64,7 +66,7 @@ def evidence(monkeypatch, tmp_path):
     yield grid, run, report
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in ("grid", "run", "report", "gallery", "interpolate"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -359,6 +361,22 @@ def test_declared_comparisons_by_hand(evidence):
     difference, half, p = report.tested(ours, theirs, False)
     assert difference == pytest.approx(1.2) and half == pytest.approx(2.31 * math.sqrt(0.24), rel=5e-3)  # 7.8 degrees
     assert report.holm([0.01, 0.03], 4) == pytest.approx([0.04, 0.09]) and report.holm([0.5]) == [0.5]
+
+
+def test_the_control_with_queued_negatives(evidence):
+    """XBM: OpenCLIP's loss at first, then the softmax over the batch and the latest pairs; kept in the state."""
+    import xbm
+    from open_clip.loss import ClipLoss
+
+    pairs = torch.nn.functional.normalize(torch.randn(2, 6, 4, generator=torch.manual_seed(0)), dim=2)
+    first, second = pairs[:, :3].requires_grad_(), pairs[:, 3:]
+    scale, loss = torch.tensor(10.0), xbm.XBM(xbm_size=2)
+    torch.testing.assert_close(loss(*first, scale), ClipLoss()(*first, scale))
+    again = xbm.XBM(xbm_size=2)
+    again.load_full_state(loss.full_state())
+    image, text = (10 * mine @ torch.cat([of[3:], of[1:3]]).T for mine, of in zip(second, pairs.flip(0), strict=True))
+    expected = (torch.logsumexp(both, dim=1) - both.diagonal() for both in (image, text))
+    torch.testing.assert_close(again(*second, scale), sum(expected).mean() / 2)
 
 
 def test_a_run_against_the_best_interpolation_of_another(evidence):
