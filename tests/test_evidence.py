@@ -348,7 +348,7 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         assert f"{value:.1f} ± {half:.1f}" in told.partition("eight fresh seeds")[2], other
     runs = report.by_method(results, declared, "isolation")
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
-    for name in ("README.md", "docs/results.md", "examples/demo.py"):
+    for name in ("README.md", "docs/results.md"):
         assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text()
 
 
