@@ -20,20 +20,22 @@ from pathlib import Path
 from statistics import mean
 
 from command import Runs, end_with_trainings, evaluations, positive, results_of
-from paired import interval
+from paired import difference, interval, spread
 from palette import COLOURS
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
 FUSED = HERE / "evidence" / "train.py"  # the command with torch's fused AdamW, which halves a tiny model's step
-# As in evidence/small.yaml, where the queue was above the control with each of five seeds. Both have one fixed
-# temperature; clip learns its own.
+# As in evidence/small.yaml, with five seeds. Control and queue have one fixed temperature; clip learns its own.
 LOSSES = {
     "clip": "--loss clip",
     "control": "--loss fastclip-v1 --normalizer batch --tau-init 0.03",
     "queue": "--loss queue --queue-size 1024 --temperature fixed --tau-init 0.03",
 }
-LONG = {"clip": "clip", "minibatch": "control", "queue, unified": "queue"}  # names in evidence/grid.yaml
+EVIDENCE = {  # results, cell, and its names of the losses
+    "small.jsonl": ("isolation", {"clip": "clip", "control, tau 0.03": "control", "queue, tau 0.03": "queue"}),
+    "results.jsonl": ("main", {"clip": "clip", "minibatch": "control", "queue, unified": "queue"}),
+}
 RECIPE = (
     "--model ViT-icons-tiny --device cpu --precision fp32 --workers 0 --batch-size 32 --lr 1e-3 --wd 0.1 --warmup 100 "
     "--dataset-type webdataset --log-every-n-steps 50 --delete-previous-checkpoint"
@@ -132,29 +134,36 @@ def draw(curves: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def tell(curves: dict[str, list[list[float]]], sizes: dict[str, int], args: argparse.Namespace) -> None:
-    """Print R@1 of each loss with its standard error, and that of five long runs on more icons."""
+    """Print R@1 of each loss with its standard error, and that of five runs like it and of five long ones."""
+    short, long = map(last_recalls, EVIDENCE)
+    against = (difference(short["queue"], short[other], other == "control") for other in ("control", "clip"))
+    leads = [f"{value:.1f} ± {half:.1f}" for value, half, _ in against]
     after = f"after {args.epochs} epochs of {sizes['train']:,} icons at a batch of 32"
-    print(f"\nR@1 in percent over {sizes['test']:,} held-out icons, mean of both directions, {after}.")
-    print("± is one standard error from the choice of the held-out icons. With five seeds of such runs the queue is")
-    print("above the control by 2.8 ± 1.2 (docs/evidence/small.md); whether it is above clip they leave open. On the")
-    print("right 100,000 icons, 8 epochs, tuned flags, and a 95 % interval over five seeds (docs/evidence/icons.md):")
-    long = long_runs()
+    print(f"""
+R@1 in percent over {sizes["test"]:,} held-out icons, mean of both directions,
+{after}. ± is one standard error from the choice of the held-out icons. Beside it
+- [a, b]: where 95 % of single runs of 4 epochs lie, by five seeds (docs/evidence/small.md). With all five the queue is
+  above the control by {leads[0]} and above clip by {leads[1]} (95 %); one run of each may show the opposite.
+- on the right 100,000 icons, 8 epochs, tuned flags: mean of five seeds, 95 % (docs/evidence/icons.md).""")
     for name, seeds in curves.items():
         last = [curve[-1] for curve in seeds]
         share = mean(last) / 100
         error = 100 * math.sqrt(share * (1 - share) / sizes["test"])
         shown = f" (seeds {', '.join(f'{value:.1f}' for value in last)})" if len(last) > 1 else ""
-        middle, half = interval([curve[-1] for curve in long[name]])
-        print(f"  {name:8} {mean(last):5.1f} ± {error:.1f}{shown}     {middle:.1f} ± {half:.1f}")
+        low, high = spread(short[name])
+        middle, half = interval(long[name])
+        beside = f"[{low:.1f}, {high:.1f}]     {middle:.1f} ± {half:.1f}"
+        print(f"  {name:8} {mean(last):5.1f} ± {error:.1f}{shown}     {beside}")
 
 
-def long_runs() -> dict[str, list[list[float]]]:
-    """R@1 by epoch of the runs on 100,000 icons, by loss and seed."""
-    found: dict[str, list[list[float]]] = {}
-    for line in (HERE / "evidence" / "results.jsonl").read_text().splitlines():
-        result = json.loads(line)
-        if result["cell"] == "main" and result["method"] in LONG:
-            found.setdefault(LONG[result["method"]], []).append(recalls(result["by_epoch"]))
+def last_recalls(file: str) -> dict[str, list[float]]:
+    """R@1 at the end of the declared runs in a file of `EVIDENCE`, by loss, in the order of the seeds."""
+    cell, losses = EVIDENCE[file]
+    results = map(json.loads, (HERE / "evidence" / file).read_text().splitlines())
+    found: dict[str, list[float]] = {name: [] for name in losses.values()}
+    for result in sorted((one for one in results if one["cell"] == cell), key=lambda one: one["seed"]):
+        if result["method"] in losses:
+            found[losses[result["method"]]].append(recalls(result["by_epoch"])[-1])
     return found
 
 

@@ -15,6 +15,13 @@ def interval(differences: Sequence[float]) -> tuple[float, float | None]:
     return mean(differences), half
 
 
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Where a further value lies with 95 % (prediction interval), not below 0."""
+    n = len(values)
+    half = T[min(n - 1, len(T)) - 1] * stdev(values) * math.sqrt(1 + 1 / n)
+    return max(0.0, mean(values) - half), mean(values) + half
+
+
 def difference(ours: Sequence[float], theirs: Sequence[float], paired: bool) -> tuple[float, float, float]:
     """The difference of the means, half of its 95 % interval, and p: Student's t over the pairs, or Welch's."""
     from scipy import stats

@@ -11,10 +11,12 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import torch
 from PIL import Image
 from zero_shot_folder import write_zero_shot
 
 EVIDENCE = Path(__file__).parent.parent / "examples" / "evidence"
+MODULES = ("grid", "run", "report", "gallery", "interpolate", "xbm")
 GRID = """
 recipe: --model ViT-shapes-tiny --device cpu --precision fp32 --workers 0 --batch-size 8 --log-every-n-steps 1
 batch: 8
@@ -49,7 +51,7 @@ echo '{{"stage": "train", "epoch": 0, "step": 2, "tau": 0.06}}' >> {folder}/metr
 @pytest.fixture
 def evidence(monkeypatch, tmp_path):
     """The modules grid, run and report, and a small grid in an empty folder."""
-    for name in ("grid", "run", "report", "gallery", "interpolate"):
+    for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(EVIDENCE))
     monkeypatch.setenv("PYTHONPATH", str(EVIDENCE.parent.parent))
@@ -64,7 +66,7 @@ def evidence(monkeypatch, tmp_path):
     yield grid, run, report
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    for name in ("grid", "run", "report", "gallery", "interpolate"):
+    for name in MODULES:
         sys.modules.pop(name, None)
 
 
@@ -329,6 +331,32 @@ def test_sentences_of_readme_and_results_follow_from_the_results(evidence):
             assert row in results or (ours, theirs) == (report.BY_RULE, "fastclip-v3"), (ours, theirs)
 
 
+def test_what_the_pages_admit_follows_from_the_grid(evidence):
+    """Runs that never ran, rows without a commit, compiled ones, the run that was given up, and the lead by length."""
+    grid, _, report = evidence
+    declared, runs = main_runs(grid, report)
+    results = grid.read_results(EVIDENCE / "results.jsonl")
+    missing = [run for run in declared.runs if run.name not in results]
+    assert (len(missing), len(declared.runs)) == (61, 200) and len(results) == 139
+    assert {run.method for run in missing} >= {"dcl", "queue, tau 0.03"}
+    assert not any(one.get("commit") for one in results.values())
+    assert sum(bool(one.get("compiled")) for one in results.values()) == 17
+    half, short, long = (report.by_method(list(results.values()), declared, cell) for cell in ("half", "short", "long"))
+    leads = [report.paired(short["neuclip"], half["clip"]), report.paired(runs["neuclip"], runs["clip"]),
+             report.paired(long["neuclip"], long["clip"])]
+    assert [(f"{value:.1f}", seeds) for value, _, seeds in leads] == [("0.6", 2), ("4.8", 5), ("7.0", 1)]
+    given_up = runs["queue, compositional"][0]
+    names = ("docs/evidence/icons.md", "docs/results.md")
+    pages = [" ".join((EVIDENCE.parent.parent / name).read_text().split()) for name in names]
+    assert f"seed 0: {report.last_recall(given_up):.1f}; {report.concepts(given_up):.1f}" in pages[0]
+    assert "its lead is 0.6, 4.8 and 7.0 after 4, 8 and 16" in pages[0] and "61 of 200 runs never ran" in pages[0]
+    methods = ("clip, accum 4", "clip", "neuclip")
+    recalls = [mean(report.last_recall(short[method][seed]) for seed in (0, 1)) for method in methods]
+    assert "R@1 {:.1f}, where `clip` has {:.1f} at 32 and `neuclip` {:.1f} (two seeds)".format(*recalls) in pages[1]
+    seconds = [short[method][1]["cpu_seconds"] for method in methods]
+    assert [f"{time / seconds[1]:.1f}" for time in seconds] == ["1.1", "1.0", "1.4"]
+
+
 def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     grid, _, report = evidence
     declared = grid.Grid(EVIDENCE / "small.yaml")
@@ -346,8 +374,15 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         assert f"{value:.1f} ± {half:.1f}" in told.partition("eight fresh seeds")[2], other
     runs = report.by_method(results, declared, "isolation")
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
-    for name in ("README.md", "docs/results.md", "examples/demo.py"):
+    for name in ("README.md", "docs/results.md"):
         assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text()
+    larger = report.by_method(results, declared, "batch")
+    at32 = list(map(report.last_recall, report.by_method(results, declared, "main")["clip"].values()))
+    for batch, pages in ((256, ("README.md", "docs/results.md", "docs/settings.md")), (128, ("docs/results.md",))):
+        at_larger = list(map(report.last_recall, larger[f"clip, batch {batch}"].values()))
+        value, half, _ = report.tested(at32, at_larger, False)
+        for name in (*pages, "docs/evidence/small.md"):
+            assert f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text(), (batch, name)
 
 
 def test_declared_comparisons_by_hand(evidence):
@@ -359,6 +394,22 @@ def test_declared_comparisons_by_hand(evidence):
     difference, half, p = report.tested(ours, theirs, False)
     assert difference == pytest.approx(1.2) and half == pytest.approx(2.31 * math.sqrt(0.24), rel=5e-3)  # 7.8 degrees
     assert report.holm([0.01, 0.03], 4) == pytest.approx([0.04, 0.09]) and report.holm([0.5]) == [0.5]
+
+
+def test_the_control_with_queued_negatives(evidence):
+    """XBM: OpenCLIP's loss at first, then the softmax over the batch and the latest pairs; kept in the state."""
+    import xbm
+    from open_clip.loss import ClipLoss
+
+    pairs = torch.nn.functional.normalize(torch.randn(2, 6, 4, generator=torch.manual_seed(0)), dim=2)
+    first, second = pairs[:, :3].requires_grad_(), pairs[:, 3:]
+    scale, loss = torch.tensor(10.0), xbm.XBM(xbm_size=2)
+    torch.testing.assert_close(loss(*first, scale), ClipLoss()(*first, scale))
+    again = xbm.XBM(xbm_size=2)
+    again.load_full_state(loss.full_state())
+    image, text = (10 * mine @ torch.cat([of[3:], of[1:3]]).T for mine, of in zip(second, pairs.flip(0), strict=True))
+    expected = (torch.logsumexp(both, dim=1) - both.diagonal() for both in (image, text))
+    torch.testing.assert_close(again(*second, scale), sum(expected).mean() / 2)
 
 
 def test_a_run_against_the_best_interpolation_of_another(evidence):

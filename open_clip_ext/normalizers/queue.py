@@ -1,5 +1,7 @@
 """A queue of the latest m embeddings, with no training and no state per sample. Not from a paper.
 
+XBM, MoCo and ALBEF put such embeddings into each anchor's softmax as further negatives (docs/neighbours.md).
+
     alpha_1i = logaddexp(log eps, logsumexp_j(l(e_1i . q_j - s_ii) / tau) - log k)
 
 over the k queued texts q_j (for text anchors, images) from outside the step's own batch, which contains the anchor's
