@@ -20,14 +20,17 @@ def inputs(name, batch, dimension, tau, dtype=torch.float64):
 
 
 def situation(name, kind):
-    """float32 inputs: "learned", where a negative's probability is a few of float32's eps; or "equal", pairs that are
-    each one of two, at a scale where a logit is rounded by 5e-4."""
-    rows, scale = {"learned": (torch.arange(8), 25.0), "equal": (torch.arange(64) % 2, 1e4)}[kind]
-    image, text = (side.detach() for side in inputs(name, 8, 16, 1.0)[:2])
+    """float32 inputs: "learned", pairs as far apart as so many can be, where a negative's probability is a few of
+    float32's eps; or "equal", pairs that are each one of two, at a scale where a logit is rounded by 5e-4."""
+    sigmoid = name == "siglip-chunked"
+    image, text = (side.detach() for side in inputs(name, 2 if sigmoid else 8, 16, 1.0)[:2])
+    rows, scale = torch.arange(64) % 2, 1e4
     if kind == "learned":
-        text = torch.nn.functional.normalize(image + 0.2 * text, dim=1)
-    values = [image[rows].float(), text[rows].float(), torch.tensor(scale)]
-    return values + ([torch.tensor(-12.0)] if name == "siglip-chunked" else [])
+        rows, scale = torch.arange(len(image)), 12.0
+        apart = torch.eye(len(image), 16, dtype=image.dtype)
+        image = torch.nn.functional.normalize(apart - apart.mean(dim=0), dim=1)
+        text = torch.nn.functional.normalize(image + 0.1 * text, dim=1)
+    return [image[rows].float(), text[rows].float(), torch.tensor(scale), *[torch.tensor(0.0)] * sigmoid]
 
 
 def relative_errors(actual, expected):
