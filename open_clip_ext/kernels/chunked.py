@@ -5,6 +5,9 @@ With l_ij = scale * <image_i, text_j> + bias both are sums over pairs, whose der
     CLIP     (exp(l_ij - r_i) + exp(l_ij - c_j) - 2 [i = j]) / 2B       r_i, c_j: log-sum-exp of row i, of column j
     SigLIP   (sigmoid(l_ij) - [i = j]) / B
 
+A learned pair's own weight is small, and as a difference it would be lost in rounding: it is computed as the sum of the
+negatives' softmax, or as -sigmoid(-l_ii). Likewise the value.
+
 CLIP takes two passes over the tiles, one for r and c and one for the gradient, SigLIP one. A process computes the rows
 of its own images against all texts, and of its own texts against all images: all that its gradients need, so that the
 backward pass sends nothing. With one process the first of the two blocks serves both directions.
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
-from open_clip_ext.kernels.streaming import exp_, log_sum_exp_, tiles
+from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
 
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
 
@@ -115,25 +118,32 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
     """CLIP's loss of the global batch, 0-d, and this process's part of its gradient in image and text, (b, d), and in
     the scale, 0-d. In plain PyTorch: `equations.clip`."""
     pairs = Pairs(batch, scale, low=low)
-    log_sums = scale.new_full((2, len(batch.image)), -math.inf)
-    positives = torch.empty_like(batch.positives)
+    peaks = scale.new_full((2, len(batch.image)), torch.finfo(scale.dtype).min)  # of an anchor's negatives
+    totals, positives = torch.zeros_like(peaks), torch.empty_like(batch.positives)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
-            positives[tile.own] = tile.logits.diagonal(tile.shift)
-            own = log_sums[side, tile.row]
+            own_pairs = tile.logits.diagonal(tile.shift)
+            positives[tile.own] = own_pairs
+            own_pairs.fill_(-math.inf)
             if len(pairs.blocks) == 1:
-                other = log_sums[1, tile.column]
-                torch.logaddexp(other, log_sum_exp_(tile.buffer.copy_(tile.logits), 0), out=other)
-            torch.logaddexp(own, log_sum_exp_(tile.logits, 1), out=own)
-    all_log_sums = all_gather(torch.cat([log_sums, positives[None]]).T).T
-    value = (all_log_sums[0] + all_log_sums[1] - 2 * all_log_sums[2]).mean() / 2
+                add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
+            add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
+    losses = torch.logaddexp(totals.log() + (peaks - positives), torch.zeros_like(positives))
+    highest = torch.maximum(peaks, positives)
+    totals *= (peaks - highest).exp()
+    factors = (totals + (positives - highest).exp()).reciprocal()
+    positive_weights = -(totals * factors).sum(0)
+    gathered = all_gather(torch.cat([highest, factors, losses]).T).T
+    all_highest, all_factors, all_losses = gathered.split(2)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
-            weights = exp_(torch.sub(tile.logits, log_sums[side, tile.row, None], out=tile.buffer))
-            weights.add_(exp_(tile.logits.sub_(all_log_sums[1 - side, tile.column])))
-            weights.diagonal(tile.shift).sub_(2)
+            # With exp(l - r) instead all weights of an anchor would be off by the same rounding of r.
+            rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
+            columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
+            weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
+            weights.diagonal(tile.shift).copy_(positive_weights[tile.own])
             pairs.add(side, tile, weights)
-    return value, pairs.finish(1 / (2 * pairs.size))
+    return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
 
 
 def siglip_loss(
@@ -146,11 +156,11 @@ def siglip_loss(
     zero = torch.zeros_like(scale)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
+            tile.logits.diagonal(tile.shift).neg_()
             if side == 0:  # the other block has the same pairs, on another process
-                values[tile.own] -= tile.logits.diagonal(tile.shift)
                 values[tile.row] += torch.logaddexp(tile.logits, zero, out=tile.buffer).sum(1)
             weights = tile.logits.sigmoid_()
-            weights.diagonal(tile.shift).sub_(1)
+            weights.diagonal(tile.shift).neg_()
             if side == 0:
                 all_weights[tile.row] += weights.sum(1)
             pairs.add(side, tile, weights)

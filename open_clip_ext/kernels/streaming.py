@@ -61,3 +61,15 @@ def log_sum_exp_(exponents: Tensor, dim: int, out: Tensor | None = None) -> Tens
     peak = highest(exponents, dim).clamp_(min=torch.finfo(exponents.dtype).min)
     return torch.add(exp_(exponents.sub_(peak)).sum(dim).log_(), peak.squeeze(dim), out=out)
 
+
+def add_exp_(peaks: Tensor, totals: Tensor, exponents: Tensor, dim: int, memory: Tensor) -> None:
+    """Add exp(exponents), summed along `dim`, to exp(peaks) * totals, which are of the other dimension, in place.
+
+    Args:
+        peaks: the highest exponents so far, finite; their log-sum-exp alone would be rounded at the size of exponents.
+        memory: overwritten; `exponents` or a tensor of their shape.
+    """
+    before = peaks.clone()
+    torch.maximum(before, highest(exponents, dim).squeeze(dim), out=peaks)
+    totals.mul_((before - peaks).exp_())
+    totals.add_(exp_(torch.sub(exponents, peaks.unsqueeze(dim), out=memory)).sum(dim))

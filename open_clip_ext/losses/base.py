@@ -52,10 +52,12 @@ class Loss(LossState):
         reads_logit_scale: whether 1 / `logit_scale` is the temperature.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient.
         least_pairs: smallest number of pairs per process.
+        needs_negatives: whether it is defined only for a global batch of two pairs or more.
         CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
 
     least_pairs = 1
+    needs_negatives = True
     reads_logit_scale = True
     trains_logit_scale = True
     takes_keys = False
@@ -241,8 +243,9 @@ class Loss(LossState):
         if may_wait:
             check_equal_batches(image_features)
         pairs = image_features.shape[0] * world_size()
-        if pairs < 2:
-            raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; give at least 2")
+        least = 2 if self.needs_negatives else 1
+        if pairs < least:
+            raise ValueError(f"image_features: a global batch of {pairs} pair(s) has no negatives; {least} are needed")
         if image_features.shape[0] < self.least_pairs:
             pairs = image_features.shape[0]
             raise ValueError(f"image_features: {pairs} pair(s) in this process; {self.name} needs {self.least_pairs}")

@@ -60,6 +60,7 @@ class ChunkedSigLIPLoss(ChunkedCLIPLoss):
 
     name = "siglip-chunked"
     takes_bias = True
+    needs_negatives = False  # a sigmoid for each pair
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,

@@ -304,13 +304,16 @@ class GlobalContrastiveLoss(ComposedLoss):
 
         `max_weight` is the largest weight w_i = exp(L_i - alpha_i) of the global batch's 2 B anchors;
         `effective_anchors` = (sum w)^2 / sum w^2 is the effective number of anchors in the gradient, from 1 to 2 B.
+        `loss_at_chance` is the value if all similarities were equal, so that a log-normalizer is l(0) / tau.
         """
         if self._last is None:
             return {}
         taus, log_batch, alpha = self._last
         deviation, mean = torch.std_mean(alpha, dim=1)
         log_weights = (log_batch - alpha).flatten()
+        chance = self.temperature.value(taus, self.surrogate.value(torch.zeros_like(taus)) / taus)
         return {
+            **({} if self.takes_reference else {"loss_at_chance": chance}),
             **self.temperature.diagnostics(taus),
             "alpha_image_mean": mean[0],
             "alpha_image_std": deviation[0],

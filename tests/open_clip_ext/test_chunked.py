@@ -19,6 +19,20 @@ def inputs(name, batch, dimension, tau, dtype=torch.float64):
     return [value.to(dtype).requires_grad_() for value in values]
 
 
+def situation(name, kind):
+    """float32 inputs: "learned", pairs as far apart as so many can be, where a negative's probability is a few of
+    float32's eps; or "equal", pairs that are each one of two, at a scale where a logit is rounded by 5e-4."""
+    sigmoid = name == "siglip-chunked"
+    image, text = (side.detach() for side in inputs(name, 2 if sigmoid else 8, 16, 1.0)[:2])
+    rows, scale = torch.arange(64) % 2, 1e4
+    if kind == "learned":
+        rows, scale = torch.arange(len(image)), 12.0
+        apart = torch.eye(len(image), 16, dtype=image.dtype)
+        image = torch.nn.functional.normalize(apart - apart.mean(dim=0), dim=1)
+        text = torch.nn.functional.normalize(image + 0.1 * text, dim=1)
+    return [image[rows].float(), text[rows].float(), torch.tensor(scale), *[torch.tensor(0.0)] * sigmoid]
+
+
 def relative_errors(actual, expected):
     return [((one - other).norm() / other.norm()).item() for one, other in zip(actual, expected, strict=True)]
 
@@ -36,6 +50,38 @@ def test_value_and_gradients_are_openclips(name, batch, dimension, tau, tile, mo
     gradients = [torch.autograd.grad(one, given) for one in (value, expected)]
     # A sum of B terms, some of which cancel, of float64's 1.1e-16 each and up to 2 / tau in the exponent.
     assert max(relative_errors(*gradients)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["learned", "equal"])
+@pytest.mark.parametrize("name", ["clip-chunked", "cyclip", "siglip-chunked"])
+def test_float32_is_as_close_as_openclips(name, kind):
+    """Twice the error of OpenCLIP's loss, and 64 roundings (`close`) of the size that a sum's terms have without signs:
+    ours are other roundings of the same logits."""
+    loss = create_loss(name, **(dict(cyclip_inmodal=0.0, cyclip_crossmodal=0.0) if name == "cyclip" else {}))
+    own = OWN.get(name, OWN["clip-chunked"])
+
+    def results(function, dtype):
+        given = [one.to(dtype).requires_grad_() for one in situation(name, kind)]
+        value = function(*given)
+        return [one.double() for one in (value, *torch.autograd.grad(value, given))]
+
+    expected = results(own, torch.float64)
+    image, text, scale, *bias = (one.double() for one in situation(name, kind))
+    logits = (scale * image @ text.T).requires_grad_()
+    of_logits = own(logits, torch.eye(len(logits), dtype=torch.float64), torch.ones((), dtype=torch.float64), *bias)
+    weights, sizes = torch.autograd.grad(of_logits, logits)[0].abs(), (logits / scale).abs()
+    terms = [expected[0] + scale * (weights * sizes).sum(), scale * weights @ text.abs()]
+    terms += [scale * weights.T @ image.abs(), (weights * sizes).sum(), weights.sum()]
+    errors = zip(results(loss, torch.float32), results(own, torch.float32), expected, terms, strict=False)
+    for actual, openclips, exact, size in errors:
+        bound = 2 * (openclips - exact).norm() + 64 * torch.finfo(torch.float32).eps * size.norm()
+        assert (actual - exact).norm() <= bound
+
+
+def test_siglip_is_defined_for_one_pair():
+    given = inputs("siglip-chunked", 1, 4, 0.1)
+    ours, own = (torch.autograd.grad(loss(*given), given) for loss in (create_loss("siglip-chunked"), SigLipLoss()))
+    assert max(relative_errors(ours, own)) < 1e-12
 
 
 @pytest.mark.parametrize("name", OWN)

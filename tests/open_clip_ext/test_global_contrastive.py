@@ -319,6 +319,15 @@ def test_consistency_beside_an_estimator_of_embeddings(options, dtype):
     assert losses[0].value_name == f"{losses[1].value_name}_consistency"
 
 
+@pytest.mark.parametrize("name", ["fastclip-v3", "fastclip-v0", "isogclr", "tuneclip", "queue", "dcl"])
+def test_the_loss_at_chance_is_that_of_equal_similarities(name):
+    loss = create_loss(name, num_samples=64, epochs=2, **({"rho": RHO} if name in ("isogclr", "queue") else {}))
+    loss.set_epoch(0)
+    image, text = (unit(torch.Generator().manual_seed(seed), 1, 5).expand(8, 5) for seed in range(2))
+    value = loss(image, text, torch.tensor(20.0, dtype=torch.float64), index=torch.arange(8))
+    torch.testing.assert_close(loss.diagnostics()["loss_at_chance"].double(), value, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("inmodal, crossmodal", [(0.25, 0.25), (0.0, 1.5), (2.0, 0.0), (0.0, 0.0)])
 @pytest.mark.parametrize("shape", [(2, 3, 1.0), (17, 64, 0.1)], ids=str)
 def test_cyclip(shape, inmodal, crossmodal):

@@ -55,22 +55,24 @@ def test_nothing_is_said_where_all_fits(loss):
     [
         ("--loss sogclr --warmup 10", 4, ["--batch-size", "only 4 optimizer step(s), the training 80", "at most 25"]),
         ("--loss sogclr --warmup 100000", 10, ["--warmup: 100000 steps, but the training has 200", "0.2 %", "20"]),
+        ("--loss clip --warmup 10 --lr 0.1", 10, ["Far from usual: --lr 0.1; usual is 1e-5 to 1e-3"]),
+        ("--loss siglip-chunked --warmup 10 --lr-tau 0.05", 10, ["Far from usual: --lr-tau 0.05"]),
         # exp(-200 * 1e-3 / 8), and 2 / 200
         (
             "--loss queue --rho 3 --queue-size 200 --warmup 5", 10,
             ["--lr-tau: at 0.000125", f"{math.exp(-0.025):.3g}", "give about 0.01 "],
         ),
         (
-            "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 1 --epochs 4 --batch-size 30", 10,
+            "--loss fastclip-v3 --rho 3 --warmup 5 --lr-tau 0.05 --epochs 4 --batch-size 30", 10,
             ["--gamma: 0.2", "5 visits", "4 in", "gives 1"],
         ),
         # log(299), log(63) and log(2 * 63); at the largest rho below nothing is said
         (
-            "--loss neuclip --npn-prototypes 100 --rho 5.8 --warmup 5 --lr-tau 1", 10,
+            "--loss neuclip --npn-prototypes 100 --rho 5.8 --warmup 5 --lr-tau 0.01", 10,
             ["--rho: 5.8", "300 samples: at 5.7"],
         ),
         (
-            "--loss fastclip-v3 --normalizer batch --rho 4.2 --warmup 5 --lr-tau 1", 10,
+            "--loss fastclip-v3 --normalizer batch --rho 4.2 --warmup 5 --lr-tau 0.01", 10,
             ["--rho: 4.2", "batches of 64: at 4.1 and above nothing"],
         ),
         (
@@ -78,7 +80,7 @@ def test_nothing_is_said_where_all_fits(loss):
             ["--rho: 5", "batches of 64: at 4.8 and above every temperature falls on its sample's first visit"],
         ),
         (
-            "--loss amorlip-paper --warmup 5 --lr-tau 1", 250,
+            "--loss amorlip-paper --warmup 5 --lr-tau 0.01", 250,
             ["--amor-denominator: target", "has 250", "--amor-denominator combined --amor-positive-weight 1e-3"],
         ),
     ],
@@ -115,7 +117,8 @@ def test_a_network_on_pretrained_weights_is_told_to_be_slow(flags, rate):
 @pytest.mark.parametrize(
     "flags",
     [
-        "neuclip --npn-prototypes 100 --rho 5.69 --lr-tau 1", "fastclip-v3 --normalizer batch --rho 4.14 --lr-tau 1",
+        "neuclip --npn-prototypes 100 --rho 5.69 --lr-tau 0.01",
+        "fastclip-v3 --normalizer batch --rho 4.14 --lr-tau 0.01",
         "isogclr --rho 4.83 --negatives both", "isogclr --rho 5 --tau-optimizer adam",
     ],
 )  # fmt: skip
@@ -125,7 +128,7 @@ def test_a_rho_that_some_weights_reach_is_left_alone(flags):
 
 def test_visits_are_passes_over_the_data_not_epochs():
     """300 epochs of 30 or of all 300 samples: at 30 visits the rule gives 0.35, at 300 it gives 0.07."""
-    flags = "--loss fastclip-v3 --gamma 0.1 --rho 3 --warmup 5 --lr-tau 1 --epochs 300 --batch-size 30"
+    flags = "--loss fastclip-v3 --gamma 0.1 --rho 3 --warmup 5 --lr-tau 0.01 --epochs 300 --batch-size 30"
     [line] = [line for line in told(flags, steps_per_epoch=1) if "--gamma" in line]
     assert "about 30 in total" in line and "gives 0.35" in line
     assert not any("--gamma" in line for line in told(flags, steps_per_epoch=10))

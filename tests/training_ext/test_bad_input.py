@@ -21,9 +21,9 @@ from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
 from training_ext.core.rows import DataRows
+from training_ext.core.usual import likely_cause
 from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data
 from training_ext.flags.params import parse_args
-from training_ext.flags.usual import likely_cause
 from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"

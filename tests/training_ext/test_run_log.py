@@ -10,6 +10,7 @@ import pytest
 from conftest import LOSSES, ext_main, run_main
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
+from open_clip_ext.retrieval import SIDES
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.context import Run
 from training_ext.feature import Epoch
@@ -17,6 +18,7 @@ from training_ext.features import bad_samples as skips
 from training_ext.features import log as run_log
 from training_ext.features.log import Log, duration
 from training_ext.features.summary import summary
+from training_ext.flags.params import parse_args
 
 FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"
 PREFIX = len("2026-11-22,05:02:51 | INFO | ")
@@ -48,6 +50,22 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     # 1,001 steps of 4,096 in an hour, and 48,999 to go.
     assert line == "Epoch 32 51000/99999 loss -12.35 lr 3.9e-05 tau 0.0512 error 0.31/0.87 1139/s left 48h57m"
     assert len(line) + PREFIX <= 120
+
+
+@pytest.mark.parametrize(
+    "rank, effective, warned", [(117.0, 30.0, True), (116.0, 30.0, False), (125.5, 20.0, False), (117.0, None, True)]
+)
+def test_a_model_that_has_learned_nothing(rank, effective, warned, caplog):
+    """Chance's rank of 250 is 125.5 with a standard error of 4.6; 31 negatives with equal weights count as 31."""
+    args = parse_args(f"{FLAGS} --model ViT-test --loss queue --lr 0.1 --batch-size 32 --report-to none".split())
+    args.rank, args.save_logs, args.world_size = 0, False, 1
+    log = Log(Run(args))
+    log._losses, log._numbers = [0.2], {} if effective is None else {"effective_negatives": effective}
+    metrics = {f"{side}_mean_rank": max(rank, 117.0 * (side != SIDES[0])) for side in SIDES}
+    log.evaluated(3, {**metrics, "num_samples": 250}, None, {})
+    line = "After epoch 3 the model has learned nothing: the mean ranks among 250 pairs are 117.0 and 117.0, chance"
+    assert [message.startswith(line) for message in caplog.messages] == [True] * warned
+    assert not warned or caplog.messages[0].endswith("A likely cause: --lr 0.1; usual is 1e-5 to 1e-3")
 
 
 @pytest.mark.parametrize("similarity, warnings", [(-0.2, 1), (-0.05, 0)])

@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from typing import Any
 
-from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, VALIDATION
+from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
 from training_ext.core.rows import kind_of
 
 # Of the user's own classes, with DataComp's names for them; and the number of images.
@@ -57,6 +57,20 @@ def standard_error(share: float, items: int) -> float:
     """Standard error of a fraction of `items`, with one more success and failure so that it is not zero at 0 or 1."""
     share = (share * items + 1) / (items + 2)
     return math.sqrt(share * (1 - share) / items)
+
+
+def ranks_at_chance(metrics: dict[str, Any]) -> str:
+    """The mean ranks as a sentence if both are those of chance; "" if not, or if there are none.
+
+    By chance each of n ranks is one of 1 to n: their mean is (n + 1) / 2, with the standard error
+    sqrt((n^2 - 1) / 12 n); two of these are allowed. A recall at 1 of a few hundred pairs is too coarse.
+    """
+    ranks = [float(metrics[name]) for side in SIDES if (name := f"{side}_mean_rank") in metrics]
+    pairs = metrics.get("num_samples", 0)
+    chance, error = (pairs + 1) / 2, math.sqrt(max(0, pairs**2 - 1) / (12 * max(1, pairs)))
+    if pairs < 2 or not ranks or min(ranks) < chance - 2 * error:
+        return ""
+    return f"the mean ranks among {pairs} pairs are {' and '.join(f'{rank:.1f}' for rank in ranks)}, chance {chance:g}"
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ from training_ext.core.keys import has_keys
 from training_ext.core.loss import build_loss
 from training_ext.core.rows import DataRows
 from training_ext.core.settings import FEWEST_STEPS, recommended_lr_tau
+from training_ext.core.usual import unusual
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
@@ -52,7 +53,7 @@ def advise(args: Namespace, num_samples: int, steps_per_epoch: int) -> list[str]
     steps = args.epochs * steps_per_epoch
     if steps == 0:
         return [f"--epochs: {args.epochs} epoch(s) of {steps_per_epoch} optimizer step(s), so nothing is trained"]
-    warnings = [*_of_openclip(args, steps)]
+    warnings = [*_of_openclip(args, steps), *(f"Far from usual: {flag}" for flag in unusual(args, steps))]
     if args.uses_ext_loss:
         warnings += [
             *_on_steps(args, steps_per_epoch),

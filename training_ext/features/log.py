@@ -16,12 +16,16 @@ from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.context import Run
 from training_ext.core.loss import TrainingLoss
-from training_ext.core.metrics import duration
+from training_ext.core.metrics import duration, ranks_at_chance
+from training_ext.core.usual import unusual
 from training_ext.feature import Epoch, Feature
 from training_ext.openclip.hosts import host
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
+AT_CHANCE = "loss_at_chance"
+# Of B - 1 negatives, the effective number if the weights' variance is a tenth of their squared mean.
+EVEN = 1 / 1.1
 FEW_WITHIN = 0.01  # of the log-normalizer of a hinge with negatives as similar as their positives
 
 
@@ -42,6 +46,7 @@ class Log(Feature):
         self._epoch: Epoch | None = None
         self._numbers: dict[str, float] = {}  # of the latest logged step
         self._losses: list[float] = []  # of this epoch's logged steps
+        self._at_chance: list[float] = []  # what a model that has learned nothing would have had there
         self._last: tuple[int, float]  # step of the epoch and time of the latest line
         self._began: float | None = None  # when the first epoch of this run did
         self._done = 0  # steps of this run in earlier epochs
@@ -89,7 +94,7 @@ class Log(Feature):
         if self.run.args.loss is None:
             yield
             return
-        self._epoch, self._losses = epoch, []
+        self._epoch, self._losses, self._at_chance = epoch, [], []
         began = time.monotonic()
         self._began = self._began or began
         self._last = -1, began
@@ -115,6 +120,7 @@ class Log(Feature):
         if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
             raise NonFiniteError(f"step {epoch.before + step}: the loss is {loss}; training cannot continue")
         self._losses.append(loss)
+        self._at_chance += [numbers[AT_CHANCE]] if AT_CHANCE in numbers else []
         samples = (epoch.before + step) * self.run.global_batch
         self._add(epoch.stage, epoch.number, step, steps=epoch.steps, samples=samples, **numbers)
         # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
@@ -135,7 +141,8 @@ class Log(Feature):
         numbers, args = self._numbers, self.run.args
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
         mean = sum(self._losses) / len(self._losses)
-        logging.info(" ".join([f"{epoch.title} took {duration(seconds)}: mean loss {mean:.4g}", *once]))
+        chance = f" ({sum(self._at_chance) / len(self._at_chance):.4g} at chance)" if self._at_chance else ""
+        logging.info(" ".join([f"{epoch.title} took {duration(seconds)}: mean loss {mean:.4g}{chance}", *once]))
         if getattr(args, "surrogate", None) == PowerHinge.name and epoch.is_training and not self._has_warned:
             alpha = max(numbers["alpha_image_mean"], numbers["alpha_text_mean"])
             if alpha < FEW_WITHIN * args.margin**args.margin_power / numbers["tau"]:
@@ -150,6 +157,15 @@ class Log(Feature):
     ) -> None:
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         self._add(EVAL, epoch, 0, **values)
+        if epoch > 0 and self._losses and self._is_even() and (ranks := ranks_at_chance(metrics)):
+            cause = next(unusual(self.run.args), f"try a lower --lr ({self.run.args.lr:g}) or a longer --warmup")
+            logging.warning(f"After epoch {epoch} the model has learned nothing: {ranks}. A likely cause: {cause}")
+
+    def _is_even(self) -> bool:
+        """Whether an anchor's negatives have about equal weights, as if nothing were learned; True if not known."""
+        args, effective = self.run.args, self._numbers.get("effective_negatives", math.inf)
+        modalities = 1 if getattr(args, "negatives", None) in (None, "cross") else 2
+        return effective >= EVEN * modalities * (self.run.global_batch - 1)
 
     def _add(self, stage: str, epoch: int, step: int, **numbers: Any) -> None:
         path = self.run.file(FILE)

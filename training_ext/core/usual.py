@@ -1,6 +1,7 @@
-"""Usual values of the flags that can make numbers overflow; when one overflows, the first flag outside is named."""
+"""Usual values of the flags that can make numbers overflow or keep a model from learning, to name a likely cause."""
 
 from argparse import Namespace
+from collections.abc import Iterator
 from math import inf
 from typing import Any
 
@@ -25,13 +26,27 @@ USUAL: dict[str, tuple[float, float, str]] = {  # the least and largest, and the
 }
 
 
-def likely_cause(args: Namespace) -> str:
-    """What to change after a number was not finite: the end of the error message."""
+def unusual(args: Namespace, steps: int | None = None) -> Iterator[str]:
+    """The flags whose values are far from the usual, each with its value and the usual.
+
+    Args:
+        steps: of the training, if known: a short one needs a high rate of the temperature.
+    """
     for name, (low, high, usual) in USUAL.items():
+        if name == "lr_tau" and steps:
+            high = max(high, 2 / steps)
         value: Any = getattr(args, name)
+        if name == "lr" and getattr(args, "opt", "adamw") != "adamw":  # another optimizer's has another scale
+            continue
         values = value if isinstance(value, list) else [] if value is None else [value]
         if not all(low <= value <= high for value in values):
-            return f"the likely cause is {flag_of(name)} {' '.join(map(str, values))}; usual is {usual}"
+            yield f"{flag_of(name)} {' '.join(map(str, values))}; usual is {usual}"
+
+
+def likely_cause(args: Namespace) -> str:
+    """What to change after a number was not finite: the end of the error message."""
+    for flag in unusual(args):
+        return f"the likely cause is {flag}"
     if args.precision in ("fp16", "pure_fp16"):
         return f"the likely cause is --precision {args.precision}; usual is amp, amp_bf16 or fp32"
     clips = args.grad_clip_norm is not None and args.grad_clip_norm <= 1
