@@ -1,6 +1,8 @@
 """Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
+from open_clip_ext.losses.accumulation import FirstCall, Inputs
 from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
     FirstSteps,
@@ -40,7 +43,8 @@ class Loss(LossState):
 
     Args:
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
-            first call updates the state; the temperature's gradient adds up to that of one call.
+            first call updates the state; the temperature's gradient adds up to that of one call. Later calls whose
+            inputs equal the first one's take its value and gradients; to compare them, they wait for the device.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
             sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
             names the first step whose features were not unit vectors.
@@ -74,6 +78,7 @@ class Loss(LossState):
         self._is_float16 = False
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
+        self._first_call: FirstCall | None = None  # of accum_freq, until the last or one with other inputs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
@@ -110,6 +115,8 @@ class Loss(LossState):
             logit_scale: 1 / tau, 0-d, of the same dtype.
             index: rows of the samples, (b,) int64, or None.
             update_state: whether to update the state: in training with gradients, on the first of `accum_freq` calls.
+
+        With `accum_freq` above 1 only these arguments and the loss's own parameters get a gradient.
         """
         raise NotImplementedError
 
@@ -183,13 +190,28 @@ class Loss(LossState):
                 more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
             self._calls += trains
             self.steps += update_state
+            inputs = {"image": image, "text": text, "logit_scale": scale, "index": index} | more
             try:
-                value = self.compute(image, text, scale, index, update_state, **more)
+                value = self._value(inputs, update_state, shares=trains and self.accum_freq > 1)
             except BaseException:
                 if trains:  # A caller who tries again begins this step again, with its checks; a state may have moved.
                     self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value
+
+    def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
+        """`compute`, or where calls of a step share its result that of the first call."""
+        compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
+        if not shares:
+            return compute(**inputs)
+        first, self._first_call = self._first_call, None
+        if update_state:
+            first = FirstCall(compute, inputs, self.parameters())
+        elif first is None or not first.has(inputs):
+            return compute(**inputs)
+        if self._calls % self.accum_freq:
+            self._first_call = first
+        return first.attached(inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
