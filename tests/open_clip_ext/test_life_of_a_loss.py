@@ -20,6 +20,7 @@ from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import ShardedRows
+from open_clip_ext.side_model import SideModel
 from open_clip_ext.temperatures import FixedTemperature
 
 MLP = {"normalizer": "mlp"}
@@ -313,6 +314,17 @@ def test_what_the_process_group_cannot_send_moves(monkeypatch):
     assert transportable(torch.zeros(2)).device.type == "meta"
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert transportable(torch.zeros(2)).device.type == "cpu"
+
+
+@pytest.mark.parametrize("settings, device", [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_a_networks_count_of_steps_goes_where_its_optimizer_keeps_it(settings, device):
+    """In host memory, which waits for no device; on the device (here "meta") for a fused or captured step."""
+    trained = SideModel({"weight": torch.zeros(2)}, "adam")
+    trained.step()
+    loaded = SideModel({"weight": torch.ones(2)}, "adam", fused=None, **settings)
+    loaded.load(trained.state(), like=torch.empty(0, device="meta"))
+    state = loaded.state()
+    assert state["adam:weight:step"].device.type == device and state["adam:weight:exp_avg"].is_meta
 
 
 def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):
