@@ -28,6 +28,8 @@ import open_clip_ext
 from open_clip_ext.distributed import world_size
 from training_ext.flags.step_memory import HeldBytes
 
+# Operations that do not read the tensor they write into; of others an operand that is overwritten counts twice.
+ONLY_WRITE = ("copy_", "fill_", "zero_", "_allgather", "_reduce_scatter")
 WARM_UP = 20  # steps at most, until ring buffers are full and all state is allocated
 
 
@@ -46,8 +48,11 @@ class OperationCounter(HeldBytes):
     def note(self, function: Any, given: list[Tensor], made: list[Tensor]) -> None:
         if (given or made) and not function.is_view and "empty" not in function.name():
             self.count += 1
-            tensors = {id(tensor): tensor for tensor in given + made}
-            self.bytes += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+            read, written = ({id(tensor): tensor for tensor in tensors} for tensors in (given, made))
+            name = function.name().partition("::")[2]
+            if name.startswith(ONLY_WRITE) or name.endswith("out"):
+                read = {place: tensor for place, tensor in read.items() if place not in written}
+            self.bytes += sum(tensor.numel() * tensor.itemsize for tensor in [*read.values(), *written.values()])
 
 
 def counted(loss: Callable, batch: int, dim: int, m: int) -> dict[str, float]:

@@ -51,7 +51,8 @@ class SideModel(nn.Module):
             return
         self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.named.items()}
         optimizer, settings = OPTIMIZERS[self._kind], self._settings
-        # One pass over the memory instead of several. On CUDA torch has a fused Adam, but no fused AdaGrad.
+        # One pass over the memory instead of several. CUDA has fused ones, too, of AdaGrad from torch 2.14 on, but none
+        # was measured there.
         on_cpu = next(iter(self.named.values())).device.type == "cpu"
         if on_cpu and "fused" in inspect.signature(optimizer).parameters:
             settings = {"fused": True} | settings
@@ -91,14 +92,14 @@ class SideModel(nn.Module):
         like = next(iter(self.named.values())) if like is None else like
         self.named = {name: state[name].to(like, copy=True) for name in self.named}
         self.reset_optimizer()
-        for name, tensor in self.named.items():
-            if self.pending:
-                self.gradients[name] = state[f"pending:{name}"].to(like, copy=True)
-            if moments := below(state, f"{self._kind}:{name}:"):
-                # An optimizer's count of steps stays in host memory, where it waits for no device.
-                self.optimizer.state[tensor] = {
-                    key: value.clone() if key == "step" else value.to(like, copy=True) for key, value in moments.items()
-                }
+        if self.pending:
+            self.gradients = {name: state[f"pending:{name}"].to(like, copy=True) for name in self.named}
+        if self._kind is not None:
+            saved = self.optimizer.state_dict()  # which knows where its count of steps lies
+            for number, name in enumerate(self.named):
+                if moments := below(state, f"{self._kind}:{name}:"):
+                    saved["state"][number] = {key: value.clone() for key, value in moments.items()}
+            self.optimizer.load_state_dict(saved)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SideModel":
         self.load(self.state(), like=fn(next(iter(self.named.values())).new_empty(0)))

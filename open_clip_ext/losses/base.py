@@ -1,6 +1,8 @@
 """Base class of the losses: the call, the checks of its arguments, and the detection of NaN and infinity."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor
 from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import scale_gradient
+from open_clip_ext.kernels.streaming import are_finite
+from open_clip_ext.losses.accumulation import FirstCall, Inputs
 from open_clip_ext.losses.checks import (
     NOT_UNIT_VECTORS,
     FirstSteps,
@@ -23,6 +27,7 @@ from open_clip_ext.losses.checks import (
 from open_clip_ext.losses.state import LossState
 from open_clip_ext.surrogates import Surrogate
 
+INPUTS = ("image_features", "text_features", "logit_scale")
 GRADIENTS = "the float16 gradient of the features"
 
 
@@ -40,7 +45,9 @@ class Loss(LossState):
 
     Args:
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
-            first call updates the state; the temperature's gradient adds up to that of one call.
+            first call updates the state; the temperature's gradient adds up to that of one call. Where all calls are
+            known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
+            the first one's value and gradients.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
             sizes. Otherwise the first step makes them; the norms are measured at every call, and `raise_if_not_finite`
             names the first step whose features were not unit vectors.
@@ -51,11 +58,13 @@ class Loss(LossState):
         takes_reference: whether `forward` takes a reference model's features.
         reads_logit_scale: whether 1 / `logit_scale` is the temperature.
         trains_logit_scale: whether OpenCLIP's parameter gets a gradient.
+        one_batch_per_step: whether the caller's loop makes all `accum_freq` calls of a step on the same pairs.
         least_pairs: smallest number of pairs per process.
         needs_negatives: whether it is defined only for a global batch of two pairs or more.
         CHECKED: names of the tensors that `note` checks; `note_gradients` checks the last.
     """
 
+    one_batch_per_step = False
     least_pairs = 1
     needs_negatives = True
     reads_logit_scale = True
@@ -63,7 +72,7 @@ class Loss(LossState):
     takes_keys = False
     takes_bias = False
     takes_reference = False
-    CHECKED: ClassVar[tuple[str, ...]] = ("image_features", "text_features", "logit_scale", GRADIENTS)
+    CHECKED: ClassVar[tuple[str, ...]] = (*INPUTS, GRADIENTS)
 
     def __init__(self, accum_freq: int = 1, validate: bool = False, **options: Any):
         super().__init__(**options)
@@ -76,6 +85,7 @@ class Loss(LossState):
         self._is_float16 = False
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
+        self._first_call: FirstCall | None = None  # of accum_freq, until the last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
@@ -112,6 +122,8 @@ class Loss(LossState):
             logit_scale: 1 / tau, 0-d, of the same dtype.
             index: rows of the samples, (b,) int64, or None.
             update_state: whether to update the state: in training with gradients, on the first of `accum_freq` calls.
+
+        With `accum_freq` above 1 only these arguments and the loss's own parameters get a gradient.
         """
         raise NotImplementedError
 
@@ -185,13 +197,29 @@ class Loss(LossState):
                 more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
             self._calls += trains
             self.steps += update_state
+            shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or index is not None)
+            inputs: Inputs = {"image": image, "text": text, "logit_scale": scale, "index": index, **more}
             try:
-                value = self.compute(image, text, scale, index, update_state, **more)
+                value = self._value(inputs, update_state, shares)
             except BaseException:
                 if trains:  # A caller who tries again begins this step again, with its checks; a state may have moved.
                     self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value
+
+    def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
+        """`compute`, or where the calls of a step share its result that of the first call."""
+        compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
+        if not shares:
+            return compute(**inputs)
+        first = self._first_call
+        if update_state or first is None:
+            first = FirstCall(compute, inputs, self.parameters())
+        else:
+            image, text, scale, *_ = inputs.values()
+            self._non_finite.note(INPUTS, self.steps, ~are_finite(image, text, scale))
+        self._first_call = first if self._calls % self.accum_freq else None
+        return first.attached(inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""

@@ -20,6 +20,7 @@ from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.objectives import Unified
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import ShardedRows
+from open_clip_ext.side_model import SideModel
 from open_clip_ext.temperatures import FixedTemperature
 
 MLP = {"normalizer": "mlp"}
@@ -112,7 +113,7 @@ def test_a_loss_that_follows_the_epoch_does_not_train_without_it(name, options):
 def fail(loss, seed: int = 0) -> None:
     """A step whose computation raises."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(type(loss), "compute", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+        patch.setattr(type(loss), "_value", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
         step(loss, seed)
 
 
@@ -181,6 +182,41 @@ def test_accumulation_equals_one_call(name):
                 torch.testing.assert_close(one, other.chunk(2)[call])
         torch.testing.assert_close(found, expected[2])
     same_state(twice.full_state(), once.full_state())
+
+
+@ALL
+def test_the_calls_of_a_step_share_one_computation(name, monkeypatch):
+    """Bit for bit what each would compute: its value, its gradients and the state."""
+    shared, alone = (make(name, accum_freq=2) for _ in range(2))
+    of_class, computed = type(shared).compute, []
+    compute = lambda self, **inputs: computed.append(self) or of_class(self, **inputs)  # noqa: E731
+    monkeypatch.setattr(type(shared), "compute", compute)
+    for seed in (0, 0, 1, 1, 2, 2):
+        results = []
+        for loss in (shared, alone):
+            alone._first_call = None
+            leaves = [leaf.requires_grad_() for leaf in features(seed)]
+            value = loss(*leaves, index=rows(seed))
+            results.append([value.detach(), *torch.autograd.grad(value, leaves, allow_unused=True)])
+        for one, other in zip(*results, strict=True):
+            assert one is other is None or torch.equal(one, other)
+    assert (computed.count(shared), computed.count(alone)) == (3, 6)
+    same_state(shared.full_state(), alone.full_state())
+
+
+def test_only_calls_that_are_known_to_have_one_batch_share_it():
+    """Without rows a short group's last call could be another batch, and would get its gradient."""
+    first, second = (step(make("cyclip"), seed) for seed in (0, 1))
+    for one_batch, expected in ((False, second), (True, first)):
+        loss = make("cyclip", accum_freq=2)
+        loss.one_batch_per_step = one_batch
+        assert [loss(*features(seed)).item() for seed in (0, 1)] == [first, expected]
+    # The other batch is not finite in a call that computes nothing.
+    loss(*features(0))
+    image, text, scale = features(0)
+    loss(image, text * math.nan, scale)
+    with pytest.raises(NonFiniteError, match="step 2: text_features is not finite"):
+        loss.raise_if_not_finite()
 
 
 class Biased(Normalizer):
@@ -278,6 +314,17 @@ def test_what_the_process_group_cannot_send_moves(monkeypatch):
     assert transportable(torch.zeros(2)).device.type == "meta"
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert transportable(torch.zeros(2)).device.type == "cpu"
+
+
+@pytest.mark.parametrize("settings, device", [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_a_networks_count_of_steps_goes_where_its_optimizer_keeps_it(settings, device):
+    """In host memory, which waits for no device; on the device (here "meta") for a fused or captured step."""
+    trained = SideModel({"weight": torch.zeros(2)}, "adam")
+    trained.step()
+    loaded = SideModel({"weight": torch.ones(2)}, "adam", fused=None, **settings)
+    loaded.load(trained.state(), like=torch.empty(0, device="meta"))
+    state = loaded.state()
+    assert state["adam:weight:step"].device.type == device and state["adam:weight:exp_avg"].is_meta
 
 
 def test_a_state_that_did_not_fit_in_memory_is_allocated_again(monkeypatch):

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 from open_clip_ext import list_losses
+from open_clip_ext.losses import base
+from open_clip_ext.losses.accumulation import FirstCall
 
 EVERY = [preset.name for preset in list_losses()]
 # One of each normalizer, temperature, surrogate and objective
@@ -51,11 +53,15 @@ def test_siglips_bias_moves_in_16_bits(run):
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_accumulation_takes_the_steps_of_the_whole_batch(run, name):
-    """Three steps on the same pairs in the same order; but for the last bits weights and tables are equal."""
+def test_accumulation_takes_the_steps_of_the_whole_batch(run, name, monkeypatch):
+    """Three steps on the same pairs in the same order; but for the last bits weights and tables are equal. The loss is
+    computed once in each."""
+    computed = []
+    monkeypatch.setattr(base, "FirstCall", lambda *args: computed.append(1) or FirstCall(*args))
     accumulated, plain = (
         run(form, f"{options(name)} {BY_GRADIENTS} {FORMS[form]}") for form in ("accumulated", "plain")
     )
+    assert len(computed) == 3
     checkpoints = [finite(experiment.checkpoint(1)) for experiment in (accumulated, plain)]
     states = [checkpoint["optimizer"]["open_clip_ext"]["state"] for checkpoint in checkpoints]
     assert states[0]["steps"] == states[1]["steps"] == 3

@@ -97,6 +97,8 @@ def step_bytes(model: Any, args: Namespace, processes: int, loss: Loss | None) -
     """
     buckets = sum(each.nbytes for each in model.parameters() if each.requires_grad) if processes > 1 else 0
     at_loss, peak, dimension = model_bytes_of_step(model, args)
+    if loss is not None and args.accum_freq > 1:  # the gradient of all features, for the step's later calls
+        peak += 2 * 4 * args.batch_size * args.accum_freq * dimension
     return buckets + max(peak, at_loss + loss_bytes(args, processes, loss, dimension))
 
 
@@ -165,6 +167,7 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
             more = {"dist_image_features": torch.empty_like(image), "dist_text_features": torch.empty_like(text)}
         loss.set_epoch(0)
         loss.steps = 1  # at step 0 a loss checks values
+        loss.accum_freq = 1  # of a step's calls the first takes most
         for _ in range(WARM_UP):
             index = torch.empty(batch, dtype=torch.int64, device="meta")
             with HeldBytes("meta") as counted:

@@ -41,6 +41,7 @@ def build_loss(
         device=device,
         **{name: value for name, value in args.given_settings.items() if name in own},
     )
+    loss.one_batch_per_step = True  # in OpenCLIP's loops, which keep a step's micro-batches and their features
     batch = max(1, global_batch)
     steps_per_pass = max(1, num_rows // batch)
     steps_per_epoch = max(1, samples_per_epoch // batch)
