@@ -33,6 +33,7 @@ tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, Movi
 
 The last column names the file of tests/open_clip_ext that compares the two. `test_equations.py` compares the functions
 here with double loops over the pairs. "Fast" in a docstring names the class that computes the same in training.
+`superclip_weights` and `superclip` are what `--token-head` adds to any method's loss.
 
 in the papers                                              | here
 ---------------------------------------------------------- | ---------------------------------------------------

@@ -53,10 +53,10 @@ def test_schedules_multiply_the_rates(run, loss, schedule, factor):
     "flags, message",
     [
         ("", "--with: tower_rates has no effect without its flags: --lr-image, --lr-text"),
-        ("--lr-image 0", "--lr-image: 0.0 is out of range; it must be a number > 0; --lock-image trains no image tower"),
+        ("--lr-image 0", "--lr-image: 0.0 is out of range; it must be a number > 0; for none give --lock-image"),
         ("--lr-image 1e-4 --lock-image", "--lr-image: has no effect with --lock-image; leave one of the two out"),
         ("--lr-text 1e-4 --lock-text", "--lr-text: has no effect with --lock-text; leave one of the two out"),
-        ("--lr-text 1e-4 --lr 0", "--lr-text: has no effect with --lr 0, of which it follows the schedule; give another"),
+        ("--lr-text 1e-4 --lr 0", "--lr-text: has no effect with --lr 0, whose schedule it follows; give another"),
     ],
 )
 def test_refusals(refused, flags, message):

@@ -26,11 +26,11 @@ class TowerRates(Component):
     name = "tower_rates"
     lr_image: float | None = option(
         None, "learning rate of the image tower, instead of --lr", valid=positive,
-        expected="a number > 0; --lock-image trains no image tower",
+        expected="a number > 0; for none give --lock-image",
     )  # fmt: skip
     lr_text: float | None = option(
         None, "learning rate of the text tower, instead of --lr", valid=positive,
-        expected="a number > 0; --lock-text trains no text tower",
+        expected="a number > 0; for none give --lock-text",
     )  # fmt: skip
 
     def __init__(self, args: Namespace):
@@ -41,7 +41,7 @@ class TowerRates(Component):
             if getattr(args, lock, False) and not unlocked:
                 raise InputError(f"has no effect with {flag_of(lock)}; leave one of the two out", rate)
             if args.lr == 0:
-                raise InputError("has no effect with --lr 0, of which it follows the schedule; give another", rate)
+                raise InputError("has no effect with --lr 0, whose schedule it follows; give another", rate)
 
     def _given(self) -> list[str]:
         return [rate for rate in TOWERS if getattr(self, rate) is not None]
