@@ -33,6 +33,7 @@ tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, Movi
 
 The last column names the file of tests/open_clip_ext that compares the two. `test_equations.py` compares the functions
 here with double loops over the pairs. "Fast" in a docstring names the class that computes the same in training.
+`superclip_weights` and `superclip` are what `--token-head` adds to any method's loss.
 
 in the papers                                              | here
 ---------------------------------------------------------- | ---------------------------------------------------
@@ -92,6 +93,7 @@ from open_clip_ext.equations.neuclip import neuclip, neuclip_algorithm_1, neucli
 from open_clip_ext.equations.queue import queue, queue_alpha
 from open_clip_ext.equations.scent import scent, scent_gamma, scent_u
 from open_clip_ext.equations.sogclr import sogclr, sogclr_u
+from open_clip_ext.equations.superclip import superclip, superclip_weights
 from open_clip_ext.equations.tempnet import tempnet, tempnet_tau
 from open_clip_ext.equations.tuneclip import tuneclip, tuneclip_objective, tuneclip_phi, tuneclip_u
 
@@ -101,6 +103,7 @@ __all__ = [
     "cyclip", "dcl", "drrho_clip", "drrho_gaps", "fastclip_gamma", "fastclip_v0", "fastclip_v1", "fastclip_v2",
     "fastclip_v2_tau", "fastclip_v3", "gaps", "global_contrastive", "gradient_of", "isogclr", "isogclr_objective",
     "isogclr_s", "isogclr_tau", "js", "kl", "neuclip", "neuclip_algorithm_1", "neuclip_alpha", "neuclip_separate",
-    "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "siglip", "sogclr", "sogclr_u", "tempnet",
-    "tempnet_tau", "tuneclip", "tuneclip_objective", "tuneclip_phi", "tuneclip_u", "two_view_gaps",
+    "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "siglip", "sogclr", "sogclr_u",
+    "superclip", "superclip_weights", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective",
+    "tuneclip_phi", "tuneclip_u", "two_view_gaps",
 ]

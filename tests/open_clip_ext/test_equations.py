@@ -163,6 +163,26 @@ def test_gaps_less_a_references(pairs):
             close(found[:, i, j - (j > i)], torch.stack(own))
 
 
+def test_tokens_of_captions():
+    """SuperCLIP's, by loops over captions and their tokens."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    texts, padding = torch.tensor([[5, 1, 1, 2], [5, 2, 0, 0], [5, 3, 4, 1], [5, 0, 0, 0]]), 0
+    captions = [{*text} - {padding} for text in texts.tolist()]
+    df = [sum(token in caption for caption in captions) for token in range(6)]
+    weights = equations.superclip_weights(torch.tensor(df).double(), len(captions))
+    total = 0.0
+    for row, caption in zip(logits, captions, strict=True):
+        own = {token: math.log((4 + 1) / (1 + df[token])) for token in caption}
+        for token, weight in own.items():
+            log_prob = row[token] - sum(value.exp() for value in row).log()
+            total = total - weight / max(sum(own.values()), 1e-12) * log_prob / len(captions)
+    value = equations.superclip(logits, texts, weights, padding)
+    close(value, total)
+    same_gradients(value, total, [logits])
+    assert weights[5] == 0  # of every caption
+
+
 def test_the_separate_objective_is_least_at_the_log_normalizers(pairs):
     e1, e2, tau = pairs
     g = batch_g(gaps(e1, e2), tau)

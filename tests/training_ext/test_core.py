@@ -33,7 +33,7 @@ ROWS = 24
 ONE_STEP = "--epochs 4 --warmup 1 --workers 0 --save-frequency 1 --aug-cfg scale=(1.0,1.0)"
 BY_GRADIENTS = f"{ONE_STEP} --opt timm/sgd --momentum 0.9 --lr 0.1 --wd 0"
 WHOLE = f"{BY_GRADIENTS} --batch-size {ROWS}"
-WITH_HEAD = "--with token_head --token-head 0.5"
+WITH_HEAD = "--with words_head --words-head 0.5"
 
 
 @pytest.fixture(scope="session")
@@ -56,21 +56,21 @@ def data(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def token_head(tmp_path_factory) -> Path:
+def words_head(tmp_path_factory) -> Path:
     """A folder on the path with the example's package installed, as pip does it."""
     folder = tmp_path_factory.mktemp("site")
-    (folder / "token_head.py").write_text((ROOT / "examples" / "token_head.py").read_text())
-    (folder / "token_head-1.dist-info").mkdir()
-    (folder / "token_head-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: token-head\nVersion: 1\n")
-    (folder / "token_head-1.dist-info" / "entry_points.txt").write_text(
-        f"[{component.GROUP}]\ntoken_head = token_head:TokenHead\n"
+    (folder / "words_head.py").write_text((ROOT / "examples" / "words_head.py").read_text())
+    (folder / "words_head-1.dist-info").mkdir()
+    (folder / "words_head-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: words-head\nVersion: 1\n")
+    (folder / "words_head-1.dist-info" / "entry_points.txt").write_text(
+        f"[{component.GROUP}]\nwords_head = words_head:WordsHead\n"
     )
     return folder
 
 
 @pytest.fixture
-def has_token_head(token_head, monkeypatch):
-    monkeypatch.syspath_prepend(str(token_head))
+def has_words_head(words_head, monkeypatch):
+    monkeypatch.syspath_prepend(str(words_head))
     component.registry.cache_clear()
     yield
     component.registry.cache_clear()
@@ -161,7 +161,7 @@ def test_other_numbers_of_processes_resume(pair, run, full, data, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["--loss fastclip-v3", "--loss isogclr --accum-freq 2", f"--loss clip {WITH_HEAD}"])
-def test_a_resumed_training_equals_an_uninterrupted_one(run, data, has_token_head, flags):
+def test_a_resumed_training_equals_an_uninterrupted_one(run, data, has_words_head, flags):
     flags = f"{flags if 'with' in flags else f'--bare {flags}'} {data['csv']} {WHOLE}"
     if "accum" in flags:
         flags = flags.replace(f"--batch-size {ROWS}", f"--batch-size {ROWS // 2}")
@@ -246,10 +246,10 @@ def test_core_is_at_the_bottom():
 # Components
 
 
-def test_a_components_loss_is_that_of_a_plain_computation(has_token_head, monkeypatch):
+def test_a_components_loss_is_that_of_a_plain_computation(has_words_head, monkeypatch):
     torch.manual_seed(0)
-    kind = component.registry()["token_head"]
-    head = kind(Namespace(token_head=0.5))
+    kind = component.registry()["words_head"]
+    head = kind(Namespace(words_head=0.5))
     model = open_clip.create_model("ViT-test", output_dict=True)
     head.wrap_model(model)
     from training_ext.thin.loss import ADDED, add_losses
@@ -258,8 +258,8 @@ def test_a_components_loss_is_that_of_a_plain_computation(has_token_head, monkey
     image = torch.rand(3, 3, *(2 * [model.visual.image_size[0]]), dtype=torch.float64)
     text = open_clip.get_tokenizer("ViT-test")(["a cat", "a red red dog", "b"])
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    value = model.train()(image, text)[f"{ADDED}token"]
-    logits = model.token_head(model.visual(image))
+    value = model.train()(image, text)[f"{ADDED}words"]
+    logits = model.words_head(model.visual(image))
     losses = []
     for row, tokens in zip(logits, text, strict=True):
         words = sorted({*tokens.tolist()} - {0})
@@ -269,37 +269,37 @@ def test_a_components_loss_is_that_of_a_plain_computation(has_token_head, monkey
 
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
-def test_a_components_loss_accumulates_to_that_of_a_whole_batch(run, data, has_token_head, loss):
+def test_a_components_loss_accumulates_to_that_of_a_whole_batch(run, data, has_words_head, loss):
     common = f"{WITH_HEAD} --loss {loss} {data['csv']} {BY_GRADIENTS}"
     whole = run("whole", f"{common} --batch-size {ROWS}")
     halves = run("halves", f"{common} --batch-size {ROWS // 2} --accum-freq 2")
-    assert "Token_loss" in whole.log
+    assert "Words_loss" in whole.log
     ours, theirs, start = (e.checkpoint(n)["state_dict"] for e, n in ((halves, 4), (whole, 4), (whole, 1)))
     moved = {name: (theirs[name] - value).abs().max() for name, value in start.items()}
-    assert moved["token_head.weight"] > 1e-3
+    assert moved["words_head.weight"] > 1e-3
     if loss != "clip":  # whose temperature OpenCLIP's accumulation moves by accum_freq times its gradient
         assert all((ours[name] - value).abs().max() < 1e-5 * max(moved.values()) for name, value in theirs.items())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accum", [1, 2])
-def test_a_components_loss_on_two_processes(pair, run, data, token_head, has_token_head, tmp_path, accum):
+def test_a_components_loss_on_two_processes(pair, run, data, words_head, has_words_head, tmp_path, accum):
     common = f"{WITH_HEAD} --loss fastclip-v3 {data['csv']} {BY_GRADIENTS}"
     pair.close()  # processes whose path lacks the package
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{token_head}:{':'.join(sys.path)}")
+        patch.setenv("PYTHONPATH", f"{words_head}:{':'.join(sys.path)}")
         form = f"--batch-size {ROWS // 2 // accum} --accum-freq {accum}"
         assert [process.code for process in pair(f"{common} {form} --name two", tmp_path)] == [0, 0]
     pair.close()
     assert_alike(Experiment(tmp_path, "two"), run("one", f"{common} --batch-size {ROWS}"))
 
 
-def test_exported_weights_load_in_plain_open_clip(run, data, has_token_head):
+def test_exported_weights_load_in_plain_open_clip(run, data, has_words_head):
     experiment = run("head", f"{WITH_HEAD} --loss neuclip {data['csv']} {WHOLE} --epochs 1")
     weights = experiment.path / "weights" / "epoch_1.pt"
     model = open_clip.create_model("ViT-test", pretrained=str(weights))
     trained = experiment.checkpoint(1)["state_dict"]
-    assert "token_head.weight" in trained
+    assert "words_head.weight" in trained
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
@@ -455,7 +455,7 @@ def test_a_broken_package_is_left_out_with_a_warning(tmp_path, monkeypatch, capl
 # On the whole path
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
-def test_the_whole_path_trains_as_the_core(run, data, has_token_head, loss):
+def test_the_whole_path_trains_as_the_core(run, data, loss):
     common = f"--token-head 0.5 --loss {loss} {data['csv']} {WHOLE}"
     whole, core = run("whole", common), run("core", f"--with token_head {common}")
     ours, theirs, start = (e.checkpoint(n)["state_dict"] for e, n in ((whole, 4), (core, 4), (core, 1)))
@@ -466,7 +466,7 @@ def test_the_whole_path_trains_as_the_core(run, data, has_token_head, loss):
 
 
 @pytest.mark.parametrize("loss", ["clip", "fastclip-v3"])
-def test_the_whole_path_resumes_with_a_component(run, refused, datasets, has_token_head, loss):
+def test_the_whole_path_resumes_with_a_component(run, refused, datasets, loss):
     common = f"--token-head 0.5 --loss {loss} {datasets['csv']} --workers 0 --epochs 2 --save-frequency 1"
     whole = run("whole", common)
     resumed = run("resumed", f"{common} --resume {whole.path}/checkpoints/epoch_1.pt")
@@ -477,7 +477,7 @@ def test_the_whole_path_resumes_with_a_component(run, refused, datasets, has_tok
     assert line.endswith("was trained with the component token_head; train with it")
 
 
-def test_best_weights_are_exported(run, datasets, has_token_head):
+def test_best_weights_are_exported(run, datasets):
     flags = f"{datasets['shapes']} --val-num-samples 16 --workers 0 --epochs 1 --keep-best shapes-zeroshot-top1"
     best = run("best", f"{flags} --loss fastclip-v3 --token-head 0.5").path / "best.pt"
     open_clip.create_model("ViT-test", pretrained=str(best))

@@ -55,3 +55,13 @@ def test_its_own_weights_are_accepted(run, bert, tmp_path):
 def test_a_tokenizer_that_is_not_there(fails, bert, tmp_path):
     line = fails(f"{NEUCLIP} {bert('BERT-test', tokenizer=tmp_path / 'nowhere')}")
     assert "--model: the tokenizer " in line and "nowhere' (hf_tokenizer_name) cannot be loaded" in line
+
+
+def test_components_find_its_tokens_and_parameters(run, bert):
+    flags = "--with token_head,tower_rates --token-head 1 --lr 1e-3 --lr-text 1e-4 --warmup 0 --lr-scheduler const"
+    data = "--dataset-type synthetic --train-num-samples 16 --workers 0 --epochs 1"
+    saved = run("components", f"{flags} --loss clip {data} {bert('BERT-test')}").checkpoint(1)
+    assert saved["state_dict"]["token_head.weight"].shape == (len(WORDS.split()), 32)
+    groups = [group for group in saved["optimizer"]["param_groups"] if group["lr"] == 1e-4]
+    trained = {name for name, _ in open_clip.create_model("BERT-test").text.named_parameters()}
+    assert sum(len(group["params"]) for group in groups) == len(trained)

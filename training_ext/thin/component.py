@@ -111,8 +111,9 @@ def overrides(component: Component, hook: Any) -> bool:
 
 
 def is_resumed(component: Component) -> bool:
-    """Whether a checkpoint needs the component to be resumed, since it changes the model or has a state."""
-    return overrides(component, Component.wrap_model) or overrides(component, Component.state_dict)
+    """Whether a checkpoint needs the component to be resumed: it changes the model or its groups, or has a state."""
+    hooks = Component.wrap_model, Component.param_groups, Component.state_dict
+    return any(overrides(component, hook) for hook in hooks)
 
 
 @cache
@@ -157,13 +158,16 @@ def choose(added: Iterable[str], without: Iterable[str]) -> list[type[Component]
 class Components(list[Component]):
     """Those of one run, in the order in which they were chosen.
 
+    Args:
+        named: whether --with names them, so that one without its flags would be a mistake.
+
     Raises:
         InputError: an option is out of range; a flag would do nothing; or OpenCLIP does not keep the contract of a
             component that is needed.
     """
 
-    def __init__(self, classes: Iterable[type[Component]], args: Namespace):
-        super().__init__(component for component in self._wanted(classes, args) if self._can_run(component))
+    def __init__(self, classes: Iterable[type[Component]], args: Namespace, named: bool = False):
+        super().__init__(component for component in self._wanted(classes, args, named) if self._can_run(component))
 
     @classmethod
     def of(cls, args: Namespace) -> "Components":
@@ -172,7 +176,7 @@ class Components(list[Component]):
         return cls(choose(registry(), without), args)
 
     @staticmethod
-    def _wanted(classes: Iterable[type[Component]], args: Namespace) -> Iterator[Component]:
+    def _wanted(classes: Iterable[type[Component]], args: Namespace, named: bool) -> Iterator[Component]:
         for kind in classes:
             component = kind(args)
             if component.wanted():
@@ -181,6 +185,9 @@ class Components(list[Component]):
             for option in kind.options:
                 if getattr(args, option.name, None) is not None:
                     raise InputError(f"has no effect without {flag_of(kind.switch or kind.name)}", option.flag)
+            if named and kind.options:
+                flags = ", ".join(option.flag for option in kind.options)
+                raise InputError(f"{kind.name} has no effect without its flags: {flags}", "--with")
 
     @staticmethod
     def _can_run(component: Component) -> bool:

@@ -70,7 +70,7 @@ def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dic
         for name, value in component.losses(batch, output).items():
             if ADDED + name in added:
                 raise InputError(f"another component adds a loss of this name, {name!r}", component.name)
-            added[ADDED + name] = value.reshape(1)
+            added[ADDED + name] = torch.stack([value])  # of a view FSDP warns
     return {**output, **added}
 
 

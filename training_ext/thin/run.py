@@ -167,7 +167,7 @@ def start(argv: list[str]) -> Run | None:
     host = hosts.installed()
     open_clip.add_model_config(MODEL_CONFIGS)
     args, classes = parse(argv)
-    components = Components(classes, args)
+    components = Components(classes, args, named=True)
     run = Run(args, components, host)
     for seam, owner in run.seams():
         if owner is run and (broken := seam.broken()) is not None:
