@@ -59,6 +59,9 @@ class Component(WithOptions):
         """Whether the run has it."""
         return self.switch is None or bool(getattr(self, self.switch))
 
+    def check(self) -> None:
+        """Raise InputError for flags that do not go together, before anything is written."""
+
     def wrap_model(self, model: nn.Module) -> None:
         """Change the model that OpenCLIP has built, in place, before its optimizer and its wrappers."""
 
@@ -164,11 +167,15 @@ class Components(list[Component]):
         for kind in classes:
             component = kind(args)
             if component.wanted():
+                component.check()
                 yield component
                 continue
+            needed = flag_of(kind.switch or kind.name)
             for option in kind.options:
                 if getattr(args, option.name, None) is not None:
-                    raise InputError(f"has no effect without {flag_of(kind.switch or kind.name)}", option.flag)
+                    raise InputError(f"has no effect without {needed}", option.flag)
+            if kind.switch is not None and kind.name in (getattr(args, "added", None) or "").split(","):
+                raise InputError(f"{kind.name!r} has no effect without {needed}", "--with")
 
     @staticmethod
     def _can_run(component: Component) -> bool:

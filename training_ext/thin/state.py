@@ -72,10 +72,14 @@ class State:
         """Our entry of a loaded checkpoint; None of a file of weights alone.
 
         Raises:
-            InputError: it is of another loss, or of other components; or only a component can resume it.
+            InputError: it is of another loss, or of other components or their settings; or only a component can resume
+                it.
         """
         args, path = self.args, self.args.resume
         if not isinstance(loaded, dict) or "epoch" not in loaded:
+            for component in self.components:
+                if overrides(component, Component.wrap_model):
+                    raise InputError(f"{path!r} has no weights of {component.name}; give it as --pretrained", "--resume")
             return None
         check_optimizer(path, loaded, self.has_tasks, self.has_tasks and bool(args.fsdp))
         entry = loaded.get(KEY, loaded.get("optimizer", {}).get(KEY, {}))
@@ -97,6 +101,9 @@ class State:
             if (name in had) != (name in have):
                 was = "with" if name in had else "without"
                 raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
+        for flag, value in entry.get("settings", {}).items():
+            if self._settings().get(flag, value) != value:
+                raise InputError(f"{path!r} was trained with {value}, which --resume keeps", flag)
         return entry or None
 
     def _fit(self, loaded: dict[str, Any]) -> None:
@@ -143,6 +150,11 @@ class State:
             return
         self._next = {"format": FORMAT, "loss": args.loss, "num_rows": num_rows, "components": states}
         self._next["state"] = {} if loss is None else loss.full_state()
+        self._next["settings"] = self._settings()
+
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run needs alike, by flag: the components' options that their weights or state depend on."""
+        return {o.flag: getattr(one, o.name) for one in self.components for o in one.options if o.in_state}
 
     def save(self, original: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces main's `torch.save`: adds our entry; the file is complete or absent."""
