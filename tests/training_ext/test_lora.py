@@ -8,12 +8,14 @@ import pytest
 import torch
 from conftest import Experiment
 from open_clip_train.data import DataLoader
-from test_core import BY_GRADIENTS, ROWS, WHOLE, assert_alike, data  # noqa: F401
+from test_core import BY_GRADIENTS, assert_alike
 
 from training_ext.components.lora import Lora
 from training_ext.evaluation.models import find_checkpoint, load_model
+from training_ext.thin import hosts
 from training_ext.thin.state import KEY
 
+ROWS = 48  # of `datasets`
 LORA = "--with lora --lora-rank 4 --lora-alpha 8"
 ARGS = {
     "lora_rank": 4, "lora_alpha": 8.0, "rank": 0, "model": "NAME", "lock_image_unlocked_groups": 0,
@@ -108,11 +110,13 @@ def weights_of(run: Experiment, epoch: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("loss", ["clip", "neuclip"])
-def test_a_training(run, data, monkeypatch, loss):  # noqa: F811
+def test_a_training(run, datasets, monkeypatch, loss):
     """Only additions and tau move; it resumes bit for bit; plain OpenCLIP and `evaluate` load what it exports."""
-    in_order = lambda *args, shuffle=False, **kwargs: DataLoader(*args, **kwargs)
-    monkeypatch.setattr("open_clip_train.data.DataLoader", in_order)  # else OpenCLIP's order is another one
-    flags = f"{LORA} --loss {loss} {data['csv']} {BY_GRADIENTS} --batch-size {ROWS}"
+    def in_order(*args, shuffle=False, **kwargs):
+        return DataLoader(*args, **kwargs)
+
+    monkeypatch.setattr("open_clip_train.data.DataLoader", in_order)  # else the order differs by what was drawn before
+    flags = f"{LORA} --loss {loss} {datasets['csv']} {BY_GRADIENTS} --batch-size {ROWS}"
     whole = run("whole", flags)
     resumed = run("resumed", f"{flags} --resume {whole.path}/checkpoints/epoch_2.pt")
     first, last = weights_of(whole, 1), weights_of(whole, 4)
@@ -129,16 +133,16 @@ def test_a_training(run, data, monkeypatch, loss):  # noqa: F811
         assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in plain.state_dict().items())
 
 
-def test_accumulated_batches_train_as_a_whole_one(run, data):  # noqa: F811
-    common = f"{LORA} --loss fastclip-v3 {data['csv']} {BY_GRADIENTS}"
+def test_accumulated_batches_train_as_a_whole_one(run, datasets):
+    common = f"{LORA} --loss fastclip-v3 {datasets['csv']} {BY_GRADIENTS}"
     halves = run("halves", f"{common} --batch-size {ROWS // 2} --accum-freq 2")
     assert_alike(halves, run("whole", f"{common} --batch-size {ROWS}"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accum", [1, 2])
-def test_two_processes_train_as_one(pair, run, data, tmp_path, accum):  # noqa: F811
-    common = f"{LORA} --loss fastclip-v3 {data['csv']} {BY_GRADIENTS}"
+def test_two_processes_train_as_one(pair, run, datasets, tmp_path, accum):
+    common = f"{LORA} --loss fastclip-v3 {datasets['csv']} {BY_GRADIENTS}"
     form = f"--batch-size {ROWS // 2 // accum} --accum-freq {accum}"
     assert [process.code for process in pair(f"{common} {form} --name two", tmp_path)] == [0, 0]
     assert_alike(Experiment(tmp_path, "two"), run("one", f"{common} --batch-size {ROWS}"))
@@ -148,7 +152,6 @@ def test_two_processes_train_as_one(pair, run, data, tmp_path, accum):  # noqa: 
     "flags, message",
     [
         ("--lora-rank 0", "--lora-rank: 0 is out of range; it must be at least 1"),
-        ("", "--with: 'lora' has no effect without --lora-rank"),
         ("--lora-rank 4 --lock-text", "--lock-text: would lock the additions, too; leave it out, since --lora-rank fr"),
         ("--lora-rank 4 --use-bnb-linear SwitchBackLinearGlobal", "--use-bnb-linear: cannot train additions"),
         ("--lora-rank 8 --resume {path}", "--lora-rank: '{path}' was trained with 4, which --resume keeps"),
@@ -158,7 +161,8 @@ def test_two_processes_train_as_one(pair, run, data, tmp_path, accum):  # noqa: 
 def test_refusals(refused, tmp_path, flags, message):
     entry = {"loss": None, "components": {"lora": {}}, "settings": {"--lora-rank": 4}}
     names = {"path": tmp_path / "lora.pt", "weights": tmp_path / "weights.pt"}
-    torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, KEY: entry}, names["path"])
+    counter = {"global_step": 1} if hosts.installed().HAS_TASKS else {}
+    torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, KEY: entry, **counter}, names["path"])
     torch.save({"logit_scale": torch.zeros(())}, names["weights"])
     line = refused(f"--with lora --loss clip --dataset-type synthetic --train-num-samples 8 {flags.format(**names)}")
     assert message.format(**names) in line

@@ -32,16 +32,18 @@ class Lora(Component):
 
     name, switch = "lora", "lora_rank"
     lora_rank: int | None = option(
-        None, "train additions of this rank to the linear maps of the towers, and nothing else of them",
+        None, "train additions of this rank to the linear maps of the towers, and nothing else of these",
         in_state=True, **AT_LEAST_1,
     )  # fmt: skip
-    lora_alpha: float = option(16.0, "factor of an addition, divided by its rank (default: 16)", in_state=True, **POSITIVE)
+    lora_alpha: float = option(
+        16.0, "factor of an addition before it is divided by its rank (default: 16)", in_state=True, **POSITIVE
+    )
     lora_towers: str = option(
-        "both", "towers with additions (default: both); another one trains as without them",
+        "both", "towers with additions (default: both); the other one trains as without this",
         choices=("both", "image", "text"), in_state=True,
     )  # fmt: skip
     lora_maps: str = option(
-        "all", "maps with an addition: all (default), or those of attention", choices=("all", "attention"), in_state=True
+        "all", "maps with additions: all (default) or attention's", choices=("all", "attention"), in_state=True
     )
 
     def check(self) -> None:
@@ -66,21 +68,19 @@ class Lora(Component):
     def wrap_model(self, model: Any) -> None:
         if not hasattr(model, "lock_image_tower"):
             raise InputError(f"{self.args.model} is no CLIP of two towers that OpenCLIP can lock", "--lora-rank")
+        # FSDP wants one dtype. Else the additions have steps that 16 bits would lose.
+        dtype = None if getattr(self.args, "fsdp", False) else torch.float32
         for tower in self._towers():
-            # FSDP wants one dtype. Else the additions have steps that 16 bits would lose.
-            dtype = None if getattr(self.args, "fsdp", False) else torch.float32
             maps = list(self._maps(freeze(model, tower, self.args)))
             if not maps:
                 raise InputError(f"{self.args.model} has no linear maps in its {tower} tower", "--lora-rank")
             for module, name in maps:
                 addition = Addition(getattr(module, name), self.lora_rank or 1, self._scale, dtype)
                 parametrize.register_parametrization(module, name, addition)
-            if self.args.rank == 0:
-                logging.info(f"LoRA: {len(maps)} maps of the {tower} tower have an addition of rank {self.lora_rank}")
         if self.args.rank == 0:
-            sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-            trained = sum(size for size, is_trained in sizes if is_trained)
-            logging.info(f"LoRA: {trained:,} of {sum(size for size, _ in sizes):,} parameters are trained")
+            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+            total = sum(parameter.numel() for parameter in model.parameters())
+            logging.info(f"LoRA: {trained:,} of {total:,} parameters are trained, additions included")
 
     def _towers(self) -> tuple[str, ...]:
         return ("image", "text") if self.lora_towers == "both" else (self.lora_towers,)

@@ -77,9 +77,9 @@ class State:
         """
         args, path = self.args, self.args.resume
         if not isinstance(loaded, dict) or "epoch" not in loaded:
-            for component in self.components:
-                if overrides(component, Component.wrap_model):
-                    raise InputError(f"{path!r} has no weights of {component.name}; give it as --pretrained", "--resume")
+            for one in self.components:
+                if overrides(one, Component.wrap_model):
+                    raise InputError(f"{path!r} has no weights of {one.name}; give it as --pretrained", "--resume")
             return None
         check_optimizer(path, loaded, self.has_tasks, self.has_tasks and bool(args.fsdp))
         entry = loaded.get(KEY, loaded.get("optimizer", {}).get(KEY, {}))
@@ -187,8 +187,8 @@ def check_optimizer(path: str, loaded: dict[str, Any], has_tasks: bool, by_name:
             "resume it with that, or give it as --pretrained for its weights only",
             "--resume",
         )
-    groups = loaded.get("optimizer", {}).get("param_groups") or [{"params": []}]
-    sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
+    groups = loaded.get("optimizer", {}).get("param_groups", [])
+    sharded = any(isinstance(name, str) for group in groups for name in group["params"])
     if sharded != by_name:
         right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
