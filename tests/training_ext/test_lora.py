@@ -9,6 +9,7 @@ import torch
 from conftest import Experiment
 from open_clip_train.data import DataLoader
 from test_core import BY_GRADIENTS, assert_alike
+from torch.nn.utils.parametrize import is_parametrized
 
 from training_ext.components.lora import Lora
 from training_ext.evaluation.models import find_checkpoint, load_model
@@ -37,6 +38,12 @@ def wrapped(model: str, **args) -> tuple[torch.nn.Module, Lora]:
 
 def trained(model: torch.nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def lora_weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights with an addition, as the towers read them."""
+    modules = [module for module in model.modules() if is_parametrized(module)]
+    return [getattr(module, name) for module in modules for name in module.parametrizations]
 
 
 def features(model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,6 +95,8 @@ def test_additions_count_in_training_and_in_evaluation(towers, name):
     for training in (False, True):
         for own, other in zip(features(model.train(training)), features(plain.train(training)), strict=True):
             torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):  # OpenCLIP's towers compute in the dtype of a weight
+        assert {value.dtype for value in lora_weights(model)} == {torch.float32}
     with torch.no_grad():  # where torch has kernels of its own for attention
         torch.testing.assert_close(features(model.eval()), features(plain.eval()), rtol=1e-5, atol=1e-5)
 
