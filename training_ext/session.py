@@ -350,7 +350,7 @@ class Session:
 
     def with_components(self, content: dict[str, Any]) -> dict[str, Any]:
         """The contents with the states of components, if they have any."""
-        return content | {KEY: {"components": self._component_states}} if self._component_states else content
+        return content | {KEY: self._component_states} if self._component_states else content
 
     def save_file(self, save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
         """Replaces main's `torch.save`."""

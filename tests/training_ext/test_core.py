@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,12 +20,13 @@ from torch.nn.functional import cross_entropy
 
 import training_ext.components
 import training_ext.thin
+from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.seams import seams
 from training_ext.thin import component, hosts, run, seam
 from training_ext.thin.component import Component
 from training_ext.thin.seam import Seam
-from training_ext.thin.state import KEY
+from training_ext.thin.state import KEY, check_optimizer
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24
@@ -372,6 +374,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --rho 3", "--rho: needs --loss"),
         ("--with spy,nothing", "--with: 'nothing' is not one of scaled, spy"),
         ("--with scaled --beside-text 1 --loss clip", "--beside-text: has no effect without --scale-text"),
+        ("--with scaled --loss clip", "--with: scaled has no effect without its flags: --scale-text"),
         ("--bare --loss fastclip-v3 --resume {folder}", "of FSDP's sharded state; give a file"),
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),
         ("--bare --loss fastclip-v3 --resume {folder}/text.pt", "cannot be resumed: "),
@@ -393,6 +396,15 @@ def test_refusals(refused, register, tmp_path, flags, message):
         torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **steps, **content}, tmp_path / f"{name}.pt")
     given = flags.format(folder=tmp_path)
     assert message in refused(f"{given} --dataset-type synthetic --train-num-samples {ROWS}")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_optimizer_whose_first_group_is_empty(by_name):
+    """As where nothing but the temperature, which has a group of its own, is without weight decay."""
+    groups = [{"params": []}, {"params": ["visual.proj"]}]
+    loaded = {"global_step": 1, "optimizer": {"param_groups": groups}}
+    with nullcontext() if by_name else pytest.raises(InputError, match="was written with --fsdp"):
+        check_optimizer("path", loaded, has_tasks=True, by_name=by_name)
 
 
 def test_shards_without_sizes(ends, data, tmp_path):

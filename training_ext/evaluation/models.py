@@ -21,6 +21,7 @@ from training_ext.components.safe_reading import without_remote_code
 from training_ext.openclip.hosts import taken
 from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_warnings
 from training_ext.thin.patching import replaced
+from training_ext.thin.state import CHECKPOINTS, WEIGHTS
 
 PARAMS = "params.txt"
 CPU = Namespace(precision="fp32", device="cpu")
@@ -82,7 +83,13 @@ def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Ch
 def experiment_of(path: str) -> str:
     """The folder of the training that wrote a checkpoint, which also has its params.txt."""
     folder = os.path.dirname(os.path.abspath(path))
-    return os.path.dirname(folder) if os.path.basename(folder) == "checkpoints" else folder
+    return os.path.dirname(folder) if os.path.basename(folder) in (CHECKPOINTS, WEIGHTS) else folder
+
+
+def plain_weights(path: str) -> str:
+    """The file with a checkpoint's weights as plain OpenCLIP loads them, which a training with components writes."""
+    exported = os.path.join(experiment_of(path), WEIGHTS, os.path.basename(path))
+    return exported if os.path.isfile(exported) else path
 
 
 def find_checkpoint(
@@ -216,11 +223,11 @@ def load_model(checkpoint: Checkpoint, args: Namespace = CPU) -> tuple[torch.nn.
                 checkpoint.model, precision=args.precision, device=args.device, output_dict=True,
                 **taken(create, load_weights=False, pretrained_text=False), **model_flags,
             )
-            open_clip.load_checkpoint(model, path)
+            open_clip.load_checkpoint(model, plain_weights(path))
             if checkpoint.start is not None:
                 end = {name: value.clone() for name, value in model.state_dict().items()}
                 flag, path = "--interpolate", checkpoint.start
-                open_clip.load_checkpoint(model, path)
+                open_clip.load_checkpoint(model, plain_weights(path))
                 model.load_state_dict(interpolate(model.state_dict(), end, checkpoint.alpha))
             length = checkpoint.flags.get("force_context_length")
             tokenizer = open_clip.get_tokenizer(checkpoint.model, context_length=length)

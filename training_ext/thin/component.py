@@ -59,6 +59,9 @@ class Component(WithOptions):
         """Whether the run has it."""
         return self.switch is None or bool(getattr(self, self.switch))
 
+    def check(self) -> None:
+        """Raise InputError for flags that do not go together, before anything is written."""
+
     def wrap_model(self, model: nn.Module) -> None:
         """Change the model that OpenCLIP has built, in place, before its optimizer and its wrappers."""
 
@@ -180,11 +183,13 @@ class Components(list[Component]):
         for kind in classes:
             component = kind(args)
             if component.wanted():
+                component.check()
                 yield component
                 continue
+            needed = flag_of(kind.switch or kind.name)
             for option in kind.options:
                 if getattr(args, option.name, None) is not None:
-                    raise InputError(f"has no effect without {flag_of(kind.switch or kind.name)}", option.flag)
+                    raise InputError(f"has no effect without {needed}", option.flag)
             if named and kind.options:
                 flags = ", ".join(option.flag for option in kind.options)
                 raise InputError(f"{kind.name} has no effect without its flags: {flags}", "--with")

@@ -16,7 +16,7 @@ from training_ext.thin.component import Component, Components, is_resumed, overr
 
 KEY = "open_clip_ext"
 FORMAT = 5  # before it the entry was in the optimizer's state
-WEIGHTS = "weights"  # a folder of the run, beside that of checkpoints
+CHECKPOINTS, WEIGHTS = "checkpoints", "weights"  # folders of a run
 
 
 class State:
@@ -72,10 +72,14 @@ class State:
         """Our entry of a loaded checkpoint; None of a file of weights alone.
 
         Raises:
-            InputError: it is of another loss, or of other components; or only a component can resume it.
+            InputError: it is of another loss, or of other components or their settings; or only a component can resume
+                it.
         """
         args, path = self.args, self.args.resume
         if not isinstance(loaded, dict) or "epoch" not in loaded:
+            for one in self.components:
+                if overrides(one, Component.wrap_model):
+                    raise InputError(f"{path!r} has no weights of {one.name}; give it as --pretrained", "--resume")
             return None
         check_optimizer(path, loaded, self.has_tasks, self.has_tasks and bool(args.fsdp))
         entry = loaded.get(KEY, loaded.get("optimizer", {}).get(KEY, {}))
@@ -129,11 +133,11 @@ class State:
     def gather(self, loss: Loss | None, num_rows: int, epochs: int) -> None:
         """Collect the state, of which every process has a part, if OpenCLIP saves after `epochs` epochs."""
         args = self.args
-        states = gather_components(self.components)
-        if (loss is None and not states) or not is_saved(args, epochs):
+        of_components = gather_components(self.components)
+        if (loss is None and not of_components) or not is_saved(args, epochs):
             self._next = None
             return
-        self._next = {"format": FORMAT, "loss": args.loss, "num_rows": num_rows, "components": states}
+        self._next = {"format": FORMAT, "loss": args.loss, "num_rows": num_rows, **of_components}
         self._next["state"] = {} if loss is None else loss.full_state()
 
     def save(self, original: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -152,11 +156,21 @@ def check_components(path: str, entry: dict[str, Any], components: Components) -
         if (name in had) != (name in have):
             was = "with" if name in had else "without"
             raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
+    given = settings_of(components)
+    for flag, value in entry.get("settings", {}).items():
+        if given.get(flag, value) != value:
+            raise InputError(f"{path!r} was trained with {value}, which --resume keeps", flag)
+
+
+def settings_of(components: Components) -> dict[str, Any]:
+    """What a resumed run needs alike, by flag: the components' options that their weights or state depend on."""
+    return {o.flag: getattr(component, o.name) for component in components for o in component.options if o.in_state}
 
 
 def gather_components(components: Components) -> dict[str, dict[str, Any]]:
-    """The states of the components that a checkpoint needs, by name; every process calls this."""
-    return {component.name: component.state_dict() for component in components if is_resumed(component)}
+    """What a checkpoint has of components that it needs; empty without any. Every process calls this."""
+    states = {component.name: component.state_dict() for component in components if is_resumed(component)}
+    return {"components": states, "settings": settings_of(components)} if states else {}
 
 
 def load_components(entry: dict[str, Any], components: Components) -> None:
@@ -195,8 +209,8 @@ def check_optimizer(path: str, loaded: dict[str, Any], has_tasks: bool, by_name:
             "resume it with that, or give it as --pretrained for its weights only",
             "--resume",
         )
-    groups = loaded.get("optimizer", {}).get("param_groups") or [{"params": []}]
-    sharded = any(isinstance(name, str) for name in groups[0]["params"][:1])
+    groups = loaded.get("optimizer", {}).get("param_groups", [])
+    sharded = any(isinstance(name, str) for group in groups for name in group["params"])
     if sharded != by_name:
         right = "train with it on several processes" if sharded else "leave it out"
         raise InputError(
