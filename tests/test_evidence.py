@@ -410,6 +410,9 @@ def test_the_control_with_queued_negatives(evidence):
     image, text = (10 * mine @ torch.cat([of[3:], of[1:3]]).T for mine, of in zip(second, pairs.flip(0), strict=True))
     expected = (torch.logsumexp(both, dim=1) - both.diagonal() for both in (image, text))
     torch.testing.assert_close(again(*second, scale), sum(expected).mean() / 2)
+    later = xbm.XBM(xbm_size=2, xbm_start=1)
+    later.set_epoch(0)
+    torch.testing.assert_close([later(*batch, scale) for batch in (first, second)][1], ClipLoss()(*second, scale))
 
 
 def test_a_run_against_the_best_interpolation_of_another(evidence):
