@@ -376,6 +376,28 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
     for name in ("README.md", "docs/results.md"):
         assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text()
+    runs, clip = report.by_method(results, declared, "rules"), "clip, seeded order"
+    names = ("evidence/small", "results", "neighbours")
+    pages = {name: " ".join((EVIDENCE.parent.parent / f"docs/{name}.md").read_text().split()) for name in names}
+    for ours, theirs, names in (
+        ("queue", clip, ("evidence/small", "results")),
+        ("queue, consistency", clip, ("evidence/small",)),
+        ("neuclip, mixing", clip, ("evidence/small",)),
+        ("fastclip-v3, gamma 1", clip, ("evidence/small",)),
+        ("queue, consistency", "fastclip-v3, gamma 1", ("results",)),
+        ("queue, consistency", "neuclip, mixing", ("results",)),
+        ("queue", "xbm, later", ("evidence/small", "neighbours")),
+        ("xbm, later", clip, ("evidence/small", "neighbours")),
+    ):
+        value, half, _ = report.paired(runs[ours], runs[theirs])
+        assert all(f"{abs(value):.1f} ± {half:.1f}" in pages[name] for name in names), (ours, theirs, value, half)
+    sets = [("isolation", "clip"), ("main", "clip"), ("replication", "clip"), ("rules", clip)]
+    leads = []
+    for cell, theirs in sets:
+        runs = report.by_method(results, declared, cell)
+        recalls = [mean(map(report.last_recall, runs[method].values())) for method in ("queue", theirs)]
+        leads = sorted([*leads, recalls[0] - recalls[1]])
+    assert f"by {leads[0]:.1f} to {leads[-1]:.1f} in four sets of seeds" in pages["results"]
     larger = report.by_method(results, declared, "batch")
     at32 = list(map(report.last_recall, report.by_method(results, declared, "main")["clip"].values()))
     for batch, pages in ((256, ("README.md", "docs/results.md", "docs/settings.md")), (128, ("docs/results.md",))):
