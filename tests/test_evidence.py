@@ -365,6 +365,8 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     assert {one["commit"] for one in results} == {results[0]["commit"]} and not any(one["compiled"] for one in results)
     for text in (report.scores(declared, results), report.declared(declared, results)):
         assert text.strip() in page
+    hours = sum(one["cpu_seconds"] or 0 for one in results) / 3600
+    assert f"declares {len(declared.runs)} runs; {len(results)} ran, in {hours:.1f} hours" in page
     runs = report.by_method(results, declared, "replication")
     told = " ".join((EVIDENCE.parent.parent / "docs/results.md").read_text().split())
     for other in ("cyclip", "fastclip-v3", "amorlip", "neuclip", "dcl", "clip"):
