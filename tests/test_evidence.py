@@ -365,6 +365,8 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     assert {one["commit"] for one in results} == {results[0]["commit"]} and not any(one["compiled"] for one in results)
     for text in (report.scores(declared, results), report.declared(declared, results)):
         assert text.strip() in page
+    hours = sum(one["cpu_seconds"] or 0 for one in results) / 3600
+    assert f"declares {len(declared.runs)} runs; {len(results)} ran, in {hours:.1f} hours" in page
     runs = report.by_method(results, declared, "replication")
     told = " ".join((EVIDENCE.parent.parent / "docs/results.md").read_text().split())
     for other in ("cyclip", "fastclip-v3", "amorlip", "neuclip", "dcl", "clip"):
@@ -376,6 +378,28 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
     for name in ("README.md", "docs/results.md"):
         assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (EVIDENCE.parent.parent / name).read_text()
+    runs, clip = report.by_method(results, declared, "rules"), "clip, seeded order"
+    names = ("evidence/small", "results", "neighbours")
+    pages = {name: " ".join((EVIDENCE.parent.parent / f"docs/{name}.md").read_text().split()) for name in names}
+    for ours, theirs, names in (
+        ("queue", clip, ("evidence/small", "results")),
+        ("queue, consistency", clip, ("evidence/small",)),
+        ("neuclip, mixing", clip, ("evidence/small",)),
+        ("fastclip-v3, gamma 1", clip, ("evidence/small",)),
+        ("queue, consistency", "fastclip-v3, gamma 1", ("results",)),
+        ("queue, consistency", "neuclip, mixing", ("results",)),
+        ("queue", "xbm, later", ("evidence/small", "neighbours")),
+        ("xbm, later", clip, ("evidence/small", "neighbours")),
+    ):
+        value, half, _ = report.paired(runs[ours], runs[theirs])
+        assert all(f"{abs(value):.1f} ± {half:.1f}" in pages[name] for name in names), (ours, theirs, value, half)
+    sets = [("isolation", "clip"), ("main", "clip"), ("replication", "clip"), ("rules", clip)]
+    leads = []
+    for cell, theirs in sets:
+        runs = report.by_method(results, declared, cell)
+        recalls = [mean(map(report.last_recall, runs[method].values())) for method in ("queue", theirs)]
+        leads = sorted([*leads, recalls[0] - recalls[1]])
+    assert f"by {leads[0]:.1f} to {leads[-1]:.1f} in four sets of seeds" in pages["results"]
     larger = report.by_method(results, declared, "batch")
     at32 = list(map(report.last_recall, report.by_method(results, declared, "main")["clip"].values()))
     for batch, pages in ((256, ("README.md", "docs/results.md", "docs/settings.md")), (128, ("docs/results.md",))):
@@ -410,6 +434,9 @@ def test_the_control_with_queued_negatives(evidence):
     image, text = (10 * mine @ torch.cat([of[3:], of[1:3]]).T for mine, of in zip(second, pairs.flip(0), strict=True))
     expected = (torch.logsumexp(both, dim=1) - both.diagonal() for both in (image, text))
     torch.testing.assert_close(again(*second, scale), sum(expected).mean() / 2)
+    later = xbm.XBM(xbm_size=2, xbm_start=1)
+    later.set_epoch(0)
+    torch.testing.assert_close([later(*batch, scale) for batch in (first, second)][1], ClipLoss()(*second, scale))
 
 
 def test_a_run_against_the_best_interpolation_of_another(evidence):

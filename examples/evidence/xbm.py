@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from open_clip_ext.losses import Loss
-from open_clip_ext.options import AT_LEAST_1, option
+from open_clip_ext.options import AT_LEAST_1, not_negative, option
 from open_clip_ext.presets import LossPreset
 from open_clip_ext.temperatures import LearnedLogitScale
 
@@ -22,6 +22,7 @@ class XBM(Loss):
     name = "xbm"
     optimizer_options = LearnedLogitScale.options
     xbm_size: int = option(1024, "pairs of embeddings that are kept", **AT_LEAST_1)
+    xbm_start: int = option(0, "first epoch that has them as negatives", valid=not_negative, expected="at least 0")
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         super().materialize(dimension, device, dtype)
@@ -30,7 +31,8 @@ class XBM(Loss):
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
-        texts, images = (torch.cat(parts) for parts in zip((text, image), self.memory, strict=True))
+        memory = self.memory if max(self.epoch, 0) >= self.xbm_start else self.memory[:, :0]
+        texts, images = (torch.cat(parts) for parts in zip((text, image), memory, strict=True))
         positives = torch.arange(len(image), device=image.device)
         value = cross_entropy(logit_scale * image @ texts.T, positives)
         value = (value + cross_entropy(logit_scale * text @ images.T, positives)) / 2
