@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from open_clip_ext.options import POSITIVE, option
-from training_ext.thin.component import Component
+from training_ext.core.component import Component
 
 
 class WordsHead(Component):

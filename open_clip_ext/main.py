@@ -72,8 +72,8 @@ def train(flags: Iterable[object]) -> Trained:
 
 def _run(argv: list[str]) -> Trained:
     if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
-        return _run_thin(argv)
-    from training_ext.thin.hosts import cannot_import, supported
+        return _run_core(argv)
+    from training_ext.core.hosts import cannot_import, supported
 
     supported()
     try:
@@ -119,13 +119,13 @@ def _whole_checkpoints(folder: Path) -> list[Path]:
     return sorted(whole, key=lambda path: (len(path.name), path.name))
 
 
-def _run_thin(argv: list[str]) -> Trained:
+def _run_core(argv: list[str]) -> Trained:
     """Train with the components that --with names alone."""
-    from training_ext.thin.hosts import cannot_import, supported
+    from training_ext.core.hosts import cannot_import, supported
 
     supported()
     try:
-        from training_ext.thin import run
+        from training_ext.core import run
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
     with _logging_as_before():
@@ -212,7 +212,7 @@ def run_module(name: str, argv: list[str] | None) -> int:
     """Run the command in module `name` of `training_ext` on the command line `argv`; return the exit code."""
 
     def run() -> None:
-        from training_ext.thin.hosts import cannot_import, supported
+        from training_ext.core.hosts import cannot_import, supported
 
         supported()
         try:

@@ -13,7 +13,7 @@ from ports import free_ports
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import train
-from training_ext.core.settings import PRETRAINED, SCRATCH, setting_for
+from training_ext.data.settings import PRETRAINED, SCRATCH, setting_for
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 LOOP, INFERENCE = "docs/custom-loop.md", "docs/inference.md"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from training_ext.core.rows import trains
+from training_ext.core.component import Component
+from training_ext.data.rows import trains
 from training_ext.openclip.hosts import host, shards_model
 from training_ext.openclip.machine import global_batch
-from training_ext.thin.component import Component
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from open_clip_train.distributed import is_master
 
 from open_clip_ext.files import is_full
 from open_clip_ext.retrieval import validation_metrics
-from training_ext.core.data_seams import DataSeams
-from training_ext.core.metrics import is_due
-from training_ext.core.seeding import kept_random_state
+from training_ext.data.data_seams import DataSeams
+from training_ext.data.metrics import is_due
+from training_ext.data.seeding import kept_random_state
 from training_ext.feature import Evaluation, Feature
 from training_ext.openclip.hosts import host, starts_from_weights
 from training_ext.run import Features

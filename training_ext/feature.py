@@ -11,8 +11,8 @@ import torch
 from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import WithOptions
 from training_ext.context import Run
-from training_ext.core.loss import TrainingLoss
-from training_ext.core.rows import DataRows
+from training_ext.data.loss import TrainingLoss
+from training_ext.data.rows import DataRows
 
 
 @dataclass(frozen=True)

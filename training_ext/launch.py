@@ -4,13 +4,13 @@ from argparse import Namespace
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
-from training_ext.core.checkpoint_files import last_saved
-from training_ext.core.usual import likely_cause
+from training_ext.core.component import warn_early
+from training_ext.data.checkpoint_files import last_saved
+from training_ext.data.usual import likely_cause
 from training_ext.openclip.hosts import LEGACY, host, open_clip_version
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
 from training_ext.session import Session
-from training_ext.thin.component import warn_early
 
 
 def session_class() -> type[Session]:

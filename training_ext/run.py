@@ -6,8 +6,8 @@ from typing import Any
 
 from open_clip_ext.options import Option
 from training_ext.context import Run
-from training_ext.core.flags import RowFlags, SceneFlags
-from training_ext.core.metrics import is_due, open_clip_metrics
+from training_ext.data.flags import RowFlags, SceneFlags
+from training_ext.data.metrics import is_due, open_clip_metrics
 from training_ext.feature import Epoch, Feature
 from training_ext.features.advice import Advice
 from training_ext.features.bad_samples import BadSamples

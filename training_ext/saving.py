@@ -10,12 +10,12 @@ import torch
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.losses import Loss, NonFiniteError
 from training_ext.context import Run
-from training_ext.core import checkpoint, row_folders
-from training_ext.core.data_seams import DataSeams
-from training_ext.core.loss import TrainingLoss
+from training_ext.core.temperature import whole
+from training_ext.data import checkpoint, row_folders
+from training_ext.data.data_seams import DataSeams
+from training_ext.data.loss import TrainingLoss
 from training_ext.flags import recipes
 from training_ext.openclip.hosts import LEGACY, host
-from training_ext.thin.temperature import whole
 
 
 class Saving:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from training_ext.core.patching import look_up
 from training_ext.openclip.hosts import Host
-from training_ext.thin.patching import look_up
 
 RUN = "run"  # the scope of a whole run
 # Names in braces are fields of `hosts.Host`.

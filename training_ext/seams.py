@@ -9,18 +9,18 @@ from contextlib import AbstractContextManager
 from functools import partial
 from inspect import isfunction
 
-from training_ext.core.checkpoint_files import latest_checkpoint
-from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.core.component import registry
+from training_ext.core.hosts.both import data_parallel
+from training_ext.core.patching import look_up, replaced
+from training_ext.core.seam import replacements
+from training_ext.data.checkpoint_files import latest_checkpoint
+from training_ext.data.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import LEGACY, host
 from training_ext.run import FEATURES
 from training_ext.seam import DATA, MAIN, SHARDS, TRAIN, Seam
 from training_ext.session import Session
 from training_ext.task_seams import TASK_SEAMS
-from training_ext.thin.component import registry
-from training_ext.thin.hosts.both import data_parallel
-from training_ext.thin.patching import look_up, replaced
-from training_ext.thin.seam import replacements
 
 SEAMS = (
     Seam(

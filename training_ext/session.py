@@ -18,13 +18,20 @@ from open_clip_ext.metrics_file import TRAIN
 from open_clip_ext.options import flag_of
 from open_clip_ext.recovery import digest_of
 from training_ext.context import Run
-from training_ext.core import checkpoint, checkpoint_files
-from training_ext.core.data_seams import DataSeams
-from training_ext.core.loss import TrainingLoss, build_loss, samples_per_epoch
-from training_ext.core.rows import DataRows
-from training_ext.core.seeding import AT_EPOCH, seed_all
-from training_ext.core.shards import shard_urls
-from training_ext.core.usable import SampleWatch
+from training_ext.core.component import Components, is_resumed
+from training_ext.core.hosts import installed
+from training_ext.core.loss import TrainingLoss as TrainingLossOf
+from training_ext.core.loss import add_losses
+from training_ext.core.optimizer import GivenSettings, regroup
+from training_ext.core.state import KEY, check_components, export, gather_components, load_components
+from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
+from training_ext.data import checkpoint, checkpoint_files
+from training_ext.data.data_seams import DataSeams
+from training_ext.data.loss import TrainingLoss, build_loss, samples_per_epoch
+from training_ext.data.rows import DataRows
+from training_ext.data.seeding import AT_EPOCH, seed_all
+from training_ext.data.shards import shard_urls
+from training_ext.data.usable import SampleWatch
 from training_ext.evaluations import Evaluations
 from training_ext.feature import Epoch, Feature, NewTraining
 from training_ext.flags.alike import check_alike
@@ -32,13 +39,6 @@ from training_ext.flags.preflight import keep_others_out
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.run import Features
 from training_ext.saving import Saving
-from training_ext.thin.component import Components, is_resumed
-from training_ext.thin.hosts import installed
-from training_ext.thin.loss import TrainingLoss as TrainingLossOf
-from training_ext.thin.loss import add_losses
-from training_ext.thin.optimizer import GivenSettings, regroup
-from training_ext.thin.state import KEY, check_components, export, gather_components, load_components
-from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 IMAGENET_V2 = "imagenet-v2"
 

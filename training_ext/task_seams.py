@@ -2,10 +2,10 @@
 
 from functools import partial
 
-from training_ext.core.data_seams import TRAIN_DATA
+from training_ext.core.hosts.both import data_parallel
+from training_ext.data.data_seams import TRAIN_DATA
 from training_ext.openclip.hosts import TASKS
 from training_ext.seam import MAIN, SHARDS, TRAIN, Seam
-from training_ext.thin.hosts.both import data_parallel
 
 TASK_SEAMS = (
     Seam(

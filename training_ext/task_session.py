@@ -11,12 +11,12 @@ import torch
 from open_clip.task import get_model_from_task, save_checkpoint, unwrap_model
 from open_clip_train.train import TrainState
 
-from training_ext.core import checkpoint, checkpoint_files
-from training_ext.core.rows import trains
-from training_ext.core.tasks import LossTask
+from training_ext.core.hosts.v4 import add_to_task
+from training_ext.core.temperature import trains_logit_scale
+from training_ext.data import checkpoint, checkpoint_files
+from training_ext.data.rows import trains
+from training_ext.data.tasks import LossTask
 from training_ext.session import Session
-from training_ext.thin.hosts.v4 import add_to_task
-from training_ext.thin.temperature import trains_logit_scale
 
 
 class TaskSession(Session):

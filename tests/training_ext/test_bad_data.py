@@ -27,12 +27,12 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import TRAIN
 from training_ext.context import Run
-from training_ext.core import usable
-from training_ext.core.data_seams import DataSeams
-from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import read_table
-from training_ext.core.rows import read_csv
-from training_ext.core.shard_rows import ShardRows
+from training_ext.data import usable
+from training_ext.data.data_seams import DataSeams
+from training_ext.data.first_look import look_at_lines, look_at_shards
+from training_ext.data.keys import read_table
+from training_ext.data.rows import read_csv
+from training_ext.data.shard_rows import ShardRows
 from training_ext.evaluation.pairs import CsvPairs, PairShards
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
@@ -456,7 +456,7 @@ ENDS = pytest.mark.parametrize(
 @ENDS
 def test_shards_without_a_pair_that_nobody_could_see(ended, shards, monkeypatch, loss, workers, resampled):
     """As the look at the first samples sees nothing of remote shards."""
-    monkeypatch.setattr("training_ext.core.rows.look_at_shards", lambda urls, *fields: None)
+    monkeypatch.setattr("training_ext.data.rows.look_at_shards", lambda urls, *fields: None)
     monkeypatch.setattr(skips, "SAMPLES_IN_A_ROW", 500)
     data = shards(lambda row, name, content: (name, b"nothing" if ".png" in name else content))
     line, log = ended(f"--epochs 1 --workers {workers} {LOSSES[loss]} {data} {resampled}")

@@ -20,8 +20,8 @@ import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import training_ext
-from training_ext.core.rows import DataRows
-from training_ext.core.usual import likely_cause
+from training_ext.data.rows import DataRows
+from training_ext.data.usual import likely_cause
 from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data
 from training_ext.flags.params import parse_args
 from training_ext.seams import seams
@@ -263,7 +263,7 @@ def test_a_sample_beyond_the_recorded_size(refused, stopped, datasets, tmp_path,
     (tmp_path / "sizes.json").write_text('{"train-000003.tar": 7}')
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --shard-sizes {tmp_path}/sizes.json --workers {workers}"
     assert "train-000003.tar' holds 8 samples where" in refused(common)
-    monkeypatch.setattr("training_ext.core.shards._to_check", lambda paths, recorded: set())  # as of remote shards
+    monkeypatch.setattr("training_ext.data.shards._to_check", lambda paths, recorded: set())  # as of remote shards
     line, saved = stopped(f"{common} --epochs 1")
     assert all(part in line for part in ("--train-data", "train-000003.tar", "recorded size of 7", "--shard-sizes"))
     assert not saved

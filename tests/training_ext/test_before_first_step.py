@@ -64,7 +64,7 @@ def test_a_trial_has_neither_weights_nor_processes_nor_files(tmp_path, monkeypat
 
 
 def test_a_fault_of_ours_is_not_said_to_be_open_clips(fails, monkeypatch):
-    monkeypatch.setattr("training_ext.thin.loss.create_loss", None)
+    monkeypatch.setattr("training_ext.core.loss.create_loss", None)
     assert "open_clip_ext could not start: TypeError" in fails(OURS)
 
 

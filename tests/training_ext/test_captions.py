@@ -12,8 +12,8 @@ from open_clip import get_tokenizer
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
-from training_ext.core.captions import Pictures, draw_from_lines, drawn
-from training_ext.core.keys import keys_of_captions, read_table
+from training_ext.data.captions import Pictures, draw_from_lines, drawn
+from training_ext.data.keys import keys_of_captions, read_table
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"

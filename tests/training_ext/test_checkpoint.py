@@ -16,9 +16,9 @@ from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import exit_code
-from training_ext.core.checkpoint import KEY, atomic_save, fit_names, is_same_data, take_entry
-from training_ext.core.checkpoint_files import find_resumed
-from training_ext.core.rows import DataRows
+from training_ext.data.checkpoint import KEY, atomic_save, fit_names, is_same_data, take_entry
+from training_ext.data.checkpoint_files import find_resumed
+from training_ext.data.rows import DataRows
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
 

@@ -19,14 +19,14 @@ from conftest import Experiment, ext_main, run_main
 from torch.nn.functional import cross_entropy
 
 import training_ext.components
-import training_ext.thin
+import training_ext.core
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
+from training_ext.core import component, hosts, run, seam
+from training_ext.core.component import Component
+from training_ext.core.seam import Seam
+from training_ext.core.state import KEY, check_optimizer
 from training_ext.seams import seams
-from training_ext.thin import component, hosts, run, seam
-from training_ext.thin.component import Component
-from training_ext.thin.seam import Seam
-from training_ext.thin.state import KEY, check_optimizer
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24
@@ -233,8 +233,8 @@ def test_every_seam_keeps_its_contract():
 
 def test_core_is_at_the_bottom():
     """It imports the library and OpenCLIP, but neither a component nor anything else of this side."""
-    folder = Path(training_ext.thin.__file__).parent
-    own = training_ext.thin.__name__
+    folder = Path(training_ext.core.__file__).parent
+    own = training_ext.core.__name__
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -254,7 +254,7 @@ def test_a_components_loss_is_that_of_a_plain_computation(has_words_head, monkey
     head = kind(Namespace(words_head=0.5))
     model = open_clip.create_model("ViT-test", output_dict=True)
     head.wrap_model(model)
-    from training_ext.thin.loss import ADDED, add_losses
+    from training_ext.core.loss import ADDED, add_losses
 
     assert add_losses(model.double(), [head])
     image = torch.rand(3, 3, *(2 * [model.visual.image_size[0]]), dtype=torch.float64)
@@ -437,13 +437,13 @@ def test_a_seam_of_core_that_is_broken(refused, data, monkeypatch):
 def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
-    assert Seam("training_ext.thin.run", "listing", **given, used_by="training_ext.thin.run:start").broken() is None
+    assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
     for path, used_by, parameters, what in (
-        ("listing", "training_ext.thin.run:begin", (), "there is no training_ext.thin.run.begin"),
-        ("listing", "training_ext.thin.run:listing", (), "training_ext.thin.run.listing does not use listing"),
-        ("listing", "training_ext.thin.run:start", ("walk",), "training_ext.thin.run.listing takes no walk"),
+        ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),
+        ("listing", "training_ext.core.run:listing", (), "training_ext.core.run.listing does not use listing"),
+        ("listing", "training_ext.core.run:start", ("walk",), "training_ext.core.run.listing takes no walk"),
     ):
-        assert Seam("training_ext.thin.run", path, **given, used_by=used_by, parameters=parameters).broken() == what
+        assert Seam("training_ext.core.run", path, **given, used_by=used_by, parameters=parameters).broken() == what
 
 
 def test_the_listing_names_owners(register, capsys):

@@ -18,11 +18,11 @@ from PIL import Image
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from training_ext.core.checkpoint import KEY
-from training_ext.core.loader import RowLoader
-from training_ext.core.rows import find_rows, kind_of
-from training_ext.core.seeding import AT_BATCH, AT_EPOCH, Start
-from training_ext.core.tags import NUMBER, ROW, Tags
+from training_ext.data.checkpoint import KEY
+from training_ext.data.loader import RowLoader
+from training_ext.data.rows import find_rows, kind_of
+from training_ext.data.seeding import AT_BATCH, AT_EPOCH, Start
+from training_ext.data.tags import NUMBER, ROW, Tags
 from training_ext.features.recovery import recovered
 from training_ext.flags.params import parse_args
 

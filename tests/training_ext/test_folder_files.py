@@ -11,8 +11,8 @@ from PIL import Image
 
 from open_clip_ext import InputError
 from open_clip_ext.make_shards import main as make_shards
-from training_ext.core.folder_files import LEADS_NOWHERE, REPEATED, find_files
-from training_ext.core.rows import find_rows, read_csv
+from training_ext.data.folder_files import LEADS_NOWHERE, REPEATED, find_files
+from training_ext.data.rows import find_rows, read_csv
 from training_ext.evaluation.class_folders import NO_IMAGE, ClassFolders, open_own_classes
 from training_ext.evaluation.folders import FORMATS, Images
 from training_ext.evaluation.pairs import open_pairs

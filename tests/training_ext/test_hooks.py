@@ -13,16 +13,16 @@ from conftest import LOSSES, ext_main, run_main
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from open_clip_ext.losses import NonFiniteError
-from training_ext.core.data_seams import TRAIN_DATA, VAL_DATA
-from training_ext.core.rows import DataRows
-from training_ext.core.shards import Shards
+from training_ext.core.patching import look_up
+from training_ext.data.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.data.rows import DataRows
+from training_ext.data.shards import Shards
 from training_ext.flags.params import parse_args
 from training_ext.launch import check_seams, session_class
 from training_ext.openclip.hosts import host
 from training_ext.saving import Saving
 from training_ext.seam import RUN
 from training_ext.seams import scoped, seams
-from training_ext.thin.patching import look_up
 
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
 

@@ -12,7 +12,7 @@ from conftest import ext_main, run_main
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.context import Run
-from training_ext.core.metrics import SCENES, is_better, num_items, open_clip_metrics
+from training_ext.data.metrics import SCENES, is_better, num_items, open_clip_metrics
 from training_ext.features.keep_best import BEST, START
 from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args

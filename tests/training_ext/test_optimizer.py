@@ -7,7 +7,7 @@ import pytest
 import torch
 from open_clip_train.scheduler import assign_learning_rate
 
-from training_ext.thin.temperature import TemperatureGroup
+from training_ext.core.temperature import TemperatureGroup
 
 
 class Setup:

@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from training_ext.thin.patching import look_up, replaced
+from training_ext.core.patching import look_up, replaced
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch
 from conftest import DEVICE
 
 from open_clip_ext import create_loss, recover_statistics
-from training_ext.core.loader import RowLoader
-from training_ext.core.tags import ROW
+from training_ext.data.loader import RowLoader
+from training_ext.data.tags import ROW
 
 EPOCHS = 1.5  # of 6 steps
 FLAGS = f"--lr 1e-3 --osr-epochs {EPOCHS} --epochs 1 --workers 0"

@@ -24,8 +24,8 @@ from open_clip_ext.diagnostics.embeddings import Pairs
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.normalizers import MovingAverageTable
 from open_clip_ext.normalizers_report import main as report_main
-from training_ext.core.checkpoint import KEY
-from training_ext.core.shards import Shards
+from training_ext.data.checkpoint import KEY
+from training_ext.data.shards import Shards
 from training_ext.report import embeddings, inputs
 from training_ext.report.inputs import Data
 from training_ext.report.objective import nearest_pairs

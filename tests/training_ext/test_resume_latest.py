@@ -12,7 +12,7 @@ from conftest import LOSSES, ext_main, run_main
 from open_clip_train.main import get_latest_checkpoint
 
 from open_clip_ext.files import temporary_name
-from training_ext.core.checkpoint_files import BEFORE_RENAME, latest_checkpoint
+from training_ext.data.checkpoint_files import BEFORE_RENAME, latest_checkpoint
 
 FLAGS = f"{LOSSES['fastclip-v3']} --workers 0"
 

@@ -11,8 +11,8 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
-from training_ext.core import checkpoint_files, row_folders
-from training_ext.core.loader import RowLoader
+from training_ext.data import checkpoint_files, row_folders
+from training_ext.data.loader import RowLoader
 from training_ext.features.recovery.recovery import UNFINISHED
 
 SPLIT = "--split-rows-above 0"
@@ -107,7 +107,7 @@ def test_other_numbers_of_processes(run, pair, datasets, tmp_path, monkeypatch):
         assert run_main(ext_main, f"{common} --epochs 2 --resume latest", logs) == 0
     for name in ("state.log_u", "temperature.tau", "temperature.second_moment"):
         assert torch.equal(seen[0][name], tables[name])
-    patches = {"training_ext.core.row_folders.load_state": Gathered(str(logs / "seen.pt"))}
+    patches = {"training_ext.data.row_folders.load_state": Gathered(str(logs / "seen.pt"))}
     assert [process.code for process in pair(f"{common} --epochs 3 --resume latest", logs, **patches)] == [0, 0]
     read, tables = torch.load(logs / "seen.pt"), whole(experiment, 2)["optimizer"]["open_clip_ext"]["state"]
     for name in ("state.log_u", "temperature.tau", "temperature.second_moment"):
@@ -144,9 +144,9 @@ MOST_RECENT = "--save-most-recent --save-frequency 0"
 STEPS = [
     ("open_clip_ext.row_files.RowFiles._write_part", "", "no part, so the older"),
     ("open_clip_ext.row_files.RowFiles.finish", MOST_RECENT, "no index, so the older"),
-    ("training_ext.core.checkpoint_files.atomic_save", "", "no file, so the older"),
-    ("training_ext.core.checkpoint_files.atomic_save", MOST_RECENT, "the older under the same name"),
-    ("training_ext.core.checkpoint_files.remove_unnamed", "", "both folders, and the newer file"),
+    ("training_ext.data.checkpoint_files.atomic_save", "", "no file, so the older"),
+    ("training_ext.data.checkpoint_files.atomic_save", MOST_RECENT, "the older under the same name"),
+    ("training_ext.data.checkpoint_files.remove_unnamed", "", "both folders, and the newer file"),
 ]
 
 

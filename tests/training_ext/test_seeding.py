@@ -9,7 +9,7 @@ import torch
 from open_clip_train.data import SharedEpoch
 from torch.utils.data import DataLoader, IterableDataset
 
-from training_ext.core.seeding import (
+from training_ext.data.seeding import (
     SampleStream,
     SeededEpochs,
     Start,

@@ -12,11 +12,11 @@ import torch
 from open_clip_train.data import tarfile_to_samples_nothrow
 
 from open_clip_ext.errors import InputError
-from training_ext.core import shard_scan, tars
-from training_ext.core.shard_rows import ShardRows
-from training_ext.core.shards import Shards, check_missing, find_shards
-from training_ext.core.tags import KEY, NUMBER, ROW, SEPARATOR, Tags
-from training_ext.core.tars import read_samples, scan
+from training_ext.data import shard_scan, tars
+from training_ext.data.shard_rows import ShardRows
+from training_ext.data.shards import Shards, check_missing, find_shards
+from training_ext.data.tags import KEY, NUMBER, ROW, SEPARATOR, Tags
+from training_ext.data.tars import read_samples, scan
 
 
 @pytest.fixture(autouse=True)
@@ -456,15 +456,15 @@ def test_recorded_sizes_are_checked(tmp_path, monkeypatch):
     for i in range(4):
         write(tmp_path / f"{i}.tar", pairs(5))
     train_data = f"{tmp_path}/{{0..3}}.tar"
-    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 4)
+    monkeypatch.setattr("training_ext.data.shards._CHECKED_SAMPLES", 4)
     for wrong in (0, 3):
         sizes_file(tmp_path, [4 if i == wrong else 5 for i in range(4)])
         one_line_error(lambda: find_shards(train_data), tmp_path / f"{wrong}.tar", "holds 5", "sizes.json' says 4")
     sizes_file(tmp_path, [5, 50, 5, 5])
     assert find_shards(train_data).sizes == (5, 50, 5, 5)
-    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 100)
+    monkeypatch.setattr("training_ext.data.shards._CHECKED_SAMPLES", 100)
     one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
-    monkeypatch.setattr("training_ext.core.shards._CHECKED_SAMPLES", 10)
+    monkeypatch.setattr("training_ext.data.shards._CHECKED_SAMPLES", 10)
     forbid_scan(monkeypatch)
     one_line_error(lambda: find_shards(train_data), tmp_path / "1.tar", "holds 5", "sizes.json' says 50")
 

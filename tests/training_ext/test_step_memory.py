@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import TINY
 
-from training_ext.core.loss import build_loss
+from training_ext.data.loss import build_loss
 from training_ext.flags import dry_run, params, step_memory
 
 

@@ -10,9 +10,9 @@ from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
 from open_clip_ext.metrics_file import read_metrics
-from training_ext.core import checkpoint_files
-from training_ext.core.checkpoint import KEY, SHARDED
-from training_ext.core.checkpoint_files import bring_up_to_date, resumed_path
+from training_ext.data import checkpoint_files
+from training_ext.data.checkpoint import KEY, SHARDED
+from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.openclip.hosts import TASKS, host
 
 in_tasks = pytest.mark.skipif(host().loop != TASKS, reason="this OpenCLIP has no task loop")
@@ -96,7 +96,7 @@ def test_ones_own_zero_shot_evaluation(run, datasets):
 @pytest.mark.parametrize("name", [preset.name for preset in list_losses() if not preset.is_open_clip])
 def test_logged_values_are_on_the_device_of_the_loss(name):
     """The loop reduces them by the group's backend, which may be for a GPU only; meta is in place of one."""
-    from training_ext.core.tasks import TaskLosses
+    from training_ext.data.tasks import TaskLosses
 
     loss = create_loss(name, num_samples=16, epochs=2)
     loss.set_epoch(0)

@@ -13,7 +13,7 @@ from ports import free_ports
 
 from open_clip_ext import equations
 from training_ext.components.token_head import TokenHead, output_width, padding_of
-from training_ext.thin.loss import ADDED, add_losses
+from training_ext.core.loss import ADDED, add_losses
 
 WEIGHT, WIDTH, WORDS, PADDING, LENGTH, STEPS, BATCH = 0.5, 4, 20, 0, 6, 3, 12
 

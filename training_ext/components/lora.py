@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import AT_LEAST_1, POSITIVE, flag_of, option
-from training_ext.thin.component import Component
-from training_ext.thin.hosts import release
+from training_ext.core.component import Component
+from training_ext.core.hosts import release
 
 IN_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # A `CLIP` has its text tower's parts itself.

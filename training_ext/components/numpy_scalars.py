@@ -1,8 +1,8 @@
 """Zero-shot evaluation of OpenCLIP before 4 with NumPy 2.4 and later."""
 
-from training_ext.thin.component import Component
-from training_ext.thin.hosts import release
-from training_ext.thin.seam import Seam
+from training_ext.core.component import Component
+from training_ext.core.hosts import release
+from training_ext.core.seam import Seam
 
 ACCURACY = Seam(
     "open_clip_train.zero_shot", "float",

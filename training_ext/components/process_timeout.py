@@ -3,9 +3,9 @@
 from datetime import timedelta
 from functools import partial
 
-from training_ext.thin.component import Component
-from training_ext.thin.hosts import release
-from training_ext.thin.seam import Seam
+from training_ext.core.component import Component
+from training_ext.core.hosts import release
+from training_ext.core.seam import Seam
 
 HOURS = 2
 STARTS = "init_distributed_device" if release() < (2, 29) else "init_distributed_device_so"

@@ -15,9 +15,9 @@ from open_clip_train import file_utils
 
 from open_clip_ext.errors import one_line
 from open_clip_ext.files import PARTIAL
-from training_ext.thin.component import Component
-from training_ext.thin.patching import replaced
-from training_ext.thin.seam import Seam
+from training_ext.core.component import Component
+from training_ext.core.patching import replaced
+from training_ext.core.seam import Seam
 
 
 class WholeFiles:

@@ -6,9 +6,9 @@ from functools import partial
 from typing import Any
 
 from open_clip_ext.errors import InputError
-from training_ext.thin.component import Component
-from training_ext.thin.hosts import release
-from training_ext.thin.seam import TRAIN_DATA, VAL_DATA, Seam
+from training_ext.core.component import Component
+from training_ext.core.hosts import release
+from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 
 PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from open_clip_ext.distributed import world_size
 from open_clip_ext.options import POSITIVE, option
-from training_ext.thin.component import Component
+from training_ext.core.component import Component
 
 
 class TokenHead(Component):

@@ -7,7 +7,7 @@ from torch import nn
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of, option, positive
-from training_ext.thin.component import Component
+from training_ext.core.component import Component
 
 # First words of the parameters' names; the text tower of OpenCLIP's class CLIP has no module of its own.
 TOWERS = {

@@ -1,1 +1,4 @@
-"""What a training with one of the losses needs: rows, the loss, its temperature, and its state in checkpoints."""
+"""The extension itself: trains with a loss of this package in OpenCLIP's unchanged loop, and resumes by epoch.
+
+Everything else that a training can do is a component, see `component`.
+"""

@@ -1,106 +1,107 @@
-"""Build the loss of a command line, and wrap it for OpenCLIP's training loop."""
+"""Build the loss of a command line, and give it and the components' losses to OpenCLIP's training loop."""
 
 from argparse import Namespace
-from collections.abc import Callable
-from math import ceil
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from open_clip_ext import create_loss, factory
+from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
-from training_ext.core.loader import RowLoader
-from training_ext.core.rows import DataRows
-from training_ext.core.tags import KEY, ROW
-from training_ext.openclip.machine import global_batch
-from training_ext.thin.loss import build_loss as build
-from training_ext.thin.loss import take_added
+from training_ext.core.component import Component, overrides
+
+ADDED = "open_clip_ext."  # before the name of a component's loss in the model's output
 
 
 def build_loss(
-    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int | None = None
+    args: Namespace, num_rows: int, device: torch.device | str, samples_per_epoch: int, global_batch: int
 ) -> Loss:
     """Build the loss of the command line.
 
     Args:
         num_rows: rows of the train data.
         samples_per_epoch: of OpenCLIP's epochs, which --train-num-samples may make shorter or longer than a pass over
-            the rows; None: `num_rows`.
+            the rows.
+        global_batch: samples of one optimizer step, over all processes and accumulated batches.
 
     Raises:
         InputError: the parts cannot be combined, or a setting is out of range.
     """
-    return build(args, num_rows, device, samples_per_epoch or num_rows, global_batch(args))
+    # Only the loss's settings that were given; the others get their defaults again.
+    parts = factory.parts_of(args.loss, vars(args))
+    own = {*factory.PARTS, *(option.name for part in parts for option in part.options)}
+    loss = create_loss(
+        args.loss,
+        num_samples=num_rows,
+        epochs=args.loss_epochs,
+        accum_freq=args.accum_freq,
+        device=device,
+        **{name: value for name, value in args.given_settings.items() if name in own},
+    )
+    loss.one_batch_per_step = True  # in OpenCLIP's loops, which keep a step's micro-batches and their features
+    batch = max(1, global_batch)
+    steps_per_pass = max(1, num_rows // batch)
+    steps_per_epoch = max(1, samples_per_epoch // batch)
+    loss.set_steps_per_pass(steps_per_pass, args.loss_epochs * steps_per_epoch / steps_per_pass)
+    return loss
 
 
-def samples_per_epoch(args: Namespace, rows: DataRows) -> int:
-    """Number of samples that OpenCLIP trains on in an epoch; for shards that of --train-num-samples, if given."""
-    if rows.kind != "webdataset":
-        return rows.num_rows
-    if args.train_num_samples is not None:
-        return args.train_num_samples
-    return rows.num_rows if rows.shards is None else rows.shards.num_listed(args.train_data)
+def add_losses(model: nn.Module, components: Iterable[Component]) -> bool:
+    """Compute the components' losses within the model's forward in training, and return whether there are any.
 
-
-def steps_per_epoch(args: Namespace, kind: str, num_samples: int, world_size: int) -> int:
-    """Number of optimizer steps that OpenCLIP makes in an epoch of `num_samples`."""
-    if kind == "webdataset":
-        loaders = max(1, args.workers)
-        batches = ceil(ceil(num_samples / (args.batch_size * world_size)) / loaders) * loaders
-    else:
-        batches = ceil(num_samples / world_size) // args.batch_size
-    return batches // args.accum_freq
-
-
-class LogItems(dict):
-    """A dict of losses whose `items()` also has the diagnostics.
-
-    OpenCLIP sums `values()` to the total loss, which must not have them, and logs `items()`, without the total "loss"
-    here. OpenCLIP calls `items()` on logged steps only, so no other step waits for the
-    device.
+    They travel in the model's output, one number for each micro-batch. With --accum-freq OpenCLIP's loop concatenates
+    those of the micro-batches, of which one has a gradient; so their mean has the step's value and its gradient.
     """
+    adding = [component for component in components if overrides(component, Component.losses)]
+    if adding:
+        model.register_forward_hook(partial(_add, adding), with_kwargs=True)
+    return bool(adding)
 
-    def __init__(self, losses: dict[str, Tensor], diagnostics: Callable[[], dict[str, Tensor]]):
-        super().__init__(losses)
-        self._diagnostics = diagnostics
 
-    def items(self) -> Any:
-        own = {name: value for name, value in super().items() if name != "loss"}
-        return (own | self._diagnostics()).items()
+def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+    if not model.training:
+        return output
+    batch = dict(zip(("image", "text"), args, strict=False)) | kwargs
+    added: dict[str, Tensor] = {}
+    for component in components:
+        for name, value in component.losses(batch, output).items():
+            if ADDED + name in added:
+                raise InputError(f"another component adds a loss of this name, {name!r}", component.name)
+            added[ADDED + name] = torch.stack([value])  # of a view FSDP warns
+    return {**output, **added}
+
+
+def take_added(output: dict[str, Tensor], expected: bool) -> dict[str, Tensor]:
+    """Take the components' losses, by name with `_loss`, out of a model's output.
+
+    Raises:
+        InputError: they are expected and not there.
+    """
+    added = {name: output.pop(name).mean() for name in list(output) if name.startswith(ADDED)}
+    if expected and not added:
+        raise InputError("OpenCLIP's task of this model passes no losses of components on; leave their flags out")
+    return {f"{name.removeprefix(ADDED)}_loss": value for name, value in added.items()}
 
 
 class TrainingLoss:
-    """Calls a loss with the samples' rows and keys since the last step, and adds the diagnostics to OpenCLIP's log."""
+    """What OpenCLIP's loops call for the loss: the run's, and those that components add.
 
-    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device, expects_added: bool = False):
-        self.loss = loss
+    Args:
+        losses: from a model's output to losses by name, one of OpenCLIP's or `Run.loss_of`.
+        expects_added: whether components add losses.
+    """
+
+    def __init__(self, losses: Callable[..., dict[str, Tensor]], expects_added: bool):
+        self.losses = losses
         self.expects_added = expects_added
-        self.loader = loader
-        self.device = torch.device(device)
 
-    @property
-    def name(self) -> str:
-        """The value's name in logs; a recovery with another surrogate has another value."""
-        return self.loss.value_name
-
-    def __call__(self, output_dict: bool = False, **model_out: Any) -> Any:
-        added = take_added(model_out, self.expects_added)
-        losses = {self.name: self.value(**model_out)} | added
-        return LogItems(losses, self.diagnostics) if output_dict else sum(losses.values())
-
-    def value(self, **model_out: Any) -> Tensor:
-        """The loss, 0-d, of a model's output for the batches since the last step."""
-        index = self.loader.latest(ROW) if self.loss.needs_index else None
-        key = self.loader.latest(KEY)
-        return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
-
-    def load_diagnostics_state(self, state: dict[str, Any]) -> None:
-        """As `Loss.load_diagnostics_state`, with tensors on any device."""
-        self.loss.load_diagnostics_state(
-            {name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in state.items()}
-        )
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """The diagnostics of a logged step by name; raises if any step so far was not finite."""
-        self.loss.raise_if_not_finite()
-        return self.loss.diagnostics()
+    def __call__(self, output_dict: bool = False, **output: Any) -> Any:
+        added = take_added(output, self.expects_added)
+        losses = self.losses(**output, output_dict=True)
+        if clash := added.keys() & losses.keys():
+            raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
+        losses |= added  # with names that end in _loss, the only ones that OpenCLIP 4 sums
+        return losses if output_dict else sum(losses.values())

@@ -1,208 +1,208 @@
-"""The rows of the train data: what a sample is, how many there are, and whether they are the same as in another run."""
+"""The row of every train sample, from where it is read to the loss, through OpenCLIP's unchanged data pipeline.
 
-import hashlib
+A row is the sample's number in the data set: the line of a csv, or the offset of its shard plus its place in the tar.
+In shards it stands before the caption until that is tokenized. Then it is one more int64 column behind the tokens,
+which `RowLoader` takes off the batch before OpenCLIP's loop sees it.
+"""
+
+import json
 import os
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
-import pandas as pd
+import torch
+from open_clip_train import data
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from open_clip_ext import factory
-from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.core.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
-from training_ext.core.first_look import look_at_lines, look_at_shards
-from training_ext.core.keys import check_column, key_of_samples, open_csv
-from training_ext.core.pair_folders import is_folder
-from training_ext.core.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
-from training_ext.openclip.hosts import host
+from training_ext.core.seam import TRAIN_DATA, VAL_DATA
 
-HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
+SEPARATOR = "\x1f"
+SIZES = "sizes.json"  # OpenCLIP's file beside shards: samples by file name
 
 
-@dataclass(frozen=True)
-class DataRows:
-    """The rows of the train data.
+def pair_of(batch: Any) -> tuple[Any, Any]:
+    """Image and text of a sample or a batch: a pair in OpenCLIP 2 and 3, a dict in 4."""
+    return (batch["image"], batch["text"]) if isinstance(batch, dict) else batch
+
+
+def with_text(batch: Any, text: Tensor) -> Any:
+    """The sample or batch with another text."""
+    return {**batch, "text": text} if isinstance(batch, dict) else (batch[0], text)
+
+
+def append_row(tokens: Tensor, row: int) -> Tensor:
+    """Append the row to tokens (L,); (L + 1,) int64."""
+    return torch.cat([tokens.long(), torch.tensor([row])])
+
+
+class WithRow(Dataset):
+    """A map-style data set of OpenCLIP's whose tokens end in the sample's row."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        sample = self.dataset[row]
+        return with_text(sample, append_row(pair_of(sample)[1], row))
+
+
+class RowTokenizer:
+    """OpenCLIP's tokenizer for texts 'row, separator, caption'; (1, L + 1)."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str, **options: Any) -> Tensor:
+        row, caption = text.split(SEPARATOR, 1)
+        return append_row(self.tokenizer(caption, **options)[0], int(row))[None]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # while a copy or a pickle is being made
+            raise AttributeError(name)
+        return getattr(vars(self)["tokenizer"], name)
+
+
+class ShardRows:
+    """Replaces OpenCLIP's reader of shards: writes each sample's row before its caption.
 
     Args:
-        kind: webdataset, csv, synthetic or shapes.
-        num_rows: n.
-        digest: equal for two runs if their rows are the same samples.
-        shards: offsets and sizes, for a webdataset whose samples were counted; else n is --train-num-samples.
-        listing: of a webdataset, equal for two runs if their shards have the same names.
-        captions: of a csv, the digest in checkpoints of earlier versions, which does not cover the images.
-        seen: captions of a csv or of local shards.
-    """
-
-    kind: str
-    num_rows: int
-    digest: str
-    shards: Shards | None = None
-    listing: str | None = None
-    captions: str | None = None
-    seen: SeenCaptions | None = field(default=None, compare=False)
-
-    @property
-    def counted(self) -> bool:
-        """Whether n is the number of samples."""
-        return self.listing is None or self.shards is not None
-
-
-def trains(args: Namespace) -> bool:
-    """Whether OpenCLIP trains, by its own rule; otherwise it only evaluates."""
-    return bool(args.train_data) or args.dataset_type == "synthetic"
-
-
-def needs_index(args: Namespace) -> bool:
-    """Whether the chosen loss keeps state per sample."""
-    return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))
-
-
-def check_usable(args: Namespace) -> SeenCaptions | None:
-    """Check that the train data exist and that the first samples have usable pairs.
-
-    Returns:
-        The captions of the first samples of local shards.
+        read: OpenCLIP's reader, from an iterable of shards to samples.
+        urls: of the shards, each of which has a number of samples in the sizes.json beside it.
 
     Raises:
-        InputError: more shards or lines are missing than --max-bad-samples allows, or nothing is usable.
+        InputError: a shard has no size.
     """
-    kind = kind_of(args, args.train_data)
-    if kind == "csv":
-        read_csv(args, args.train_data, max_bad=tolerated(args))
-    elif kind == "webdataset":
-        urls = shard_urls(args.train_data)
-        missing = check_missing(urls, max_bad=tolerated(args))
-        urls = [url for url in urls if url not in missing]
-        return look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-    return None
+
+    def __init__(self, read: Callable[[Iterable[dict]], Iterable[dict]], urls: Iterable[str]):
+        self.read = read
+        self.sizes = {url: _size(url) for url in dict.fromkeys(urls)}
+        self.first = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
+        self.num_rows = sum(self.sizes.values())
+
+    def __call__(self, shards: Iterable[dict]) -> Iterator[dict]:
+        for shard in shards:
+            url = shard["url"]
+            for position, sample in enumerate(self.read([shard])):
+                if position >= (size := self.sizes[url]):
+                    raise InputError(f"shard {url!r} has more than the {size} samples that {SIZES} says; correct it")
+                if sample.get("txt", b"").strip():  # OpenCLIP 4 leaves out empty captions
+                    row = self.first[url] + position
+                    sample["txt"] = f"{row}{SEPARATOR}".encode() + sample["txt"]
+                    yield sample
 
 
-def find_rows(args: Namespace) -> DataRows:
-    """Find the rows of `--train-data`; reads headers and captions, writes nothing but the cache of shard sizes.
-
-    Shards are not read if the number of samples is given and the loss has no state per sample.
-
-    Raises:
-        InputError: the data cannot be read, or their rows cannot be counted; the message says what to provide.
-    """
-    kind = kind_of(args, args.train_data)
-    if kind == "webdataset":
-        if args.train_num_samples is not None and not needs_index(args):
-            if args.shard_sizes:
-                raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
-            seen = check_usable(args)
-            listing = digest_of_list(args.train_data)
-            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
-        shards = find_shards(args.train_data, args.shard_sizes, max_bad=tolerated(args))
-        urls = [url for url in shards.urls if shards.size_of[url]]
-        seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
-    if args.shard_sizes:
-        raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
-    if kind == "csv":
-        table = read_csv(args, args.train_data, max_bad=tolerated(args))
-        check_column(args, table)
-        captions = table[args.csv_caption_key]
-        if len(captions) == 0:
-            raise InputError(f"{args.train_data!r} has no rows below its header", "--train-data")
-        lines = hashlib.sha256()
-        for number, caption in enumerate(captions):
-            lines.update(b"\x1f" * bool(number) + str(caption).encode())
-        num_rows = len(captions)
-        if args.several_captions:
-            pictures = Pictures(table[args.csv_img_key].tolist())
-            if args.same_key is not None:
-                pictures.check_alike(table[args.same_key], table[args.csv_img_key])
-            num_rows = len(pictures)
-            lines.update(pictures.of.astype("<i8").tobytes())
-        by_captions = lines.hexdigest()
-        for path in below_common_folder(table[args.csv_img_key]):
-            lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
-        images = table[args.csv_img_key] if args.several_captions else None
-        seen = see(captions, images, "the {} captions")
-        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
-    if not args.train_num_samples or args.train_num_samples < 1:
-        raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
-    seed = args.shapes_seed if kind == "shapes" else None
-    shifted = " shifted" if args.shapes_shifted else ""
-    digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
-    return DataRows(kind, args.train_num_samples, digest)
-
-
-def tolerated(args: Namespace) -> float | None:
-    """The share of the data that may be unusable, where a feature has a flag for it."""
-    return getattr(args, "max_bad_samples", None)
-
-
-def below_common_folder(images: pd.Series) -> Iterator[str]:
-    """Each path without the longest folder that all have, since moved images are the same data; "" of an empty cell."""
-    known = images.dropna()
-    folder = os.path.commonprefix([known.min(), known.max()]).rpartition("/")[0] if len(known) else ""
-    return (path[len(folder):] for path in images.fillna(""))
-
-
-def kind_of(args: Namespace, path: str, flag: str = "--train-data") -> str:
-    """The kind of the data at `path`, by OpenCLIP's own rule; a folder is read as a csv."""
-    if is_folder(path, args.dataset_type):
-        return "csv"
-    if args.dataset_type != "auto":
-        return args.dataset_type
-    kind = {"tar": "webdataset", "csv": "csv", "tsv": "csv"}.get(path.rpartition(".")[2])
-    if kind is None:
-        raise InputError(f"{path!r} is no folder, .csv, .tsv or .tar; give --dataset-type", flag)
-    return kind
-
-
-def read_csv(
-    args: Namespace, path: str, flag: str = "--train-data", max_bad: float | None = None
-) -> pd.DataFrame:
-    """The csv as OpenCLIP reads it, or a folder, with images and captions as text.
-
-    Raises:
-        InputError: it cannot be read, lacks the named columns, has empty cells in them in more than a share of
-            `max_bad` of its lines (none by default), or none of its first images can be read.
-    """
-    table = open_csv(args, path, flag)
-    if os.path.isdir(path) and table.empty:
-        shards = " (for shards give their files, such as '{00000..00099}.tar')"
-        raise InputError(f"{path!r} has no image with a caption in a .txt of the same name{shards}", flag)
-    cells = table[[args.csv_img_key, args.csv_caption_key]].apply(lambda column: column.map(is_empty))
-    empty = cells.any(axis=1).to_numpy().nonzero()[0]
-    if len(empty) and len(empty) / len(table) > (max_bad or 0):
-        column = cells.columns[cells.iloc[empty[0]]][0]
-        instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
+def _size(url: str) -> int:
+    try:
+        with open(os.path.join(os.path.dirname(url), SIZES), encoding="utf-8") as file:
+            return int(json.load(file)[os.path.basename(url)])
+    except (OSError, ValueError, KeyError, TypeError):
         raise InputError(
-            f"{len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
-            f"in column {column!r} (words such as NA and null count as empty); {instead}",
-            flag,
-        )
-    look_at_lines(table, args.csv_img_key, path, flag)
-    return table
+            f"{url!r} has no number of samples in a {SIZES} beside it, such as {{\"{os.path.basename(url)}\": 1000}}",
+            "--train-data",
+        ) from None
 
 
-class HostScenes(Scenes):
-    """Generated scenes as samples of the host."""
+class RowLoader:
+    """OpenCLIP's train loader, which takes the rows off each batch and tells when the last step of an epoch is done.
 
-    def __getitem__(self, i: int) -> Any:
-        return host().batch(*super().__getitem__(i))
+    Args:
+        keep: batches per optimizer step.
+        has_rows: whether the samples carry rows.
+        at_end: called on every process when OpenCLIP asks for a batch after the last one.
+    """
+
+    def __init__(self, loader: Any, keep: int, has_rows: bool, at_end: Callable[[], None]):
+        self.loader = loader
+        self.has_rows = has_rows
+        self._rows: deque[Tensor] = deque(maxlen=keep)
+        self._at_end = at_end
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            if self.has_rows:
+                text = pair_of(batch)[1]
+                self._rows.append(text[:, -1].contiguous())
+                batch = with_text(batch, text[:, :-1].contiguous())
+            yield batch
+        self._at_end()
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(vars(self)["loader"], name)
+
+    def rows(self) -> Tensor | None:
+        """Rows of the batches since the last step, int64 on the CPU; None without rows."""
+        return torch.cat(tuple(self._rows)) if self.has_rows else None
 
 
-def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
-    """The replacement of SyntheticDataset in OpenCLIP's builder for `--dataset-type shapes`."""
+class TrainData:
+    """OpenCLIP's train data set, built with the rows of its samples.
 
-    def build(transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any) -> Scenes:
-        return HostScenes(
-            num_samples=args.train_num_samples if is_train else args.val_num_samples,
-            seed=args.shapes_seed,
-            image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
-            first_row=0 if is_train else HELD_OUT_SCENES,
-            shifted=is_train and bool(args.shapes_shifted),
-            transform=transform,
-            tokenizer=tokenizer,
-        )
+    Args:
+        needs_rows: whether the loss keeps state per sample.
+        in_place: returns a context in which the seams of a scope are in place.
+        at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
+        at_end: see `RowLoader`.
 
-    return build
+    Attributes:
+        num_rows: n, once the data set is built; of shards without rows the samples of an epoch.
+        samples_per_epoch: of OpenCLIP's epochs, before it rounds them to whole batches.
+    """
+
+    def __init__(self, needs_rows: bool, in_place: Callable, at_epoch: Callable[[int], None], at_end: Callable):
+        self.needs_rows = needs_rows
+        self.num_rows = self.samples_per_epoch = 0
+        self.loader: RowLoader
+        self._in_place, self._at_epoch, self._at_end = in_place, at_epoch, at_end
+        self._urls: list[str] = []
+
+    def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
+        """Replaces OpenCLIP's `get_dataset_fn`, which returns the function that builds the data set."""
+        return partial(self._build, original(path, kind))
+
+    def _build(
+        self, build: Callable, args: Any, transform: Any, is_train: bool, tokenizer: Any = None, **more: Any
+    ) -> Any:
+        if not is_train:
+            with self._in_place(VAL_DATA):
+                return build(args, transform, is_train, tokenizer=tokenizer, **more)
+        if build is data.get_wds_dataset:
+            self.num_rows = self.samples_per_epoch = args.train_num_samples or data.get_dataset_size(args.train_data)[0]
+            if self.needs_rows:
+                self._urls, tokenizer = data.expand_urls(args.train_data)[0], RowTokenizer(tokenizer)
+        with self._in_place(TRAIN_DATA):
+            info = build(args, transform, is_train, tokenizer=tokenizer, **more)
+        self.samples_per_epoch = self.samples_per_epoch or self.num_rows
+        self.loader = info.dataloader = RowLoader(info.dataloader, args.accum_freq, self.needs_rows, self._at_end)
+        info.set_epoch = partial(self._begin, info.set_epoch)
+        return info
+
+    def _begin(self, original: Callable[[int], None], epoch: int) -> None:
+        original(epoch)
+        self._at_epoch(epoch)
+
+    def map_style(self, original: Callable, *args: Any, **kwargs: Any) -> Dataset:
+        """Replaces a class of OpenCLIP's data sets."""
+        dataset = original(*args, **kwargs)
+        self.num_rows = len(dataset)
+        return WithRow(dataset) if self.needs_rows else dataset
+
+    def shards(self, original: Callable) -> Callable:
+        """Replaces OpenCLIP's reader of shards."""
+        if not self._urls:
+            return original
+        reader = ShardRows(original, self._urls)
+        self.num_rows = reader.num_rows
+        return reader

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from PIL import Image
 
 from open_clip_ext.errors import InputError
-from training_ext.core.folder_files import IMAGES, describe_left_out, find_files
+from training_ext.data.folder_files import IMAGES, describe_left_out, find_files
 from training_ext.evaluation.folders import CLASSNAMES, FORMATS, Shards, Source
 from training_ext.openclip.loading import warn_once
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from open_clip_ext.errors import InputError
-from training_ext.core.first_look import images_of_shards
-from training_ext.core.images import spread, warn_of_images
-from training_ext.core.tars import headers_of_samples, one_line
+from training_ext.data.first_look import images_of_shards
+from training_ext.data.images import spread, warn_of_images
+from training_ext.data.tars import headers_of_samples, one_line
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
 CLASSIFICATION = "classification"  # the type of a folder that does not say

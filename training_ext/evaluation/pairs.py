@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from training_ext.core.captions import is_empty
-from training_ext.core.keys import open_csv
-from training_ext.core.pair_folders import find_pairs
-from training_ext.core.shards import local_path, shard_urls
+from training_ext.data.captions import is_empty
+from training_ext.data.keys import open_csv
+from training_ext.data.pair_folders import find_pairs
+from training_ext.data.shards import local_path, shard_urls
 from training_ext.evaluation.folders import Sample, Shards, Source
 
 FLAG = "--val-data"

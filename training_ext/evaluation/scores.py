@@ -12,7 +12,7 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import RECALLS, retrieval_ranks
-from training_ext.core.metrics import standard_error
+from training_ext.data.metrics import standard_error
 from training_ext.evaluation import metrics
 from training_ext.evaluation.class_folders import open_own_classes, warn_of_equal_classes
 from training_ext.evaluation.folders import Candidates, Shards, Source

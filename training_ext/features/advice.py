@@ -11,17 +11,17 @@ import torch
 
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
-from training_ext.core.captions import SeenCaptions
-from training_ext.core.keys import has_keys
-from training_ext.core.loss import build_loss
-from training_ext.core.rows import DataRows
-from training_ext.core.settings import FEWEST_STEPS, recommended_lr_tau
-from training_ext.core.usual import unusual
+from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.captions import SeenCaptions
+from training_ext.data.keys import has_keys
+from training_ext.data.loss import build_loss
+from training_ext.data.rows import DataRows
+from training_ext.data.settings import FEWEST_STEPS, recommended_lr_tau
+from training_ext.data.usual import unusual
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
 from training_ext.openclip.machine import global_batch
-from training_ext.thin.temperature import trains_logit_scale
 
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md
 PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model lost 6 points of R@1 in 500 steps, docs/evidence/flags.md

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.context import Run
-from training_ext.core.seeding import worker_id
-from training_ext.core.tars import one_line
-from training_ext.core.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch
+from training_ext.data.seeding import worker_id
+from training_ext.data.tars import one_line
+from training_ext.data.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch
 from training_ext.feature import Epoch, Feature
 from training_ext.openclip.hosts import host
 

@@ -14,8 +14,8 @@ from open_clip_ext.errors import InputError, not_one_of
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import option
 from training_ext.context import Run
-from training_ext.core.checkpoint import atomic_save
-from training_ext.core.metrics import COUNTS, is_better, num_items, smaller_is_better, standard_error
+from training_ext.data.checkpoint import atomic_save
+from training_ext.data.metrics import COUNTS, is_better, num_items, smaller_is_better, standard_error
 from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_mapped, one_line

@@ -15,9 +15,9 @@ from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
 from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.context import Run
-from training_ext.core.loss import TrainingLoss
-from training_ext.core.metrics import duration, ranks_at_chance
-from training_ext.core.usual import unusual
+from training_ext.data.loss import TrainingLoss
+from training_ext.data.metrics import duration, ranks_at_chance
+from training_ext.data.usual import unusual
 from training_ext.feature import Epoch, Feature
 from training_ext.openclip.hosts import host
 

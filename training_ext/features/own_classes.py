@@ -9,7 +9,7 @@ import torch
 
 from open_clip_ext.errors import InputError, last_line
 from open_clip_ext.options import option
-from training_ext.core.metrics import OWN_CLASSES, OWN_IMAGES
+from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES
 from training_ext.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
 from training_ext.evaluation.inference import Encoder
 from training_ext.evaluation.pictures import write_confusion

@@ -24,9 +24,9 @@ from open_clip_ext.distributed import all_gather
 from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.options import option
 from training_ext.context import Run
-from training_ext.core.checkpoint import order_of
-from training_ext.core.loss import TrainingLoss
-from training_ext.core.seeding import Start
+from training_ext.data.checkpoint import order_of
+from training_ext.data.loss import TrainingLoss
+from training_ext.data.seeding import Start
 from training_ext.feature import Epoch, Feature
 from training_ext.features.stopping import StopRequest
 

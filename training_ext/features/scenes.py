@@ -11,7 +11,7 @@ from open_clip import build_zero_shot_classifier, get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
-from training_ext.core.metrics import SCENES
+from training_ext.data.metrics import SCENES
 from training_ext.feature import Evaluation, Feature
 from training_ext.openclip.hosts import host, taken
 

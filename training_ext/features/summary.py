@@ -12,8 +12,8 @@ from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, read_metrics
 from training_ext.context import Run
-from training_ext.core.keys import has_keys
-from training_ext.core.metrics import COUNTS, duration, smaller_is_better
+from training_ext.data.keys import has_keys
+from training_ext.data.metrics import COUNTS, duration, smaller_is_better
 from training_ext.feature import Feature
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.context import Run
-from training_ext.core.rows import DataRows, find_rows
+from training_ext.data.rows import DataRows, find_rows
 from training_ext.flags.recipes import NOT_FLAGS
 
 # `check_alike` lets no other flag differ, so nothing that the processes do together may depend on these.

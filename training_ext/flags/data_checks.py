@@ -9,12 +9,12 @@ from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
 
 from open_clip_ext.errors import InputError
-from training_ext.core.first_look import look_at_shards
-from training_ext.core.folder_files import entries
-from training_ext.core.loss import steps_per_epoch
-from training_ext.core.rows import DataRows, kind_of, read_csv, tolerated
-from training_ext.core.shard_scan import scan_all
-from training_ext.core.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
+from training_ext.data.first_look import look_at_shards
+from training_ext.data.folder_files import entries
+from training_ext.data.loss import steps_per_epoch
+from training_ext.data.rows import DataRows, kind_of, read_csv, tolerated
+from training_ext.data.shard_scan import scan_all
+from training_ext.data.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
 from training_ext.openclip.loading import one_line
 
 

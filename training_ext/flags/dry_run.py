@@ -17,10 +17,10 @@ from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.core.captions import SeenCaptions
-from training_ext.core.loss import build_loss, samples_per_epoch, steps_per_epoch
-from training_ext.core.rows import find_rows, kind_of, trains
-from training_ext.core.settings import setting_for
+from training_ext.data.captions import SeenCaptions
+from training_ext.data.loss import build_loss, samples_per_epoch, steps_per_epoch
+from training_ext.data.rows import find_rows, kind_of, trains
+from training_ext.data.settings import setting_for
 from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find, resolved_flags

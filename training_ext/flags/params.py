@@ -13,13 +13,13 @@ from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
 from training_ext import run
+from training_ext.core.component import registry
+from training_ext.core.flags import NEEDS_LOSS, add_option, settle
+from training_ext.core.patching import replaced
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.openclip.hosts import complete
 from training_ext.openclip.machine import world_info
-from training_ext.thin.component import registry
-from training_ext.thin.flags import NEEDS_LOSS, add_option, settle
-from training_ext.thin.patching import replaced
 
 
 class Parser(argparse.ArgumentParser):

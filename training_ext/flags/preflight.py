@@ -18,11 +18,11 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.context import Run
-from training_ext.core import checkpoint, row_folders
-from training_ext.core.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
-from training_ext.core.flags import SceneFlags
-from training_ext.core.loss import build_loss, samples_per_epoch
-from training_ext.core.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
+from training_ext.data import checkpoint, row_folders
+from training_ext.data.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
+from training_ext.data.flags import SceneFlags
+from training_ext.data.loss import build_loss, samples_per_epoch
+from training_ext.data.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
 from training_ext.feature import Feature
 from training_ext.flags.data_checks import (
     check_imagenet,

@@ -7,11 +7,11 @@ from typing import Any
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
+from training_ext.core.component import Components
+from training_ext.core.state import KEY, check_components, check_optimizer
+from training_ext.core.temperature import trains_logit_scale
 from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
 from training_ext.openclip.loading import load_mapped
-from training_ext.thin.component import Components
-from training_ext.thin.state import KEY, check_components, check_optimizer
-from training_ext.thin.temperature import trains_logit_scale
 
 
 def check_folder(path: str | None, args: Namespace) -> None:

@@ -16,12 +16,12 @@ from open_clip.pretrained import is_pretrained_cfg
 from open_clip_train import params as open_clip_params
 from PIL import Image
 
-from training_ext.core.rows import trains
+from training_ext.core.patching import replaced
+from training_ext.core.temperature import train_temperature
+from training_ext.data.rows import trains
 from training_ext.openclip.failures import in_words
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config, load_mapped, logged
-from training_ext.thin.patching import replaced
-from training_ext.thin.temperature import train_temperature
 
 # What would write, start processes or need a device, by the value without.
 WITHOUT: dict[str, Any] = {

@@ -18,9 +18,9 @@ import torch
 
 from open_clip_ext.errors import InputError, one_line
 from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
+from training_ext.core.patching import replaced
 from training_ext.openclip.hosts import taken
 from training_ext.openclip.machine import world_info
-from training_ext.thin.patching import replaced
 
 
 def suffixes_of(sample: dict) -> str:

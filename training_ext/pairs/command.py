@@ -8,8 +8,8 @@ from pathlib import Path
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user, whole_file
-from training_ext.core.loss import steps_per_epoch
-from training_ext.core.settings import setting_for
+from training_ext.data.loss import steps_per_epoch
+from training_ext.data.settings import setting_for
 from training_ext.evaluation.arguments import Parser
 from training_ext.openclip.machine import check_writable
 from training_ext.pairs.shards import SIZES, pattern, why_unfit

@@ -11,10 +11,10 @@ from pathlib import PurePath
 from typing import Any
 
 from open_clip_ext.errors import InputError
-from training_ext.core.captions import is_empty
-from training_ext.core.folder_files import LeftOut
-from training_ext.core.keys import check_columns, open_csv
-from training_ext.core.pair_folders import find_pairs, place_of
+from training_ext.data.captions import is_empty
+from training_ext.data.folder_files import LeftOut
+from training_ext.data.keys import check_columns, open_csv
+from training_ext.data.pair_folders import find_pairs, place_of
 
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
 HELD_OUT = "images to train on that --val has, too"

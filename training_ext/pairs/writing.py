@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
-from training_ext.core.images import as_it_looks, changes
-from training_ext.core.shard_scan import usable_cores
-from training_ext.core.tars import one_line
+from training_ext.data.images import as_it_looks, changes
+from training_ext.data.shard_scan import usable_cores
+from training_ext.data.tars import one_line
 from training_ext.pairs.shards import SIZES, write_shard
 from training_ext.pairs.sources import LeftOut, Pair
 

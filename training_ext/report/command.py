@@ -10,7 +10,7 @@ import torch.distributed as dist
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import AT_LEAST_1, WithOptions, option
-from training_ext.core.reading import source_of
+from training_ext.data.reading import source_of
 from training_ext.evaluation.arguments import Parser, checked_by_first, numbers
 from training_ext.flags import params, preflight
 from training_ext.report.embeddings import embed, read

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
-from training_ext.core.reading import Source
+from training_ext.data.reading import Source
 from training_ext.openclip.hosts import taken
 
 BLOCK_ROWS = 4096

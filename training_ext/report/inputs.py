@@ -18,10 +18,10 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
-from training_ext.core import checkpoint, row_folders
-from training_ext.core.loss import build_loss
-from training_ext.core.rows import DataRows, find_rows, kind_of, needs_index, trains
-from training_ext.core.shards import Shards, find_shards, local_path, shard_urls
+from training_ext.data import checkpoint, row_folders
+from training_ext.data.loss import build_loss
+from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
 from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
@@ -38,7 +38,7 @@ class Saved:
     Args:
         path: its file.
         weights: the model's, by parameter name without the prefixes of wrappers such as DDP.
-        entry: what `training_ext.core.checkpoint` added, or None.
+        entry: what `training_ext.data.checkpoint` added, or None.
         epoch: number of completed epochs, or None if the file does not say.
     """
 

@@ -10,9 +10,9 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of, option
-from training_ext.core import row_folders
-from training_ext.core.rows import DataRows
-from training_ext.core.seeding import kept_random_state
+from training_ext.data import row_folders
+from training_ext.data.rows import DataRows
+from training_ext.data.seeding import kept_random_state
 from training_ext.feature import Epoch, Feature, NewTraining
 from training_ext.features.recovery import recovered
 from training_ext.features.recovery.recovery import StatisticsRecovery, read_unfinished, unfinished_path

@@ -14,9 +14,9 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity
-from training_ext.core.checkpoint import atomic_save, state_settings
-from training_ext.core.row_folders import MARK, remove_unnamed
-from training_ext.core.rows import DataRows, needs_index
+from training_ext.data.checkpoint import atomic_save, state_settings
+from training_ext.data.row_folders import MARK, remove_unnamed
+from training_ext.data.rows import DataRows, needs_index
 from training_ext.openclip.loading import load_verified, one_line
 
 KIND = "open_clip_ext statistics recovery"

@@ -20,8 +20,8 @@ from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
 from training_ext.context import Run
-from training_ext.core import row_folders
-from training_ext.core.loss import build_loss, samples_per_epoch
+from training_ext.data import row_folders
+from training_ext.data.loss import build_loss, samples_per_epoch
 from training_ext.feature import Epoch, NewTraining
 from training_ext.features.recovery import recovered
 

@@ -10,14 +10,14 @@ from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
 from training_ext.components.safe_reading import decode_pairs
-from training_ext.core.captions import captions_of_samples, draw_from_lines, is_empty
-from training_ext.core.keys import read_table
-from training_ext.core.rows import shapes_dataset
-from training_ext.core.shard_rows import ShardRows
-from training_ext.core.shards import Shards
-from training_ext.core.tags import ROW, Tags
+from training_ext.core.patching import replaced
+from training_ext.data.captions import captions_of_samples, draw_from_lines, is_empty
+from training_ext.data.keys import read_table
+from training_ext.data.rows import shapes_dataset
+from training_ext.data.shard_rows import ShardRows
+from training_ext.data.shards import Shards
+from training_ext.data.tags import ROW, Tags
 from training_ext.openclip.hosts import host
-from training_ext.thin.patching import replaced
 
 Report = Callable[[str], object]
 Source = Callable[[int, int, Report], Iterator[tuple[int, Any, Any]]]

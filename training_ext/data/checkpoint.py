@@ -17,7 +17,7 @@ from open_clip_ext.distributed import world_size
 from open_clip_ext.errors import FULL, InputError
 from open_clip_ext.files import is_full, os_error, whole_file
 from open_clip_ext.options import Option, default_value, flag_of
-from training_ext.core.rows import DataRows, needs_index
+from training_ext.data.rows import DataRows, needs_index
 from training_ext.openclip.loading import load_verified, one_line
 
 KEY = "open_clip_ext"

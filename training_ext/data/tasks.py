@@ -8,8 +8,8 @@ import torch
 from open_clip.task import CLIPTask
 from torch import Tensor, nn
 
-from training_ext.core.loss import LogItems, TrainingLoss
-from training_ext.thin.loss import take_added
+from training_ext.core.loss import take_added
+from training_ext.data.loss import LogItems, TrainingLoss
 
 
 class TaskLosses(LogItems):

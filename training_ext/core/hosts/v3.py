@@ -10,10 +10,10 @@ import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.thin.hosts import range_of, release
-from training_ext.thin.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
-from training_ext.thin.hosts.both import SEAMS as BOTH
-from training_ext.thin.seam import Seam
+from training_ext.core.hosts import range_of, release
+from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
+from training_ext.core.hosts.both import SEAMS as BOTH
+from training_ext.core.seam import Seam
 
 __all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
 

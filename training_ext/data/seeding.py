@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
-from training_ext.core.tags import Tags
+from training_ext.data.tags import Tags
 
 # The first number after the seed tells the uses apart, so that no two draw the same numbers.
 AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE, CAPTION = 1, 2, 3, 4, 5, 6, 7

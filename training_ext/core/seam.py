@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
-from training_ext.thin.patching import look_up, replaced
+from training_ext.core.patching import look_up, replaced
 
 RUN, TRAIN_DATA, VAL_DATA = "run", "train data", "validation data"
 """When a name is replaced: during the whole run, or while a data set is built."""

@@ -12,7 +12,7 @@ import torch
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import whole_file
 from open_clip_ext.losses import Loss
-from training_ext.thin.component import Component, Components, is_resumed, overrides
+from training_ext.core.component import Component, Components, is_resumed, overrides
 
 KEY = "open_clip_ext"
 FORMAT = 5  # before it the entry was in the optimizer's state

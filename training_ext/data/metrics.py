@@ -5,7 +5,7 @@ from argparse import Namespace
 from typing import Any
 
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
-from training_ext.core.rows import kind_of
+from training_ext.data.rows import kind_of
 
 # Of the user's own classes, with DataComp's names for them; and the number of images.
 OWN_CLASSES = {"zeroshot-data-top1": "acc1", "zeroshot-data-balanced": "mean_per_class_recall"}

@@ -13,9 +13,9 @@ import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
-from training_ext.core.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_sharded_entry, take_entry
-from training_ext.core.row_folders import MARK, remove_unnamed
-from training_ext.core.rows import trains
+from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_sharded_entry, take_entry
+from training_ext.data.row_folders import MARK, remove_unnamed
+from training_ext.data.rows import trains
 from training_ext.openclip.hosts import TASKS, host
 from training_ext.openclip.loading import load_checkpoint, load_mapped
 

@@ -4,7 +4,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from training_ext.thin.seam import TRAIN_DATA, Seam
+from training_ext.core.seam import TRAIN_DATA, Seam
 
 MAIN, TRAIN, DATA = "open_clip_train.main", "open_clip_train.train", "open_clip_train.data"
 IN_MAIN = f"{MAIN}:main"

@@ -17,8 +17,8 @@ import pandas as pd
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.errors import InputError
-from training_ext.core.seeding import CAPTION, seed_of
-from training_ext.core.tars import fields_of
+from training_ext.data.seeding import CAPTION, seed_of
+from training_ext.data.tars import fields_of
 from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated

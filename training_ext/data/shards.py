@@ -21,8 +21,8 @@ from tqdm import tqdm
 from webdataset.gopen import rewrite_url
 
 from open_clip_ext.errors import InputError
-from training_ext.core.shard_scan import scan_all, scanned_before
-from training_ext.core.tars import one_line
+from training_ext.data.shard_scan import scan_all, scanned_before
+from training_ext.data.tars import one_line
 
 _CHECKED_SAMPLES = 20_000  # up to which recorded sizes are checked by counting, in a second or two
 _NAMED = 3  # shards in a message

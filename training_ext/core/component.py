@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from open_clip_ext.errors import InputError, not_one_of
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
-from training_ext.thin.seam import Seam
+from training_ext.core.seam import Seam
 
 GROUP = "open_clip_ext.components"
 LOG = logging.getLogger(__name__)  # not the root, which logging.warning would set up before OpenCLIP does

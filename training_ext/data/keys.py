@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
-from training_ext.core.captions import Pictures
-from training_ext.core.pair_folders import read_folder
-from training_ext.core.tars import fields_of
+from training_ext.data.captions import Pictures
+from training_ext.data.pair_folders import read_folder
+from training_ext.data.tars import fields_of
 from training_ext.openclip.loading import warn_once
 from training_ext.openclip.machine import world_info
 

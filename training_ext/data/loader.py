@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from training_ext.core.keys import Keys
-from training_ext.core.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, LateSampler, SeededEpochs, Start, seed_host
-from training_ext.core.tags import KEY, NUMBER, ROW, Tags
+from training_ext.data.keys import Keys
+from training_ext.data.seeding import AT_BATCH, AT_EPOCH, IN_SAMPLE, LateSampler, SeededEpochs, Start, seed_host
+from training_ext.data.tags import KEY, NUMBER, ROW, Tags
 from training_ext.openclip.hosts import host
 
 

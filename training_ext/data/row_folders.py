@@ -21,7 +21,7 @@ from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.core.checkpoint import KEY
+from training_ext.data.checkpoint import KEY
 from training_ext.openclip.loading import load_mapped, one_line
 
 MIB = 2**20

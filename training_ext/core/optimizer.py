@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from training_ext.thin.component import Component
+from training_ext.core.component import Component
 
 
 def regroup(optimizer: Optimizer, model: nn.Module, components: Sequence[Component]) -> None:

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
 from training_ext.components.safe_reading import PAIR_MEMBERS
-from training_ext.core.captions import JsonCaptions, is_empty
-from training_ext.core.pair_folders import place_of
-from training_ext.core.tars import one_line
+from training_ext.data.captions import JsonCaptions, is_empty
+from training_ext.data.pair_folders import place_of
+from training_ext.data.tars import one_line
 from training_ext.openclip.loading import missing_of
 
 NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)

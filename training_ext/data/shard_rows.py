@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from open_clip_ext.errors import InputError
-from training_ext.core.shards import Shards
-from training_ext.core.tags import Tags
-from training_ext.core.tars import KeyDigest, samples_before
+from training_ext.data.shards import Shards
+from training_ext.data.tags import Tags
+from training_ext.data.tars import KeyDigest, samples_before
 from training_ext.openclip.loading import missing_of
 
 _RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"

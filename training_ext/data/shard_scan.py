@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from open_clip_ext.files import whole_file
-from training_ext.core.tars import Contents, scan
+from training_ext.data.tars import Contents, scan
 
 _SAVE_EVERY = 30.0  # seconds of a scan; a save writes all shards ever scanned
 # Below 2 GiB, about 20,000 pairs, one process has finished in the second or two in which others start.

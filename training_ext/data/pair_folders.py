@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
-from training_ext.core.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
+from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
 from training_ext.openclip.machine import world_info
 

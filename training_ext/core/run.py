@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
-from training_ext.thin import hosts
-from training_ext.thin.component import Components
-from training_ext.thin.flags import OPEN_CLIP_TAU_MIN, parse
-from training_ext.thin.loss import TrainingLoss, add_losses, build_loss
-from training_ext.thin.optimizer import GivenSettings, regroup
-from training_ext.thin.rows import TrainData
-from training_ext.thin.seam import RUN, Seam, in_place
-from training_ext.thin.state import State
-from training_ext.thin.temperature import TemperatureGroup, train_temperature, trains_logit_scale
+from training_ext.core import hosts
+from training_ext.core.component import Components
+from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
+from training_ext.core.loss import TrainingLoss, add_losses, build_loss
+from training_ext.core.optimizer import GivenSettings, regroup
+from training_ext.core.rows import TrainData
+from training_ext.core.seam import RUN, Seam, in_place
+from training_ext.core.state import State
+from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 
 
 class Run:

@@ -12,17 +12,17 @@ from open_clip_train.distributed import is_master
 from torch.utils.data import IterableDataset
 
 from open_clip_ext.retrieval import ANY_CAPTION
-from training_ext.core.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
-from training_ext.core.keys import find_keys, key_of_samples, read_table
-from training_ext.core.loader import RowLoader, WithRow
-from training_ext.core.pair_folders import is_folder
-from training_ext.core.rows import DataRows, kind_of, shapes_dataset
-from training_ext.core.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
-from training_ext.core.shard_rows import ShardRows
-from training_ext.core.shards import Shards, shard_urls
-from training_ext.core.tags import KEY, NUMBER, ROW, Tags
-from training_ext.core.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
-from training_ext.core.workers import WorkersIgnoreSigterm
+from training_ext.data.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
+from training_ext.data.keys import find_keys, key_of_samples, read_table
+from training_ext.data.loader import RowLoader, WithRow
+from training_ext.data.pair_folders import is_folder
+from training_ext.data.rows import DataRows, kind_of, shapes_dataset
+from training_ext.data.seeding import LateSampler, SampleStream, SeededEpochs, seed_all, seed_of_shards
+from training_ext.data.shard_rows import ShardRows
+from training_ext.data.shards import Shards, shard_urls
+from training_ext.data.tags import KEY, NUMBER, ROW, Tags
+from training_ext.data.usable import CountIncomplete, Decode, DecodeImages, SampleWatch, UsableLines
+from training_ext.data.workers import WorkersIgnoreSigterm
 from training_ext.openclip.hosts import host
 
 TRAIN_DATA, VAL_DATA = "train data", "validation data"
