@@ -102,7 +102,7 @@ def test_more_samples_than_there_are(ends, datasets, tmp_path, loss):
     assert "--train-num-samples: 480, but " in line and "has 48; leave it out" in line
     assert not (tmp_path / "logs").exists()
     check_num_samples(parse_args(f"{datasets['resampled']} --train-num-samples 480".split()), ROWS)
-    check_num_samples(parse_args(f"{datasets['shards']} --train-num-samples 96".split()), ROWS)
+    check_num_samples(parse_args(f"{datasets['shards']} --train-num-samples 240".split()), ROWS)
 
 
 def test_validation_shards_without_a_pair(refused, datasets, tmp_path):

@@ -17,6 +17,8 @@ from training_ext.data.shard_scan import scan_all
 from training_ext.data.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
 from training_ext.openclip.loading import one_line
 
+MOST_PASSES = 5
+
 
 def check_size_known(args: Namespace) -> None:
     """Check that the number of samples is known, since OpenCLIP does not count; for our losses it is counted."""
@@ -61,7 +63,7 @@ def check_steps(args: Namespace, kind: str, num_samples: int, world_size: int) -
 
 
 def check_num_samples(args: Namespace, rows: DataRows) -> None:
-    """Refuse an epoch of more than two passes over the data, of which only --dataset-resampled makes sense.
+    """Refuse an epoch of more than `MOST_PASSES` over the data, where --train-num-samples is likely another data set's.
 
     Shards that were not counted are, if their sizes in bytes and a count of the largest say that it may be one.
     """
@@ -72,11 +74,11 @@ def check_num_samples(args: Namespace, rows: DataRows) -> None:
         shards = rows.shards
         if shards is None:
             about = estimated_samples(args.train_data)
-            if about is None or given <= 2 * about:
+            if about is None or given <= MOST_PASSES * about:
                 return
             shards = find_shards(args.train_data, max_bad=tolerated(args))
         there = shards.num_listed(args.train_data)
-    if given > 2 * there:
+    if given > MOST_PASSES * there:
         raise InputError(
             f"{given}, but {args.train_data!r} has {there}; leave it out, or give more --epochs", "--train-num-samples"
         )
