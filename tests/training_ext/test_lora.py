@@ -186,3 +186,9 @@ def test_the_whole_path_resumes_bit_for_bit(run, datasets):
     assert any(".lora_up" in name for name in first)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     open_clip.create_model("ViT-test", pretrained=f"{resumed.path}/weights/epoch_2.pt")
+
+
+def test_layers_are_unlocked_without_a_lock(run, datasets):
+    """OpenCLIP's flags for it do nothing without LoRA or a lock, and are refused then."""
+    flags = f"--lora-rank 2 --lock-image-unlocked-groups 1 --loss fastclip-v3 {datasets['csv']} --workers 0 --epochs 1"
+    assert any(".lora_up" in name for name in run("x", flags).checkpoint(1)["state_dict"])

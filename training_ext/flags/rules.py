@@ -20,7 +20,7 @@ from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index, trains
 from training_ext.flags.data_checks import shared_data
-from training_ext.openclip.hosts import host, shards_model
+from training_ext.openclip.hosts import has_lora, host, shards_model
 from training_ext.openclip.loading import known_config
 from training_ext.openclip.machine import global_batch, world_info
 
@@ -146,8 +146,8 @@ RULES = (
         "{epochs_cooldown} of --epochs {epochs}; give from 0 to these",
     ),
     needs("epochs_cooldown", lambda run: run.lr_scheduler == "const-cooldown", "--lr-scheduler const-cooldown"),
-    needs("lock_image_unlocked_groups", lambda run: run.lock_image, "--lock-image"),
-    needs("lock_text_unlocked_layers", lambda run: run.lock_text, "--lock-text"),
+    needs("lock_image_unlocked_groups", lambda run: run.lock_image or has_lora(run), "--lock-image"),
+    needs("lock_text_unlocked_layers", lambda run: run.lock_text or has_lora(run), "--lock-text"),
     # Data
     Rule(
         "train_data",

@@ -146,6 +146,11 @@ def shards_model(args: Namespace) -> bool:
     return host().loop == TASKS and args.fsdp and world_info()[2] > 1
 
 
+def has_lora(run: Any) -> bool:
+    """Whether low-rank additions freeze towers, without a lock of OpenCLIP's."""
+    return getattr(run, "lora_rank", None) is not None
+
+
 def starts_from_weights(args: Namespace) -> bool:
     """Whether the model starts from pretrained weights; those of --resume do not count."""
     if args.model.startswith("local-dir:"):  # perhaps with a configuration alone
