@@ -117,4 +117,4 @@ def test_the_core_trains_with_the_losses_of_the_installed_open_clip(other, tmp_p
 
 @pytest.mark.parametrize("other", [WHEEL], indirect=True)
 def test_the_loop_of_tasks(other):
-    assert "1 skipped" in run_tests(["test_tasks.py"], other)
+    assert "skipped" not in run_tests(["test_tasks.py"], other)
