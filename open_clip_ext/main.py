@@ -130,9 +130,12 @@ def _run_core(argv: list[str]) -> Trained:
         raise InputError(cannot_import(error)) from None
     with _logging_as_before():
         training = run.start(argv)
-    if training is None or training.args.logs.lower() == "none":
+    args = None if training is None else training.args
+    del training
+    gc.collect()  # frees loader workers and the model's memory
+    if args is None or args.logs.lower() == "none":
         return Trained([], None, [])
-    folder = Path(training.args.logs, training.args.name)
+    folder = Path(args.logs, args.name)
     return Trained([], folder, _whole_checkpoints(folder))
 
 
