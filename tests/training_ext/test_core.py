@@ -492,7 +492,8 @@ def test_the_whole_path_resumes_with_a_component(run, refused, datasets, loss):
 def test_best_weights_are_exported(run, datasets):
     flags = f"{datasets['shapes']} --val-num-samples 16 --workers 0 --epochs 1 --keep-best shapes-zeroshot-top1"
     best = run("best", f"{flags} --loss fastclip-v3 --token-head 0.5").path / "best.pt"
-    open_clip.create_model("ViT-test", pretrained=str(best))
+    model = open_clip.create_model("ViT-test", pretrained=str(best))
+    assert not [name for name in model.state_dict() if name.startswith("token_head")]
 
 
 # Built-in components

@@ -144,6 +144,11 @@ def registry() -> dict[str, type[Component]]:
     return classes
 
 
+def names_of(listed: str | None) -> list[str]:
+    """The names in a list with commas between them."""
+    return listed.split(",") if listed else []
+
+
 def choose(added: Iterable[str], without: Iterable[str]) -> list[type[Component]]:
     """The components of these names.
 
@@ -175,8 +180,7 @@ class Components(list[Component]):
     @classmethod
     def of(cls, args: Namespace) -> "Components":
         """All but those of --without."""
-        without = args.without.split(",") if args.without else []
-        return cls(choose(registry(), without), args)
+        return cls(choose(registry(), names_of(args.without)), args)
 
     @staticmethod
     def _wanted(classes: Iterable[type[Component]], args: Namespace, named: bool) -> Iterator[Component]:

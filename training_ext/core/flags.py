@@ -11,7 +11,7 @@ from open_clip_train import params
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import Option, flag_of
-from training_ext.core.component import Component, choose
+from training_ext.core.component import Component, choose, names_of
 from training_ext.core.temperature import trains_logit_scale
 
 NEEDS_LOSS = "needs --loss; without it the loss is OpenCLIP's own"
@@ -23,11 +23,6 @@ ABSENT = {"device": "cuda", "opt": "adamw"}
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise InputError(message)
-
-
-def names_of(listed: str | None) -> list[str]:
-    """The names in a list with commas between them."""
-    return listed.split(",") if listed else []
 
 
 def add_option(group: Any, option: Option, note: str = "") -> None:

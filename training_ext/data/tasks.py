@@ -5,9 +5,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from open_clip.task import CLIPTask
 from torch import Tensor, nn
 
+from training_ext.core.hosts.v4 import WithoutCompiledLoss
 from training_ext.core.loss import take_added
 from training_ext.data.loss import LogItems, TrainingLoss
 
@@ -34,7 +34,7 @@ class TaskLosses(LogItems):
         return {name: value.to(self["loss"].device) for name, value in values.items()}.items()
 
 
-class LossTask(CLIPTask):
+class LossTask(WithoutCompiledLoss):
     """A task of a model and one of this package's losses.
 
     The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
@@ -77,15 +77,6 @@ class LossTask(CLIPTask):
     def _losses(self, output: dict[str, Tensor]) -> TaskLosses:
         added = take_added(output, self.loss.expects_added)
         return TaskLosses(self.loss.value(**output), self.loss.name, self.loss.diagnostics, added)
-
-    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
-        """Compile the model only, since the loss updates state of its own."""
-        if target == "model":
-            super().compile(target=target, **kwargs)
-        elif compile_train:
-            kwargs.pop("compile_eval", None)
-            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
-        return self
 
     def clamp_logit_scale(self, *args: Any, **kwargs: Any) -> None:
         self._clamp(super().clamp_logit_scale)

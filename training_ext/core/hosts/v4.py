@@ -36,8 +36,20 @@ def assign_model_rate(original: Callable, optimizer: torch.optim.Optimizer, new_
     original(optimizer, new_lr)
 
 
-class LossTask(CLIPTask):
-    """A task of a model and one of this package's losses, which torch.compile does not trace.
+class WithoutCompiledLoss(CLIPTask):
+    """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
+
+    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
+        if target == "model":
+            super().compile(target=target, **kwargs)
+        elif compile_train:
+            kwargs.pop("compile_eval", None)
+            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
+        return self
+
+
+class LossTask(WithoutCompiledLoss):
+    """A task of a model and one of this package's losses.
 
     Args:
         highest_scale: where logit_scale is clamped after a step; None: nowhere.
@@ -47,15 +59,6 @@ class LossTask(CLIPTask):
         super().__init__(model, default_loss=False)
         self.loss = loss
         self._highest_scale = highest_scale
-
-    def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "LossTask":
-        """Compile the model only, since the loss updates state of its own."""
-        if target == "model":
-            super().compile(target=target, **kwargs)
-        elif compile_train:
-            kwargs.pop("compile_eval", None)
-            self.trainable_module.compile(**self._compile_kwargs(**kwargs))
-        return self
 
     def clamp_logit_scale(self, *args: Any, **kwargs: Any) -> None:
         if self._highest_scale is not None:
