@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import open_clip_ext
 from open_clip_ext.distributed import world_size
-from training_ext.flags.step_memory import HeldBytes
+from training_ext.tools.step_memory import HeldBytes
 
 # Operations that do not read the tensor they write into; of others an operand that is overwritten counts twice.
 ONLY_WRITE = ("copy_", "fill_", "zero_", "_allgather", "_reduce_scatter")

@@ -17,7 +17,8 @@ from step_time import Steps, state_bytes
 from tqdm import tqdm
 
 from open_clip_ext import MODEL_CONFIGS, create_loss
-from training_ext.flags import dry_run, params
+from training_ext.flags import params
+from training_ext.tools import dry_run
 
 MIB = 2**20
 LINE = "at most in a step on a GPU, predicted"

@@ -11,7 +11,7 @@ from pathlib import Path
 import webdataset
 from command import image_file, positive
 
-from training_ext.pairs.sheet import draw, opened
+from training_ext.tools.pairs.sheet import draw, opened
 
 
 def main() -> None:

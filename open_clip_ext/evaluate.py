@@ -5,7 +5,7 @@ from open_clip_ext.main import leave, run_module
 
 def main(argv: list[str] | None = None) -> int:
     """Score checkpoints on the DataComp tasks and on your own classes; return the exit code, see `main.exit_code`."""
-    return run_module("training_ext.evaluation.command", argv)
+    return run_module("training_ext.tools.evaluation.command", argv)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def _run(argv: list[str]) -> Trained:
         print(seams.listing())
         return Trained([], None, [])
     if args.dry_run:
-        from training_ext.flags import dry_run
+        from training_ext.tools import dry_run
 
         with failures.in_one_line(args):
             dry_run.show(args)

@@ -5,7 +5,7 @@ from open_clip_ext.main import leave, run_module
 
 def main(argv: list[str] | None = None) -> int:
     """Write one's own images and captions as shards; return the exit code, see `main.exit_code`."""
-    return run_module("training_ext.pairs.command", argv)
+    return run_module("training_ext.tools.pairs.command", argv)
 
 
 if __name__ == "__main__":

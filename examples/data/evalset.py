@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, RELATIONS, TEMPLATES, Scene, describe_scene
 from open_clip_ext.files import whole_file
-from training_ext.pairs.shards import write_shard
+from training_ext.tools.pairs.shards import write_shard
 
 NUM_SAMPLES, SAMPLES_PER_SHARD = 400, 200
 TASKS_FILE = "tasks.json"  # written last: if it exists, all files do

@@ -54,7 +54,7 @@ from small_icons import collect_small_icons, split_small_icons
 from open_clip_ext.data.scenes import MAX_IMAGE_SIZE, MIN_IMAGE_SIZE, describe_scene, shifted_caption
 from open_clip_ext.files import is_full
 from training_ext.data.shard_scan import usable_cores
-from training_ext.pairs.shards import SIZES, pattern
+from training_ext.tools.pairs.shards import SIZES, pattern
 
 SHAPES_NUM_SAMPLES = 10_000
 SHAPES_VAL_SAMPLES = 1_000

@@ -13,7 +13,7 @@ import evalset
 from tqdm import tqdm
 
 from open_clip_ext.files import PARTIAL, whole_file
-from training_ext.pairs.shards import SIZES, why_unfit, write_shard
+from training_ext.tools.pairs.shards import SIZES, why_unfit, write_shard
 
 _OWN_FILE = re.compile(
     r"((train|val|test)-\d{6}\.tar|sizes\.json|licenses\.tsv"

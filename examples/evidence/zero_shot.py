@@ -6,10 +6,10 @@ import open_clip
 import torch
 
 import open_clip_ext
-from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.models import find_checkpoint, load_model
-from training_ext.evaluation.scores import open_task, score
-from training_ext.evaluation.tasks import own_task
+from training_ext.tools.evaluation.inference import Encoder
+from training_ext.tools.evaluation.models import find_checkpoint, load_model
+from training_ext.tools.evaluation.scores import open_task, score
+from training_ext.tools.evaluation.tasks import own_task
 
 open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
 

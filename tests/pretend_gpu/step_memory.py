@@ -11,7 +11,7 @@ import open_clip
 import torch
 from pretend import prepare
 
-from training_ext.flags.step_memory import model_bytes_of_step
+from training_ext.tools.step_memory import model_bytes_of_step
 
 
 def main() -> None:

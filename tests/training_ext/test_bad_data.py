@@ -33,12 +33,12 @@ from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
 from training_ext.data.shard_rows import ShardRows
-from training_ext.evaluation.pairs import CsvPairs, PairShards
 from training_ext.feature import Epoch
 from training_ext.features import bad_samples as skips
 from training_ext.features.bad_samples import BadSamples
 from training_ext.openclip.hosts import host
-from training_ext.pairs.sources import find_sources
+from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
+from training_ext.tools.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
 WORKERS = pytest.mark.parametrize("workers", [0, 2])

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from training_ext.components.lora import Lora
 from training_ext.core import hosts
 from training_ext.core.state import KEY
-from training_ext.evaluation.models import find_checkpoint, load_model
+from training_ext.tools.evaluation.models import find_checkpoint, load_model
 
 ROWS = 48  # of `datasets`
 LORA = "--with lora --lora-rank 4 --lora-alpha 8"

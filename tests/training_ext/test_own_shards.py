@@ -31,9 +31,9 @@ from training_ext.flags.data_checks import check_steps
 from training_ext.flags.params import parse_args
 from training_ext.flags.preflight import check_batch
 from training_ext.openclip.machine import global_batch
-from training_ext.pairs import command, writing
-from training_ext.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
-from training_ext.pairs.writing import OTHER_FORMAT, UNREADABLE
+from training_ext.tools.pairs import command, writing
+from training_ext.tools.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
+from training_ext.tools.pairs.writing import OTHER_FORMAT, UNREADABLE
 
 CAPTIONS = [Scenes(80)[row][1] for row in range(80)]
 

@@ -10,9 +10,10 @@ from conftest import TINY
 
 from open_clip_ext import InputError
 from open_clip_ext.main import main as ext_main
-from training_ext.flags import dry_run, recipes
+from training_ext.flags import recipes
 from training_ext.flags.params import parse_args
 from training_ext.flags.recipes import PUBLISHED, TYPES
+from training_ext.tools import dry_run
 
 NAMES = recipes.names()
 MINE = "loss: neuclip, npn_prototypes: 20, npn_updates: 2, rho: 5, lr: 1e-3, epochs: 1, seed: 3, workers: 0"

@@ -26,9 +26,9 @@ from open_clip_ext.normalizers import MovingAverageTable
 from open_clip_ext.normalizers_report import main as report_main
 from training_ext.data.checkpoint import KEY
 from training_ext.data.shards import Shards
-from training_ext.report import embeddings, inputs
-from training_ext.report.inputs import Data
-from training_ext.report.objective import nearest_pairs
+from training_ext.tools.report import embeddings, inputs
+from training_ext.tools.report.inputs import Data
+from training_ext.tools.report.objective import nearest_pairs
 
 ROOT = Path(__file__).parents[2]
 EPS = 1e-14
@@ -390,7 +390,7 @@ def test_two_processes_write_the_report_of_one(report, trained, pair, tmp_path, 
     path = experiment.path / "checkpoints/epoch_1.pt"
     command = f"{arguments} --dist-backend gloo --checkpoint {path} --out {tmp_path}/two"
     command += " --batch-sizes 8,20"
-    blocks = {"training_ext.report.embeddings.BLOCK_ROWS": 10}
+    blocks = {"training_ext.tools.report.embeddings.BLOCK_ROWS": 10}
     ended = pair(command, tmp_path, module="open_clip_ext.normalizers_report", **blocks)
     assert [process.code for process in ended] == [0, 0], ended
     together = json.loads((tmp_path / "two/normalizers.json").read_text())

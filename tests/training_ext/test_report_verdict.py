@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from training_ext.report.verdict import verdict
+from training_ext.tools.report.verdict import verdict
 
 BATCHES = {64: 0.4, 256: 0.1, 1024: 0.025}  # errors that go with 1 / B
 

@@ -8,7 +8,8 @@ import torch
 from conftest import TINY
 
 from training_ext.data.loss import build_loss
-from training_ext.flags import dry_run, params, step_memory
+from training_ext.flags import params
+from training_ext.tools import dry_run, step_memory
 
 
 def count(*flags):
@@ -45,6 +46,6 @@ def test_a_torch_without_the_private_parts_predicts_nothing(monkeypatch):
     import training_ext.flags
 
     monkeypatch.delattr(training_ext.flags, "step_memory")
-    monkeypatch.setitem(sys.modules, "training_ext.flags.step_memory", None)
+    monkeypatch.setitem(sys.modules, "training_ext.tools.step_memory", None)
     args = params.parse_args([*TINY.split(), "--loss", "clip"])
     assert dry_run.predicted_step(args, torch.nn.Linear(1, 1), 1, 64) is None

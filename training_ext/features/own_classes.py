@@ -10,13 +10,13 @@ import torch
 from open_clip_ext.errors import InputError, last_line
 from open_clip_ext.options import option
 from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES
-from training_ext.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
-from training_ext.evaluation.inference import Encoder
-from training_ext.evaluation.pictures import write_confusion
-from training_ext.evaluation.scores import open_task, score
-from training_ext.evaluation.tasks import own_task
 from training_ext.feature import Evaluation, Feature
 from training_ext.openclip.loading import load_tokenizer
+from training_ext.tools.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
+from training_ext.tools.evaluation.inference import Encoder
+from training_ext.tools.evaluation.pictures import write_confusion
+from training_ext.tools.evaluation.scores import open_task, score
+from training_ext.tools.evaluation.tasks import own_task
 
 FLAG = "--zeroshot-data"
 PICTURES = "confusion"  # folder of the run's

@@ -15,9 +15,9 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.evaluate import main as evaluate
-from training_ext.evaluation import command
-from training_ext.evaluation.results import Results, Row, table
-from training_ext.evaluation.tasks import DATACOMP_TASKS
+from training_ext.tools.evaluation import command
+from training_ext.tools.evaluation.results import Results, Row, table
+from training_ext.tools.evaluation.tasks import DATACOMP_TASKS
 
 
 def run(arguments: str) -> None:
@@ -168,7 +168,7 @@ def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path
     path.write_text("".join(others))
     scored = []
     monkeypatch.setattr(command, "score", lambda *given: scored.append(given[1].key) or score(*given))
-    from training_ext.evaluation.scores import score
+    from training_ext.tools.evaluation.scores import score
 
     run(arguments)
     assert path.read_text() == whole and scored == [json.loads(last)["key"]]
@@ -337,7 +337,7 @@ def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, ref
 def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):
     """aggregate_scores.py takes the lines whose metrics have a main_metric, 38 of them, and averages them by name."""
     pandas = pytest.importorskip("pandas")
-    from training_ext.evaluation.results import Results, Row
+    from training_ext.tools.evaluation.results import Results, Row
 
     results = Results(str(tmp_path / "results.jsonl"), {"checkpoint": "ab", "model": "ViT-test", "precision": "fp32"})
     for number, task in enumerate(DATACOMP_TASKS):

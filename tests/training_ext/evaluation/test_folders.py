@@ -13,10 +13,10 @@ from PIL import Image
 
 from open_clip_ext import InputError
 from training_ext.context import Run
-from training_ext.evaluation.class_folders import open_own_classes
-from training_ext.evaluation.folders import Candidates, Images, Shards
-from training_ext.evaluation.scores import prompt_of
 from training_ext.features.own_classes import OwnClasses
+from training_ext.tools.evaluation.class_folders import open_own_classes
+from training_ext.tools.evaluation.folders import Candidates, Images, Shards
+from training_ext.tools.evaluation.scores import prompt_of
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

@@ -10,12 +10,12 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user, whole_file
 from training_ext.data.loss import steps_per_epoch
 from training_ext.data.settings import setting_for
-from training_ext.evaluation.arguments import Parser
 from training_ext.openclip.machine import check_writable
-from training_ext.pairs.shards import SIZES, pattern, why_unfit
-from training_ext.pairs.sheet import draw, opened
-from training_ext.pairs.sources import HELD_OUT, LeftOut, Pair, drawn, find_sources
-from training_ext.pairs.writing import REPORT, Job, Report, read_images, write
+from training_ext.tools.evaluation.arguments import Parser
+from training_ext.tools.pairs.shards import SIZES, pattern, why_unfit
+from training_ext.tools.pairs.sheet import draw, opened
+from training_ext.tools.pairs.sources import HELD_OUT, LeftOut, Pair, drawn, find_sources
+from training_ext.tools.pairs.writing import REPORT, Job, Report, read_images, write
 
 SHEET, SHOWN, COLUMNS, SHOWN_SIZE = "samples.png", 40, 8, 256
 PER_SHARD, FEWEST_SHARDS = 1000, 8  # shards, so that several loader workers have some

@@ -22,10 +22,10 @@ from open_clip_ext.diagnostics import exact
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer
 from training_ext.openclip.machine import global_batch
-from training_ext.report.embeddings import Embedded
-from training_ext.report.inputs import Saved, batch_sizes
-from training_ext.report.objective import Objective
-from training_ext.report.verdict import verdict
+from training_ext.tools.report.embeddings import Embedded
+from training_ext.tools.report.inputs import Saved, batch_sizes
+from training_ext.tools.report.objective import Objective
+from training_ext.tools.report.verdict import verdict
 
 STEP = 0.01  # half of the relative difference of two temperatures for a derivative
 SIDES = ("image", "text")

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from open_clip_ext.files import whole_file
-from training_ext.report.numbers import SIDES, Result
+from training_ext.tools.report.numbers import SIDES, Result
 
 REPORT, PICTURE, VALUES = "normalizers.json", "normalizers.png", "normalizers.safetensors"
 

@@ -22,11 +22,11 @@ from training_ext.data import checkpoint, row_folders
 from training_ext.data.loss import build_loss
 from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index, trains
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
 from training_ext.openclip.loading import load_checkpoint
 from training_ext.openclip.machine import check_device, check_writable, global_batch
+from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 
 BATCH_SIZES = (64, 256, 1024)
 

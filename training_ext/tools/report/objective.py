@@ -13,7 +13,7 @@ from open_clip_ext.diagnostics.embeddings import Pairs, full_precision
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import Queue
 from open_clip_ext.surrogates import Identity
-from training_ext.report.embeddings import Embedded
+from training_ext.tools.report.embeddings import Embedded
 
 EPS = 1e-14  # for losses that have none
 AT_ONCE = 4096  # pairs whose temperatures are looked up together

@@ -186,7 +186,7 @@ def predicted_step(args: Namespace, model: Any, processes: int, num_rows: int) -
         on_gpu.given_settings = {name: value for name, value in args.given_settings.items() if name != "rows_on"}
         loss = build_loss(on_gpu, num_rows, "meta")
     try:
-        from training_ext.flags import step_memory  # which needs private parts of torch
+        from training_ext.tools import step_memory  # which needs private parts of torch
 
         return step_memory.step_bytes(model, args, processes, loss)
     except (AttributeError, ImportError, KeyError, NotImplementedError, RuntimeError, TypeError):

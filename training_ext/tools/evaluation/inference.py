@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
-from training_ext.evaluation.folders import Images, Source
 from training_ext.openclip.hosts import taken
+from training_ext.tools.evaluation.folders import Images, Source
 
 
 @dataclass

@@ -17,8 +17,8 @@ from open_clip_ext.files import whole_file
 from training_ext.data.images import as_it_looks, changes
 from training_ext.data.shard_scan import usable_cores
 from training_ext.data.tars import one_line
-from training_ext.pairs.shards import SIZES, write_shard
-from training_ext.pairs.sources import LeftOut, Pair
+from training_ext.tools.pairs.shards import SIZES, write_shard
+from training_ext.tools.pairs.sources import LeftOut, Pair
 
 REPORT, NAMED = "report.json", 3
 KEPT = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # what OpenCLIP reads from shards

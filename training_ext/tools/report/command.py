@@ -11,10 +11,10 @@ from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import AT_LEAST_1, WithOptions, option
 from training_ext.data.reading import source_of
-from training_ext.evaluation.arguments import Parser, checked_by_first, numbers
 from training_ext.flags import params, preflight
-from training_ext.report.embeddings import embed, read
-from training_ext.report.inputs import (
+from training_ext.tools.evaluation.arguments import Parser, checked_by_first, numbers
+from training_ext.tools.report.embeddings import embed, read
+from training_ext.tools.report.inputs import (
     Saved,
     check,
     check_data_of_recipe,
@@ -22,8 +22,8 @@ from training_ext.report.inputs import (
     embeddings_digest,
     training_flags,
 )
-from training_ext.report.numbers import compare
-from training_ext.report.output import PICTURE, REPORT, table, write
+from training_ext.tools.report.numbers import compare
+from training_ext.tools.report.output import PICTURE, REPORT, table, write
 
 PROG = "open_clip_ext.normalizers_report"
 CACHE = "embeddings"

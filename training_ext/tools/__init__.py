@@ -1,0 +1,1 @@
+"""Commands over files and checkpoints; nothing that trains imports them."""
