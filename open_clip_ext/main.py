@@ -77,16 +77,18 @@ def _run(argv: list[str]) -> Trained:
 
     supported()
     try:
-        from training_ext import launch, seams
-        from training_ext.flags import params, preflight, recipes
+        from training_ext import launch
+        from training_ext.core.plan import Plan
+        from training_ext.core.run import listing
+        from training_ext.flags import params, preflight
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
-        launch.check_seams(args)
+        run = launch.build(args)
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
     if args.seams:
-        print(seams.listing())
+        print(listing(run))
         return Trained([], None, [])
     if args.dry_run:
         from training_ext.tools import dry_run
@@ -94,18 +96,15 @@ def _run(argv: list[str]) -> Trained:
         with failures.in_one_line(args):
             dry_run.show(args)
         return Trained([], None, [])
-    flags = recipes.resolved_flags(args)  # before the session adds to them
     with ExitStack() as alone, _each_warning_once():
-        preflight.keep_others_out(args, alone)
+        launch.keep_folder(run, alone)
         with failures.in_one_line(args):
-            with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
-                rows = preflight.check(args)
-            session = launch.session_class()(args, rows, flags, alone)
-            session.told = told
+            with loading.collected_warnings():  # OpenCLIP sets up the log only later
+                preflight.check(run)
             with _logging_as_before():
-                launch.run(session)
-    by_epoch, place = session.evaluations.by_epoch, session.run.folder
-    del session
+                launch.train(run)
+    by_epoch, place = run.by_epoch, Plan(args).folder
+    del run
     gc.collect()  # frees loader workers and the model's memory
     if place is None:
         return Trained(by_epoch, None, [])

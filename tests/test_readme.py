@@ -69,9 +69,9 @@ def test_another_packages_loss(plugin, tmp_path):
     done = run([sys.executable, "-c", script, *lines], tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     saved = torch.load(tmp_path / "logs/shared/checkpoints/epoch_2.pt", weights_only=True)
-    assert saved["optimizer"]["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
+    assert saved["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
     saved = torch.load(tmp_path / "logs/average/checkpoints/epoch_2.pt", weights_only=True)
-    assert saved["optimizer"]["open_clip_ext"]["state"]["state.rows"]["table"] == 0
+    assert saved["open_clip_ext"]["state"]["state.rows"]["table"] == 0
     refused = run(command(f"{TINY} --loss neuclip --normalizer shared"), tmp_path, PYTHONPATH=path)
     assert refused.returncode == 2 and "--encoder-objective: 'unified' needs a normalizer" in refused.stderr
 

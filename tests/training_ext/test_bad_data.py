@@ -22,20 +22,19 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
+from training_ext.data.data_seams import DataSeams
+from training_ext.feature import Epoch
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import TRAIN
-from training_ext.context import Run
+from training_ext.components import bad_samples as skips
+from training_ext.components.bad_samples import BadSamples
 from training_ext.data import usable
-from training_ext.data.data_seams import DataSeams
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
 from training_ext.data.shard_rows import ShardRows
-from training_ext.feature import Epoch
-from training_ext.features import bad_samples as skips
-from training_ext.features.bad_samples import BadSamples
 from training_ext.openclip.hosts import host
 from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources

@@ -18,13 +18,13 @@ import open_clip_train.main
 import pytest
 import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
+from training_ext.seams import seams
 
 import training_ext
 from training_ext.data.rows import DataRows
 from training_ext.data.usual import likely_cause
 from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data
 from training_ext.flags.params import parse_args
-from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 ROWS = DataRows("webdataset", 480, "", listing="")  # of shards that were not counted

@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import exit_code
-from training_ext.data.checkpoint import KEY, atomic_save, fit_names, is_same_data, take_entry
+from training_ext.core.state import KEY, atomic_save, fit_names, is_same_data, take_entry
 from training_ext.data.checkpoint_files import find_resumed
 from training_ext.data.rows import DataRows
 
@@ -70,7 +70,7 @@ def test_every_checkpoint_carries_the_state_of_its_epoch(run, datasets, extra, n
     folder = experiment.path / "checkpoints"
     assert {path.name for path in folder.iterdir()} == set(names)
     for name, epochs in names.items():
-        entry = torch.load(folder / name)["optimizer"][KEY]
+        entry = torch.load(folder / name)[KEY]
         assert entry["state"]["steps"] == 6 * epochs
         assert (entry["loss"], entry["normalizer"], entry["num_rows"]) == ("fastclip-v3", "table", 48)
 
@@ -165,7 +165,7 @@ def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, mon
     def removed(*_):
         shutil.rmtree(tmp_path / "logs/x/checkpoints")
 
-    monkeypatch.setattr("training_ext.features.bad_samples.BadSamples._write", removed)
+    monkeypatch.setattr("training_ext.components.bad_samples.BadSamples._write", removed)
     error = ends(f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x")
     path = tmp_path / "logs/x/checkpoints/epoch_1.pt"
     assert f"'{path}' cannot be written: No such file or directory; no checkpoint is complete" in error

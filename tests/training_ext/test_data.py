@@ -18,12 +18,12 @@ from PIL import Image
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from training_ext.data.checkpoint import KEY
+from training_ext.components.recovery import recovered
+from training_ext.core.state import KEY
 from training_ext.data.loader import RowLoader
 from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.seeding import AT_BATCH, AT_EPOCH, Start
 from training_ext.data.tags import NUMBER, ROW, Tags
-from training_ext.features.recovery import recovered
 from training_ext.flags.params import parse_args
 
 
@@ -191,7 +191,7 @@ def test_a_training_does_not_resume_on_exchanged_images(run, refused, tmp_path):
     rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"])
     assert "other captions, or images below the folder of all" in refused(f"{flags} --resume {path} --name b")
     saved = torch.load(path, weights_only=True)
-    saved["optimizer"][KEY]["data_digest"] = captions  # as an earlier version
+    saved[KEY]["data_digest"] = captions  # as an earlier version
     torch.save(saved, path)
     assert run("b", f"{flags} --resume {path}").log.count("does not say which images its captions had") == 1
 

@@ -8,16 +8,15 @@ import open_clip
 import pytest
 import torch
 from conftest import ext_main, run_main
+from training_ext.run import Features
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.context import Run
+from training_ext.components.keep_best import BEST, START
+from training_ext.components.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.data.metrics import SCENES, is_better, num_items, open_clip_metrics
-from training_ext.features.keep_best import BEST, START
-from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
-from training_ext.run import Features
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"

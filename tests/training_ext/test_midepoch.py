@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
 from training_ext import evaluations
+from training_ext.components import stopping
+from training_ext.components.exact_resume.stopping import StopRequest
+from training_ext.components.recovery.recovery import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
 from training_ext.data.loader import RowLoader
 from training_ext.data.workers import WorkersIgnoreSigterm
-from training_ext.features import stopping
-from training_ext.features.recovery.recovery import UNFINISHED
-from training_ext.features.stopping import StopRequest
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -311,7 +311,7 @@ def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log
     assert experiment.log.count("=> resuming after step") == 2
-    assert experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
+    assert experiment.checkpoint(2)["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
 
 
 class Slow(IterableDataset):
@@ -400,7 +400,7 @@ def test_a_checkpoint_of_before_there_were_steps(run, datasets):
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
     path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
     checkpoint = torch.load(path, weights_only=True)
-    entry = checkpoint["optimizer"]["open_clip_ext"]
+    entry = checkpoint["open_clip_ext"]
     entry["format"] = 2
     del entry["order"], entry["position"]
     torch.save(checkpoint, path)

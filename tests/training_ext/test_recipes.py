@@ -98,7 +98,7 @@ def test_another_loss_has_its_own_settings(tmp_path, write):
 
 
 def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 5.0})
+    monkeypatch.setattr("training_ext.components.recovery.recovered.read", lambda path: {"epochs": 5.0})
     args = parse("--loss tuneclip --pretrained w.pt --train-data x.tar --osr-save s.state --name run")
     recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
     again = parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --lr 1e-6")
@@ -129,7 +129,7 @@ def test_the_command_line_changes_the_recovery_of_a_recipe(tmp_path, monkeypatch
 
     # A file of statistics may be gone later; --osr-epochs resumes the training, or recovers anew.
     with monkeypatch.context() as patch:
-        patch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 1.5})
+        patch.setattr("training_ext.components.recovery.recovered.read", lambda path: {"epochs": 1.5})
         recipe = saved("--osr-load s.state")
     with pytest.raises(InputError, match="there is no file 's.state'; .* give its --osr-epochs instead"):
         parse(recipe)
@@ -201,7 +201,7 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert "--lr 1e-3" not in text and re.search(r"recipe .*--lr 0\.001", text)
     data = arguments if shapes else arguments.replace("--train-data x-{0..5}.tar", datasets["shards"])
     trained = run("trained", f"{data}{shapes} --recipe {path}")
-    steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
+    steps = trained.checkpoint(1)["open_clip_ext"]["state"]["steps"]
     assert f"{steps} per epoch, {steps} in total" in text and steps == 6
     assert "total         48 samples" in text
     about = float(re.search(r"a checkpoint +([\d.]+) MiB", text)[1]) * 2**20

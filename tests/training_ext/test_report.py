@@ -24,7 +24,7 @@ from open_clip_ext.diagnostics.embeddings import Pairs
 from open_clip_ext.main import main as ext_main
 from open_clip_ext.normalizers import MovingAverageTable
 from open_clip_ext.normalizers_report import main as report_main
-from training_ext.data.checkpoint import KEY
+from training_ext.core.state import KEY
 from training_ext.data.shards import Shards
 from training_ext.tools.report import embeddings, inputs
 from training_ext.tools.report.inputs import Data
@@ -139,7 +139,7 @@ def tau_of(experiment: Experiment) -> float:
 
 
 def state_of(experiment: Experiment) -> dict:
-    return experiment.checkpoint(1)["optimizer"][KEY]["state"]
+    return experiment.checkpoint(1)[KEY]["state"]
 
 
 def agrees(error: dict, difference: torch.Tensor) -> None:
@@ -458,11 +458,11 @@ def test_wrong_checkpoints_are_refused(refused, trained, tmp_path):
 def test_a_checkpoint_from_before_an_option_was_trained_with_its_default(trained, refused, tmp_path):
     experiment, arguments = trained("table")
     checkpoint = torch.load(experiment.path / "checkpoints/epoch_1.pt", weights_only=True)
-    del checkpoint["optimizer"][KEY]["reference_gap"]
+    del checkpoint[KEY]["reference_gap"]
     older = tmp_path / "older.pt"
     torch.save(checkpoint, older)
     assert run_main(report_main, f"{arguments} --checkpoint {older} --out {tmp_path}/out", tmp_path) == 0
-    checkpoint["optimizer"][KEY]["reference_gap"] = True
+    checkpoint[KEY]["reference_gap"] = True
     torch.save(checkpoint, older)
     assert "--reference-gap: False, but" in refused("table", path=older)
 

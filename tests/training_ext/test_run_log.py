@@ -8,16 +8,15 @@ from math import inf, nan
 
 import pytest
 from conftest import LOSSES, ext_main, run_main
+from training_ext.feature import Epoch
 
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.retrieval import SIDES
 from open_clip_ext.surrogates import PowerHinge
-from training_ext.context import Run
-from training_ext.feature import Epoch
-from training_ext.features import bad_samples as skips
-from training_ext.features import log as run_log
-from training_ext.features.log import Log, duration
-from training_ext.features.summary import summary
+from training_ext.components import bad_samples as skips
+from training_ext.components import log as run_log
+from training_ext.components.log import Log, duration
+from training_ext.components.summary import summary
 from training_ext.flags.params import parse_args
 
 FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"

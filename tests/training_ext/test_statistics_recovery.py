@@ -16,9 +16,9 @@ from torch.nn.functional import normalize
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
+from training_ext.components.recovery.recovery import FIRST_EPOCH, UNFINISHED
 from training_ext.data.loader import RowLoader
 from training_ext.data.tags import ROW
-from training_ext.features.recovery.recovery import FIRST_EPOCH, UNFINISHED
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 

@@ -10,8 +10,8 @@ from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
 from open_clip_ext.metrics_file import read_metrics
+from training_ext.core.state import KEY, SHARDED
 from training_ext.data import checkpoint_files
-from training_ext.data.checkpoint import KEY, SHARDED
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.openclip.hosts import TASKS, host
 
@@ -38,7 +38,7 @@ def test_two_processes_move_the_weights_of_one(pair, run, tmp_path, flags):
     for name, tensor in weights_of(two.checkpoint(4)).items():
         # A float32 has 2**-24, and each step sums over thousands.
         assert (tensor - after[name]).abs().max() < 1e-5 * moved, name
-    (table, expected) = (e.checkpoint(4)["optimizer"][KEY]["state"]["state.log_u"] for e in (two, one))
+    (table, expected) = (e.checkpoint(4)[KEY]["state"]["state.log_u"] for e in (two, one))
     assert torch.allclose(table, expected, rtol=1e-4, atol=1e-4) and table.shape == (16, 2)
 
 
@@ -57,7 +57,7 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
         ours, theirs = resumed.checkpoint(4), whole.checkpoint(4)
         same(ours["state_dict"], theirs["state_dict"])
         same(ours["optimizer"]["state"], theirs["optimizer"]["state"])
-        same(ours["optimizer"][KEY], theirs["optimizer"][KEY])
+        same(ours[KEY], theirs[KEY])
         return
     entries = [torch.load(e.path / "checkpoints/epoch_4" / SHARDED, weights_only=True) for e in (resumed, whole)]
     if not extra:

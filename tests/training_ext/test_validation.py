@@ -11,8 +11,8 @@ import torch
 
 from open_clip_ext.retrieval import ANY_CAPTION, validation_metrics
 from training_ext import evaluations
+from training_ext.components.keep_best import BEST
 from training_ext.data.metrics import num_items
-from training_ext.features.keep_best import BEST
 from training_ext.openclip.hosts import host
 
 FLAGS = "--epochs 1 --workers 0 --lr 1e-3"

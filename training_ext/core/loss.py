@@ -86,6 +86,27 @@ def take_added(output: dict[str, Tensor], expected: bool) -> dict[str, Tensor]:
     return {f"{name.removeprefix(ADDED)}_loss": value for name, value in added.items()}
 
 
+class LossItems(dict):
+    """The losses of a step by name, of which OpenCLIP's loops sum `values()`, or `items()` before "loss" is there.
+
+    From then on `items()` is what they log: the value under the loss's own name, and its diagnostics. They call it on
+    logged steps only, so no other step waits for the device.
+    """
+
+    def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
+        super().__init__(contrastive_loss=value)
+        self._name = name
+        self._diagnostics = diagnostics
+
+    def items(self) -> Any:
+        if "loss" not in self:
+            return super().items()
+        own = {self._name if name == "contrastive_loss" else name: value for name, value in super().items()}
+        total = own.pop("loss")
+        # OpenCLIP 4 reduces them over the processes, which NCCL does on its own devices only.
+        return {name: value.to(total.device) for name, value in (own | self._diagnostics()).items()}.items()
+
+
 class TrainingLoss:
     """What OpenCLIP's loops call for the loss: the run's, and those that components add.
 
@@ -103,5 +124,5 @@ class TrainingLoss:
         losses = self.losses(**output, output_dict=True)
         if clash := added.keys() & losses.keys():
             raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
-        losses |= added  # with names that end in _loss, the only ones that OpenCLIP 4 sums
+        losses.update(added)  # with names that end in _loss, the only ones that OpenCLIP 4 sums
         return losses if output_dict else sum(losses.values())

@@ -7,6 +7,7 @@ which `RowLoader` takes off the batch before OpenCLIP's loop sees it.
 
 import json
 import os
+from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from open_clip_train import data
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA
 
@@ -111,27 +113,37 @@ def _size(url: str) -> int:
 
 
 class RowLoader:
-    """OpenCLIP's train loader, which takes the rows off each batch and tells when the last step of an epoch is done.
+    """OpenCLIP's train loader, which takes the rows off each batch and tells when a step and an epoch are done.
+
+    OpenCLIP's loop asks for a batch when the step before is done. It computes a learning rate for batches that are too
+    few for a step, too, which after the last step may divide by zero; they are read, but not passed on.
 
     Args:
         keep: batches per optimizer step.
         has_rows: whether the samples carry rows.
-        at_end: called on every process when OpenCLIP asks for a batch after the last one.
+        at_step: called with the number of steps of the epoch that are done.
+        at_end: called on every process after the last step.
     """
 
-    def __init__(self, loader: Any, keep: int, has_rows: bool, at_end: Callable[[], None]):
+    def __init__(self, loader: Any, keep: int, has_rows: bool, at_step: Callable[[int], None], at_end: Callable):
         self.loader = loader
+        self.keep = keep
         self.has_rows = has_rows
         self._rows: deque[Tensor] = deque(maxlen=keep)
-        self._at_end = at_end
+        self._at_step, self._at_end = at_step, at_end
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
+        last = self.loader.num_batches // self.keep * self.keep
+        for done, batch in enumerate(self.loader, getattr(self.loader, "first", 0) + 1):
+            if done > last:
+                continue
             if self.has_rows:
                 text = pair_of(batch)[1]
                 self._rows.append(text[:, -1].contiguous())
                 batch = with_text(batch, text[:, :-1].contiguous())
             yield batch
+            if done % self.keep == 0:
+                self._at_step(done // self.keep)
         self._at_end()
 
     def __len__(self) -> int:
@@ -150,23 +162,34 @@ class RowLoader:
 class TrainData:
     """OpenCLIP's train data set, built with the rows of its samples.
 
-    Args:
-        needs_rows: whether the loss keeps state per sample.
-        in_place: returns a context in which the seams of a scope are in place.
-        at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
-        at_end: see `RowLoader`.
-
     Attributes:
         num_rows: n, once the data set is built; of shards without rows the samples of an epoch.
         samples_per_epoch: of OpenCLIP's epochs, before it rounds them to whole batches.
+        rows: what those who counted the rows know of them.
     """
 
-    def __init__(self, needs_rows: bool, in_place: Callable, at_epoch: Callable[[int], None], at_end: Callable):
-        self.needs_rows = needs_rows
+    rows: Any = None
+
+    def __init__(self, args: Namespace):
+        parts = factory.parts_of(args.loss, vars(args)) if args.uses_ext_loss else ()
+        self.needs_rows = any(part.needs_index for part in parts)
         self.num_rows = self.samples_per_epoch = 0
         self.loader: RowLoader
-        self._in_place, self._at_epoch, self._at_end = in_place, at_epoch, at_end
         self._urls: list[str] = []
+
+    def attend(self, in_place: Callable, at_epoch: Callable, at_step: Callable, at_end: Callable) -> None:
+        """Name whom to tell.
+
+        Args:
+            in_place: returns a context in which the seams of a scope are in place.
+            at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
+            at_step, at_end: see `RowLoader`.
+        """
+        self._in_place, self._at_epoch, self._at_step, self._at_end = in_place, at_epoch, at_step, at_end
+
+    def of_last_step(self) -> dict[str, Tensor | None]:
+        """What a loss gets of the samples since the last step besides the model's output."""
+        return {"index": self.loader.rows()}
 
     def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
         """Replaces OpenCLIP's `get_dataset_fn`, which returns the function that builds the data set."""
@@ -185,8 +208,12 @@ class TrainData:
         with self._in_place(TRAIN_DATA):
             info = build(args, transform, is_train, tokenizer=tokenizer, **more)
         self.samples_per_epoch = self.samples_per_epoch or self.num_rows
-        self.loader = info.dataloader = RowLoader(info.dataloader, args.accum_freq, self.needs_rows, self._at_end)
-        info.set_epoch = partial(self._begin, info.set_epoch)
+        return self.followed(info, args.accum_freq, self.needs_rows)
+
+    def followed(self, info: Any, keep: int, has_rows: bool) -> Any:
+        """OpenCLIP's DataInfo of the train data, whose epochs and steps are followed."""
+        self.loader = RowLoader(info.dataloader, keep, has_rows, self._at_step, self._at_end)
+        info.dataloader, info.set_epoch = self.loader, partial(self._begin, info.set_epoch)
         return info
 
     def _begin(self, original: Callable[[int], None], epoch: int) -> None:

@@ -1,28 +1,34 @@
 """`Run`: one training, and the functions that replace OpenCLIP's (see `hosts`)."""
 
+import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import open_clip
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_ext import MODEL_CONFIGS, factory
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
+from open_clip_ext.files import is_full
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
-from training_ext.core.component import Components
+from training_ext.core.component import Components, overrides
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
-from training_ext.core.loss import TrainingLoss, add_losses, build_loss
+from training_ext.core.loss import LossItems, TrainingLoss, add_losses, build_loss
 from training_ext.core.optimizer import GivenSettings, regroup
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
+from training_ext.core.training import Epoch, Evaluation, Training
+
+IMAGENET_V2 = "imagenet-v2"  # OpenCLIP's name of the data
 
 
 class Run:
@@ -32,41 +38,50 @@ class Run:
         args: the command line, see `flags.parse`.
         components: what it can do besides training.
         host: the module of `hosts` with the seams of the installed OpenCLIP.
+        data: the train data; by default read by the core alone.
 
     Attributes:
-        loss: of this package, from the first epoch on; None with OpenCLIP's own.
+        by_epoch: metrics of every evaluation on process 0, where a component takes part in evaluations.
     """
 
-    def __init__(self, args: Namespace, components: Components, host: ModuleType):
+    def __init__(self, args: Namespace, components: Components, host: ModuleType, data: TrainData | None = None):
         self.args = args
         self.components = components
         self.host = host
-        self.loss: Loss | None = None
+        self.data = TrainData(args) if data is None else data
+        self.data.attend(partial(in_place, list(self.seams())), self.begin_epoch, self.end_step, self.end_epoch)
         self.state = State(args, components, host.HAS_TASKS)
-        needs_rows = args.uses_ext_loss and any(p.needs_index for p in factory.parts_of(args.loss, vars(args)))
-        self.data = TrainData(needs_rows, partial(in_place, list(self.seams())), self.begin_epoch, self.end_epoch)
-        self.model: nn.Module | None = None  # without wrappers
+        self.training = Training(components, self._build_loss, self.data, self.state)
+        for component in components:
+            component.training = self.training
+        self.by_epoch: list[dict[str, float]] = []
         self.temperature: TemperatureGroup | None = None
-        self.adds_losses = self._has_begun = False
+        self.adds_losses = self._has_begun = self._is_besides = False
         self._settings: GivenSettings
-        self._epoch = 0
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """Every seam of the run with its owner."""
         yield from ((seam, self) for seam in self.host.SEAMS)
+        hooks = [hook for hook in self.host.EVENTS if any(overrides(one, hook) for one in self.components)]
+        yield from ((self.host.EVENTS[hook], self) for hook in hooks)
         yield from ((seam, component) for component in self.components for seam in component.seams)
 
     # Model and optimizer
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
-        if self.model is None:  # a second one is frozen, to learn from
-            self.model = model
+        if self.training.model is not None:  # this one is frozen, to learn from
             for component in self.components:
-                component.wrap_model(model)
-            self.adds_losses = add_losses(model, self.components)
-            if self.args.uses_ext_loss:
-                self._prepare_temperature(model)
+                component.reference_built(model)
+            return model, *transforms
+        self.training.model = model
+        for component in self.components:
+            component.wrap_model(model)
+        self.adds_losses = add_losses(model, self.components)
+        if self.args.uses_ext_loss:
+            self._prepare_temperature(model)
+        for component in self.components:
+            component.model_built(model)
         return model, *transforms
 
     def _prepare_temperature(self, model: Any) -> None:
@@ -81,9 +96,8 @@ class Run:
         train_temperature(model, self.args)
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Replaces a constructor of optimizers whose parameters are those of `self.model`."""
-        assert self.model is not None
-        return self.prepare_optimizer(original(*args, **kwargs), self.model)
+        """Replaces a constructor of optimizers whose parameters are those of `training.model`."""
+        return self.prepare_optimizer(original(*args, **kwargs), self.training.model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
         """Give components and the temperature their groups, and keep the settings that a checkpoint replaces.
@@ -92,6 +106,7 @@ class Run:
             model: without wrappers, with the parameters that are trained.
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
+        self.training.optimizer = inner
         regroup(inner, model, self.components)
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
@@ -114,7 +129,9 @@ class Run:
         return original(SimpleNamespace(param_groups=groups))
 
     def highest_scale(self) -> float | None:
-        """Where logit_scale is clamped after each step, log(1 / tau); None if the loss does not learn it."""
+        """Where logit_scale is clamped after each step, log(1 / tau); None if the step does not change it."""
+        if self._is_besides:
+            return None
         if not self.args.uses_ext_loss:
             return -math.log(OPEN_CLIP_TAU_MIN)
         return -math.log(self.args.tau_min) if trains_logit_scale(self.args) else None
@@ -126,35 +143,147 @@ class Run:
             return TrainingLoss(self.loss_of, self.adds_losses)
         return TrainingLoss(original(args), True) if self.adds_losses else original(args)
 
-    def loss_of(self, output_dict: bool = True, **output: Any) -> dict[str, Tensor]:
+    def loss_of(self, output_dict: bool = True, **output: Any) -> LossItems:
         """This package's loss of a model's output for the batches since the last step."""
-        assert self.loss is not None
-        return self.loss(**output, index=self.data.loader.rows(), output_dict=True)
+        loss = self.training.loss
+        assert loss is not None
+        value = loss(**output, **self.data.of_last_step(), output_dict=True)["contrastive_loss"]
+        return LossItems(value, loss.value_name, self._diagnostics)
+
+    def _diagnostics(self) -> dict[str, Tensor]:
+        loss = self.training.loss
+        assert loss is not None
+        loss.raise_if_not_finite()
+        return loss.diagnostics()
+
+    def _build_loss(self) -> Loss:
+        args = self.args
+        batch = args.batch_size * args.accum_freq * args.world_size
+        return build_loss(args, self.data.num_rows, args.device, self.data.samples_per_epoch, batch)
+
+    # Data, epochs and evaluations
+
+    def get_data(self, original: Callable, args: Namespace, transforms: Any, *rest: Any, **kwargs: Any) -> Any:
+        self.training.transform, self.training.tokenizer = transforms[1], kwargs.get("tokenizer")
+        data = original(args, transforms, *rest, **kwargs)
+        for component in self.components:
+            component.data_built(data)
+        if any(component.metrics() for component in self.components):
+            need_evaluation(data)
+        return data
+
+    def begin(self) -> None:
+        """The first epoch of the run is about to begin: load what it resumes from."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self.args.uses_ext_loss:
+            self.training.loss = self._build_loss()
+        self.state.load_into(self.training.loss, self.data.num_rows)
+        self._settings.put_back()
+        if self.temperature is not None:
+            self.temperature.begin(self.args.skip_scheduler)
+        for component in self.components:
+            component.begin(self.state.is_resumed)
+
+    def train_one_epoch(self, train: Callable[[Epoch], Any], epoch: Epoch) -> None:
+        """An epoch of OpenCLIP's, run by `train`, within the components' `epoch`."""
+
+        def run(epoch: Epoch) -> None:
+            self._is_besides = not epoch.is_training
+            train(epoch)
+
+        for component in reversed(self.components):
+            run = partial(component.epoch, train=run)
+        self.begin()
+        run(replace(epoch, run=run))
 
     def begin_epoch(self, epoch: int) -> None:
+        self.begin()
         self._epoch = epoch
-        args, rows = self.args, self.data.num_rows
-        if self.loss is None and args.uses_ext_loss:
-            batch = args.batch_size * args.accum_freq * args.world_size
-            self.loss = build_loss(args, rows, args.device, self.data.samples_per_epoch, batch)
-        if not self._has_begun:
-            self._has_begun = True
-            self.state.load_into(self.loss, rows)
-            self._settings.put_back()
-            if self.temperature is not None:
-                self.temperature.begin(args.skip_scheduler)
-        if self.loss is not None:
-            self.loss.set_epoch(epoch)
+        if self.training.loss is not None and not self._is_besides:
+            self.training.loss.set_epoch(math.ceil(self.args.epochs_before) + epoch)
+
+    def end_step(self, step: int) -> None:
+        """`step` steps of the epoch are done.
+
+        Raises:
+            NonFiniteError: a value of an earlier step was not finite.
+        """
+        # On process 0 diagnostics show it; wrong norms, and in `amorlip` NaN, are seen only by the process with them
+        loss = self.training.loss
+        if loss is not None and self.args.rank and (step - 1) % self.args.log_every_n_steps == 0:
+            loss.raise_if_not_finite()
+        for component in self.components:
+            component.step_done(step)
 
     def end_epoch(self) -> None:
         """Every process: the last step of the epoch is done, and OpenCLIP is about to evaluate and to save.
 
         Raises:
-            NonFiniteError: a value of an earlier step was not finite.
+            NonFiniteError: a value of an earlier step, or a parameter, is not finite.
         """
-        if self.loss is not None:
-            self.loss.raise_if_not_finite()
-        self.state.gather(self.loss, self.data.num_rows, self._epoch + 1)
+        if not self._is_besides:
+            self.state.gather(self.training, self._epoch + 1)
+
+    def evaluate(
+        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, **kwargs: Any
+    ) -> dict[str, Any]:
+        try:
+            metrics = original(model, data, epoch, args, **kwargs)
+        except OSError as error:  # do not lose the training for a log
+            if not is_full(error):
+                raise
+            logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
+            return {}
+        if metrics:
+            self.by_epoch.append({name: float(value) for name, value in metrics.items()})
+            evaluation = Evaluation(epoch, self.host.without_wrapper(model), data, kwargs.get("tokenizer"))
+            for component in self.components:
+                component.evaluated(evaluation, metrics)
+        return metrics
+
+    def zero_shot(
+        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
+    ) -> dict[str, float]:
+        data = {name: info for name, info in data.items() if info is not None}  # see `need_evaluation`
+        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
+        evaluation = Evaluation(epoch, self.host.without_wrapper(model), data, tokenizer)
+        for component in self.components:
+            metrics = metrics | component.scores(evaluation)
+        return metrics
+
+    def check_seams(self) -> None:
+        """Raise InputError if the installed OpenCLIP does not keep the contract of a seam that every run needs."""
+        for seam in self.host.SEAMS:
+            if (broken := seam.broken()) is not None:
+                version = hosts.open_clip_version()
+                raise InputError(
+                    f"open_clip_torch {version} is installed, where {broken}; it runs with {self.host.RANGE}"
+                )
+
+    def train(self) -> None:
+        """Run OpenCLIP's main with the names of the seams replaced.
+
+        Raises:
+            InputError: OpenCLIP ended before it trained.
+        """
+        completed = False
+        try:
+            with in_place(self.seams(), RUN):
+                if self.host.main().main([]):
+                    flag = None if self.args.remote_sync is None else "--remote-sync"
+                    raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
+            completed = True
+        finally:
+            for component in self.components:
+                component.end(completed)
+
+
+def need_evaluation(data: dict[str, Any]) -> None:
+    """Let OpenCLIP evaluate, which it does only with validation data or ImageNet."""
+    if not data.keys() & {"val", "imagenet-val", IMAGENET_V2}:
+        data[IMAGENET_V2] = None
 
 
 def start(argv: list[str]) -> Run | None:
@@ -167,27 +296,15 @@ def start(argv: list[str]) -> Run | None:
     host = hosts.installed()
     open_clip.add_model_config(MODEL_CONFIGS)
     args, classes = parse(argv)
-    components = Components(classes, args, named=True)
-    run = Run(args, components, host)
-    for seam, owner in run.seams():
-        if owner is run and (broken := seam.broken()) is not None:
-            version = hosts.open_clip_version()
-            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
+    run = Run(args, Components(classes, args, named=True), host)
+    run.check_seams()
     if args.seams:
         print(listing(run))
         return None
     if args.uses_ext_loss:
         host.check_flags(args)
     run.state.check()
-    completed = False
-    try:
-        with in_place(run.seams(), RUN):
-            if run.host.main().main([]):
-                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
-        completed = True
-    finally:
-        for component in components:
-            component.end(completed)
+    run.train()
     return run
 
 

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
+from training_ext.core.plan import world_info
 from training_ext.data.captions import Pictures
 from training_ext.data.pair_folders import read_folder
 from training_ext.data.tars import fields_of
 from training_ext.openclip.loading import warn_once
-from training_ext.openclip.machine import world_info
 
 _NAMED = 10  # fields in a message
 Keys = Callable[[Tensor, Tensor | None], Tensor]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
+from training_ext.core.plan import world_info
 from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
-from training_ext.openclip.machine import world_info
 
 NO_TEXT, NO_PICTURE, NO_CAPTION = "images without .txt", ".txt without image", "images without caption in their .txt"
 NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", "images whose .txt cannot be read"

@@ -21,7 +21,7 @@ from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.data.checkpoint import KEY
+from training_ext.core.state import entry_of
 from training_ext.openclip.loading import load_mapped, one_line
 
 MIB = 2**20
@@ -151,5 +151,14 @@ def _named_in(file: str) -> Any:
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None
-    entry = content.get("optimizer", {}).get(KEY) if "optimizer" in content else content
-    return entry.get("rows") if isinstance(entry, dict) else None
+    if "optimizer" not in content and "components" not in content:  # of a recovery, or version 0.1's of shards
+        return content.get("rows")
+    entry = entry_of(content) if "optimizer" in content else content
+    return None if entry is None else rows_folder_of(entry)
+
+
+def rows_folder_of(entry: dict[str, Any]) -> Any:
+    """The name of the folder that our entry of a checkpoint names, if any."""
+    if "older" in entry:
+        return entry["older"].get("rows")
+    return entry.get("components", {}).get("row_files", {}).get("folder")

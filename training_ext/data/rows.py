@@ -51,11 +51,6 @@ class DataRows:
         return self.listing is None or self.shards is not None
 
 
-def trains(args: Namespace) -> bool:
-    """Whether OpenCLIP trains, by its own rule; otherwise it only evaluates."""
-    return bool(args.train_data) or args.dataset_type == "synthetic"
-
-
 def needs_index(args: Namespace) -> bool:
     """Whether the chosen loss keeps state per sample."""
     return args.uses_ext_loss and any(part.needs_index for part in factory.parts_of(args.loss, vars(args)))

@@ -12,14 +12,13 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
-from training_ext import run
-from training_ext.core.component import registry
+from training_ext.core.component import choose, names_of, registry
 from training_ext.core.flags import NEEDS_LOSS, add_option, settle
 from training_ext.core.patching import replaced
+from training_ext.core.plan import world_info
 from training_ext.flags import recipes
 from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
 from training_ext.openclip.hosts import complete
-from training_ext.openclip.machine import world_info
 
 
 class Parser(argparse.ArgumentParser):
@@ -142,15 +141,12 @@ class Parser(argparse.ArgumentParser):
             help="print the resulting flags, the steps and the memory of each process, and exit; needs no data if "
             "--train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
-        for owner in run.owners():
-            for option in owner.options:
-                add_option(under(owner.topic), option)
         for kind in registry().values():
             for option in kind.options:
-                add_option(under(kind.name.replace("_", " ")), option)
+                add_option(under(kind.topic or kind.name.replace("_", " ")), option)
         group = under("the run")
         group.add_argument(
-            "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"
+            "--seams", action="store_true", help="print what is replaced in OpenCLIP, and by which component"
         )
         group.add_argument(
             "--traceback",
@@ -216,7 +212,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        needing_loss = [option.name for option in run.options(needing_loss=True)]
+        needing_loss = [option.name for kind in registry().values() if kind.needs_loss for option in kind.options]
         for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
             raise InputError(NEEDS_LOSS, flag_of(name))
         settle(args, given)
@@ -226,11 +222,11 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     args.uses_ext_loss = not preset.is_open_clip
     args.given_settings = given
     for name, value in preset.training_defaults.items():
-        if name not in args.given_flags and hasattr(args, name):  # not that of a feature that was taken out
+        if name not in args.given_flags and hasattr(args, name):  # not that of a component that was taken out
             setattr(args, name, value)
     check_given(vars(args))  # before defaults are derived from them
-    for feature in run.FEATURES:
-        feature.resolve(args)
+    for kind in choose(registry(), names_of(args.without)):
+        kind.resolve(args)
     settle(args, given)
     for name in ("shard_sizes", "same_key", "same_caption"):
         if getattr(args, name) and not args.uses_ext_loss:
@@ -239,10 +235,10 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def check_given(settings: dict[str, Any]) -> None:
-    """Raise InputError for a length, or an option of a feature, that is out of range."""
+    """Raise InputError for a length, or an option of a component, that is out of range."""
     epochs = settings.get("epochs", 1)
     if not 0 <= epochs <= MOST_EPOCHS:
         raise InputError(f"{epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}", "--epochs")
-    for option in run.options():
+    for option in (option for kind in registry().values() for option in kind.options):
         if settings.get(option.name) is not None:
             option.check(settings[option.name])

@@ -31,7 +31,7 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext.openclip.machine import global_batch
+from training_ext.core.plan import global_batch
 
 PUBLISHED = Path(__file__).parent / "published"
 RECIPE = "recipe.yaml"  # in the run's folder

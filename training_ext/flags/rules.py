@@ -16,13 +16,13 @@ from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
+from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.loss import build_loss
-from training_ext.data.rows import kind_of, needs_index, trains
+from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
 from training_ext.openclip.hosts import has_lora, host, shards_model
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import global_batch, world_info
 
 # Of names, by --dataset-type
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",), "folder": (".csv", ".tsv", ".tar")}

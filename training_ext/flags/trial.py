@@ -17,8 +17,8 @@ from open_clip_train import params as open_clip_params
 from PIL import Image
 
 from training_ext.core.patching import replaced
+from training_ext.core.plan import trains
 from training_ext.core.temperature import train_temperature
-from training_ext.data.rows import trains
 from training_ext.openclip.failures import in_words
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config, load_mapped, logged

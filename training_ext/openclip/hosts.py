@@ -15,7 +15,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.hosts import open_clip_version, release
-from training_ext.openclip.machine import world_info
+from training_ext.core.plan import world_info
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""

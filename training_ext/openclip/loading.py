@@ -19,8 +19,8 @@ import torch
 from open_clip_ext.errors import InputError, one_line
 from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
 from training_ext.core.patching import replaced
+from training_ext.core.plan import world_info
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.machine import world_info
 
 
 def suffixes_of(sample: dict) -> str:
@@ -182,11 +182,22 @@ warn_once = cache(logging.warning)  # of data, which a run may look at several t
 
 
 @contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """`logged` warnings of a block where a run begins."""
+def collected_warnings() -> Iterator[None]:
+    """Keep the warnings of a block where a run begins until OpenCLIP has set up the log, see `take_warnings`."""
     warn_once.cache_clear()
     with logged(logging.WARNING) as told:
-        yield told
+        yield
+    _collected[:] = told
+
+
+_collected: list[str] = []
+
+
+def take_warnings() -> list[str]:
+    """The warnings of `collected_warnings`, once."""
+    told = list(_collected)
+    _collected.clear()
+    return told
 
 
 @contextmanager

@@ -17,16 +17,17 @@ from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
+from training_ext import launch
+from training_ext.components.advice import advise, advise_on_captions
+from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.data.captions import SeenCaptions
 from training_ext.data.loss import build_loss, samples_per_epoch, steps_per_epoch
-from training_ext.data.rows import find_rows, kind_of, trains
+from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.settings import setting_for
-from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find, resolved_flags
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, without_warnings
-from training_ext.openclip.machine import global_batch, world_info
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -54,7 +55,7 @@ def lines(args: Namespace) -> list[str]:
     if not has_data:
         args.train_data = "DATA.tar"
     if args.loss is not None:
-        preflight.check_flags(args)
+        preflight.check_flags(launch.build(args))
     samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
     step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)

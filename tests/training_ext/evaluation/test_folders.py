@@ -12,8 +12,7 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
-from training_ext.context import Run
-from training_ext.features.own_classes import OwnClasses
+from training_ext.components.own_classes import OwnClasses
 from training_ext.tools.evaluation.class_folders import open_own_classes
 from training_ext.tools.evaluation.folders import Candidates, Images, Shards
 from training_ext.tools.evaluation.scores import prompt_of

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from open_clip_ext import InputError
 from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.main import main as train
-from training_ext.context import Run
-from training_ext.features.own_classes import OwnClasses
+from training_ext.components.own_classes import OwnClasses
 from training_ext.openclip.loading import warn_once
 from training_ext.tools.evaluation.folders import Shards
 from training_ext.tools.evaluation.models import find_checkpoint

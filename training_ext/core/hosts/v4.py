@@ -2,27 +2,33 @@
 
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from open_clip.task import CLIPTask, unwrap_model
+from open_clip.task import CLIPTask, get_model_from_task, save_checkpoint, unwrap_model
+from open_clip_train.train import TrainState
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
+from training_ext.core.component import Component
 from training_ext.core.hosts import range_of
-from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
+from training_ext.core.hosts.both import EVALUATE, GET_DATA, IN_MAIN, MAIN, TRAIN, data_parallel, main, zero_shot
 from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.loss import TrainingLoss
 from training_ext.core.seam import Seam
+from training_ext.core.training import Epoch
 
-__all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
+__all__ = [
+    "EVENTS", "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
+]
 
 RANGE = range_of("v4")
 HAS_TASKS = True
-# For other data than images and captions, or captions from elsewhere than the .txt that carries the row; and a frozen
-# model's features, which this task does not compute
-REFUSED = ("audio_zeroshot_dataset", "distill_model", "json_text_key", "text_key", "use_naflex", "variable_text")
+SCALE = "logit_scale"  # name of 1 / tau in a logged step
+# For other data than images and captions, or captions from elsewhere than the .txt that carries the row
+REFUSED = ("audio_zeroshot_dataset", "json_text_key", "text_key", "use_naflex", "variable_text")
 
 
 def check_flags(args: Namespace) -> None:
@@ -51,18 +57,42 @@ class WithoutCompiledLoss(CLIPTask):
 class LossTask(WithoutCompiledLoss):
     """A task of a model and one of this package's losses.
 
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
+
     Args:
-        highest_scale: where logit_scale is clamped after a step; None: nowhere.
+        reference: a frozen model whose features the loss also gets, or None.
+        highest_scale: tells where logit_scale is clamped after a step; None: nowhere.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: TrainingLoss, highest_scale: float | None):
+    def __init__(
+        self, model: torch.nn.Module, loss: TrainingLoss, reference: torch.nn.Module | None,
+        highest_scale: Callable[[], float | None],
+    ):
         super().__init__(model, default_loss=False)
         self.loss = loss
+        self.reference = None if reference is None else reference.eval().requires_grad_(False)
         self._highest_scale = highest_scale
 
+    def train(self, mode: bool = True) -> "LossTask":
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    def training_forward(self, batch: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+        if self.reference is None:
+            return super().training_forward(batch)
+        output = self.trainable_module(**batch)
+        report = self._report(output)
+        with torch.no_grad():
+            output |= {f"dist_{name}": value for name, value in self.reference(**batch).items()}
+        losses = self.loss(**output, output_dict=True)
+        losses["loss"] = sum(losses.values())
+        return losses, report
+
     def clamp_logit_scale(self, *args: Any, **kwargs: Any) -> None:
-        if self._highest_scale is not None:
-            super().clamp_logit_scale(self._highest_scale)
+        if (highest := self._highest_scale()) is not None:
+            super().clamp_logit_scale(highest)
 
 
 def add_to_task(task: Any) -> Any:
@@ -77,10 +107,12 @@ def create_task(original: Callable, run: Any) -> Callable:
     """`create_task` with the run's loss, or OpenCLIP's and those of components."""
 
     def create(args: Any, model: torch.nn.Module, **more: Any) -> Any:
-        if not run.args.uses_ext_loss:
-            task = original(args, model=model, **more)
-            return add_to_task(task) if run.adds_losses else task
-        return LossTask(model, run.create_loss(original, args), run.highest_scale())
+        if run.args.uses_ext_loss:
+            return LossTask(model, run.create_loss(original, args), more.get("dist_model"), run.highest_scale)
+        task = original(args, model=model, **more)
+        clamp = task.clamp_logit_scale
+        task.clamp_logit_scale = lambda *rest: None if run.highest_scale() is None else clamp(*rest)
+        return add_to_task(task) if run.adds_losses else task
 
     return create
 
@@ -92,6 +124,55 @@ def create_optimizer(original: Callable, run: Any) -> Callable:
 
     return create
 
+
+def without_wrapper(model: Any) -> torch.nn.Module:
+    """The model within the task that is evaluated."""
+    return get_model_from_task(model)
+
+
+def train_one_epoch(original: Callable, run: Any) -> Callable:
+    def train(state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None) -> Any:
+        def run_epoch(own: Epoch) -> Any:
+            # A component's own epoch gets its own counters, not the training's.
+            besides = replace(state, epoch=own.seed, scheduler=own.scheduler, losses_ema={})
+            return original(state if own.is_training else besides, own.data, own.args, tb_writer=own.writer)
+
+        def content(epochs: int) -> dict[str, Any]:
+            counters = {"global_step": state.global_step, "samples_seen": state.samples_seen}
+            rest = {"scaler": state.scaler, "name": args.name, **counters}
+            return save_checkpoint(state.task, state.optimizer, epochs, **rest)
+
+        steps, epoch = data["train"].dataloader.num_batches // args.accum_freq, state.epoch
+        return run.train_one_epoch(
+            run_epoch,
+            Epoch(
+                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
+                ahead=(args.epochs - epoch - 1) * steps, model=state.task.trainable_module, optimizer=state.optimizer,
+                scaler=state.scaler, task=state.task, scheduler=state.scheduler, args=args, writer=tb_writer,
+                content=content,
+            ),
+        )
+
+    return train
+
+
+EVENTS = {
+    Component.data_built: GET_DATA,
+    Component.epoch: Seam(
+        MAIN, "train_one_epoch",
+        why="components do something before and after an epoch, and run epochs of their own",
+        contract="called once per epoch as (state, data, args, tb_writer=) before the state's optimizer is saved; "
+        "takes the epoch's number, task, optimizer, scaler and scheduler from the state and counts in it; calls "
+        "set_epoch of data['train'], goes through its dataloader, calls scheduler(step), and gives the numbers of a "
+        "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
+        "the losses it takes what items() gives, on every process",
+        replacement=train_one_epoch,
+        used_by=IN_MAIN,
+    ),
+    Component.evaluated: EVALUATE,
+    Component.scores: zero_shot("zero_shot_eval_all"),
+}
+"""What is replaced for a hook, if a component has it."""
 
 SEAMS = (
     *BOTH,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from open_clip_train.distributed import init_distributed_device
 
 from open_clip_ext.errors import InputError
-from training_ext.openclip.machine import world_info
+from training_ext.core.plan import world_info
 
 Checked = TypeVar("Checked")
 

@@ -18,14 +18,17 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
-from training_ext.data import checkpoint, row_folders
+from training_ext import launch
+from training_ext.components.summary import has_report
+from training_ext.core.plan import global_batch, trains
+from training_ext.core.state import INSTEAD, entry_of
+from training_ext.data import row_folders
 from training_ext.data.loss import build_loss
-from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
 from training_ext.openclip.loading import load_checkpoint
-from training_ext.openclip.machine import check_device, check_writable, global_batch
+from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 
 BATCH_SIZES = (64, 256, 1024)
@@ -38,7 +41,7 @@ class Saved:
     Args:
         path: its file.
         weights: the model's, by parameter name without the prefixes of wrappers such as DDP.
-        entry: what `training_ext.data.checkpoint` added, or None.
+        entry: what `training_ext.core.state` added, or None.
         epoch: number of completed epochs, or None if the file does not say.
     """
 
@@ -62,7 +65,7 @@ class Saved:
         weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
         if "logit_scale" not in weights:
             raise InputError(f"{path!r} has no CLIP model", "--checkpoint")
-        return cls(path, weights, checkpoint.take_entry(content), content.get("epoch"))
+        return cls(path, weights, entry_of(content), content.get("epoch"))
 
     @property
     def tau(self) -> float:
@@ -87,7 +90,7 @@ class Saved:
         args.given_settings.pop("npn_split", None)
         loss = build_loss(args, rows.num_rows, args.device)
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
-        folder = row_folders.folder_of(self.path, self.entry.get("rows"), "--checkpoint")
+        folder = row_folders.folder_of(self.path, row_folders.rows_folder_of(self.entry), "--checkpoint")
         row_folders.load_state(loss, self.entry["state"], folder, self.path, "--checkpoint")
         loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))
         return loss.eval()
@@ -167,10 +170,15 @@ def check(options: Namespace, args: Namespace) -> Data:
             f"{saved.path!r} has weights only, without the state of --loss {args.loss}; give a file of checkpoints/",
             "--checkpoint",
         )
-    instead = "repeat the flags of its training"
-    checkpoint.check_entry(saved.entry, saved.path, args, data.rows, flag="--checkpoint", instead=instead)
+    run = launch.build(args)
+    run.data.rows = data.rows
+    try:
+        run.state.check_entry(saved.path, saved.entry)
+    except InputError as error:
+        flag = "--checkpoint" if error.argument == "--resume" else error.argument
+        raise InputError(error.text.replace(INSTEAD, "repeat the flags of its training"), flag) from None
     if saved.entry is not None:
-        row_folders.check(saved.path, saved.entry.get("rows"), saved.entry["state"], "--checkpoint")
+        row_folders.check(saved.path, row_folders.rows_folder_of(saved.entry), saved.entry["state"], "--checkpoint")
     batch_sizes(options, args, data.num_rows)
     return data
 

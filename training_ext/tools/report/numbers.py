@@ -21,7 +21,7 @@ from tqdm import tqdm
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer
-from training_ext.openclip.machine import global_batch
+from training_ext.core.plan import global_batch
 from training_ext.tools.report.embeddings import Embedded
 from training_ext.tools.report.inputs import Saved, batch_sizes
 from training_ext.tools.report.objective import Objective

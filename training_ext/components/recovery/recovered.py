@@ -14,7 +14,8 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.surrogates import Identity
-from training_ext.data.checkpoint import atomic_save, state_settings
+from training_ext.core.files import atomic_save
+from training_ext.core.state import state_options
 from training_ext.data.row_folders import MARK, remove_unnamed
 from training_ext.data.rows import DataRows, needs_index
 from training_ext.openclip.loading import load_verified, one_line
@@ -31,7 +32,8 @@ def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
 
     The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
     """
-    parts = [name for name in (*factory.PARTS, *state_settings(args)) if getattr(args, name) is not None]
+    names = (*factory.PARTS, *(option.name for option in state_options(args)))
+    parts = [name for name in names if getattr(args, name) is not None]
     data = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
     if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
         data = f"shards, digest {rows.listing[:16]}"

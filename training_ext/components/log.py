@@ -4,22 +4,24 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from open_clip_train import train as open_clip_train
 
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
 from open_clip_ext.options import option
 from open_clip_ext.surrogates import PowerHinge
-from training_ext.context import Run
-from training_ext.data.loss import TrainingLoss
+from training_ext.core import hosts
+from training_ext.core.component import Component
+from training_ext.core.training import Epoch, Evaluation
 from training_ext.data.metrics import duration, ranks_at_chance
 from training_ext.data.usual import unusual
-from training_ext.feature import Epoch, Feature
-from training_ext.openclip.hosts import host
+from training_ext.openclip.loading import take_warnings
 
 # These change or are measured once per epoch, so they are shown in the line at its end.
 ONCE = ("gamma", "rho", "unvisited", "queued", "prototypes", "effective_negatives", "negatives_kl")
@@ -29,8 +31,31 @@ EVEN = 1 / 1.1
 FEW_WITHIN = 0.01  # of the log-normalizer of a hinge with negatives as similar as their positives
 
 
-class Log(Feature):
+@dataclass
+class Numbers:
+    """Stands for TensorBoard's writer in OpenCLIP's loop, to learn the numbers of the latest logged step.
+
+    Attributes:
+        latest: by name; empty if the step was not logged.
+    """
+
+    tensorboard: Any
+    latest: dict[str, float] = field(default_factory=dict)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """The method of TensorBoard's writer."""
+        self.latest[name.removeprefix("train/")] = value
+        if self.tensorboard is not None:
+            self.tensorboard.add_scalar(name, value, step)
+
+
+class Log(Component):
     """Logs a step in a short line in place of OpenCLIP's, and writes its numbers; all on process 0."""
+
+    name = "log"
+    topic = "the run"
+    needs_loss = True
+    layer = -10  # a step is logged before another component ends the run at it
 
     log_all: bool = option(
         False,
@@ -38,9 +63,9 @@ class Log(Feature):
         "metrics.jsonl, TensorBoard and W&B only",
     )
 
-    def __init__(self, run: Run):
-        super().__init__(run)
-        self._loss: TrainingLoss | None = None
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._written: Numbers | None = None
         self._file: MetricsFile | None = None
         self._is_full = False
         self._epoch: Epoch | None = None
@@ -55,8 +80,10 @@ class Log(Feature):
     # OpenCLIP's lines
 
     def model_built(self, model: torch.nn.Module) -> None:
-        args = self.run.args
-        if args.loss is None or not self.run.is_first:
+        args = self.args
+        for sentence in take_warnings() if self.plan.is_first else ():
+            logging.warning(sentence)
+        if args.loss is None or not self.plan.is_first:
             return
         for handler in logging.root.handlers:
             handler.addFilter(self._is_wanted)
@@ -71,60 +98,60 @@ class Log(Feature):
         epoch = self._epoch
         if epoch is None or (self.log_all and epoch.is_training) or record.levelno != logging.INFO:
             return True
-        return record.pathname != host().train_module.__file__
+        return record.pathname != open_clip_train.__file__
 
     def _fits_terminal(self, record: logging.LogRecord) -> bool:
         """Leave out the model's structure and the list of all flags, which are indented lines."""
         text = record.getMessage()
         is_of_page = text in ("Model:", "Params:") or text.startswith("  ") or "\n" in text
-        return self.log_all or not is_of_page or record.pathname != host().main_module.__file__
+        return self.log_all or not is_of_page or record.pathname != hosts.installed().main().__file__
 
     # Our lines
 
-    def loss_built(self, loss: TrainingLoss) -> None:
-        self._loss = loss
-
     def begin(self, resumed: bool) -> None:
-        if (path := self.run.file(FILE)) and not self.log_all:
-            error = "; error is the estimated log-normalizers' / the minibatch's" if self.run.args.normalizer else ""
+        if (loss := self.training.loss) is not None and loss.description():
+            logging.info(f"Loss {self.args.loss}: {loss.description()}")
+        if self.args.loss is not None and (path := self.plan.file(FILE)) and not self.log_all:
+            error = "; error is the estimated log-normalizers' / the minibatch's" if self.args.normalizer else ""
             logging.info(f"All numbers are in {path}{error}")
 
-    @contextmanager
-    def epoch(self, epoch: Epoch) -> Iterator[None]:
-        if self.run.args.loss is None:
-            yield
-            return
+    def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
+        if self.args.loss is None:
+            return train(epoch)
+        self._written = Numbers(epoch.writer)
         self._epoch, self._losses, self._at_chance = epoch, [], []
         began = time.monotonic()
         self._began = self._began or began
         self._last = -1, began
-        yield
-        self._done += epoch.steps - self.run.steps(epoch.first_batch)
+        train(replace(epoch, writer=self._written))
+        self._done += epoch.steps - self.plan.steps(epoch.first_batch)
         self._epoch = None
         if self._losses:
             self._tell_epoch(epoch, time.monotonic() - began)
 
-    def step_done(self, step: int, numbers: dict[str, float]) -> None:
-        if not numbers:
+    def step_done(self, step: int) -> None:
+        if self._written is None or not self._written.latest:
             return
+        numbers, self._written.latest = self._written.latest, {}
         epoch, now = self._epoch, time.monotonic()
         assert epoch is not None
-        first = self.run.steps(epoch.first_batch)
+        first = self.plan.steps(epoch.first_batch)
         before, time_before = self._last
         # OpenCLIP's samples_per_second covers the last step only.
-        throughput = (step - max(first, before)) * self.run.global_batch / max(now - time_before, 1e-9)
+        throughput = (step - max(first, before)) * self.plan.global_batch / max(now - time_before, 1e-9)
         self._last = step, now
         self._numbers = numbers = {**numbers, "throughput": throughput}
-        numbers.setdefault("tau", 1 / numbers[host().scale_name])
-        loss = numbers["loss" if self._loss is None else self._loss.name]
+        numbers.setdefault("tau", 1 / numbers[hosts.installed().SCALE])
+        own = self.training.loss
+        loss = numbers["loss" if own is None else own.value_name]
         if not math.isfinite(loss):  # with this package's losses an earlier check has named the tensor
             raise NonFiniteError(f"step {epoch.before + step}: the loss is {loss}; training cannot continue")
         self._losses.append(loss)
         self._at_chance += [numbers[AT_CHANCE]] if AT_CHANCE in numbers else []
-        samples = (epoch.before + step) * self.run.global_batch
+        samples = (epoch.before + step) * self.plan.global_batch
         self._add(epoch.stage, epoch.number, step, steps=epoch.steps, samples=samples, **numbers)
         # OpenCLIP 4.x's task loop reports numbers more often than it logs a line.
-        is_due = (step - 1) % self.run.args.log_every_n_steps == 0 or step == epoch.steps
+        is_due = (step - 1) % self.args.log_every_n_steps == 0 or step == epoch.steps
         if is_due and not (self.log_all and epoch.is_training):
             # At the mean pace so far, with evaluations and checkpoints.
             assert self._began is not None
@@ -138,7 +165,7 @@ class Log(Feature):
             )
 
     def _tell_epoch(self, epoch: Epoch, seconds: float) -> None:
-        numbers, args = self._numbers, self.run.args
+        numbers, args = self._numbers, self.args
         once = [f"{name} {numbers[name]:.3g}" for name in ONCE if name in numbers]
         mean = sum(self._losses) / len(self._losses)
         chance = f" ({sum(self._at_chance) / len(self._at_chance):.4g} at chance)" if self._at_chance else ""
@@ -152,23 +179,24 @@ class Log(Feature):
                     f"no gradient (mean log-normalizer {alpha:.2g}): a small loss says little here"
                 )
 
-    def evaluated(
-        self, epoch: int, metrics: dict[str, Any], model: torch.nn.Module, data: dict[str, Any]
-    ) -> None:
+    def evaluated(self, evaluation: Evaluation, metrics: dict[str, Any]) -> None:
+        if self.args.loss is None:
+            return
+        epoch = evaluation.epoch
         values = {name: float(value) for name, value in metrics.items() if name != "epoch"}
         self._add(EVAL, epoch, 0, **values)
         if epoch > 0 and self._losses and self._is_even() and (ranks := ranks_at_chance(metrics)):
-            cause = next(unusual(self.run.args), f"try a lower --lr ({self.run.args.lr:g}) or a longer --warmup")
+            cause = next(unusual(self.args), f"try a lower --lr ({self.args.lr:g}) or a longer --warmup")
             logging.warning(f"After epoch {epoch} the model has learned nothing: {ranks}. A likely cause: {cause}")
 
     def _is_even(self) -> bool:
         """Whether an anchor's negatives have about equal weights, as if nothing were learned; True if not known."""
-        args, effective = self.run.args, self._numbers.get("effective_negatives", math.inf)
+        args, effective = self.args, self._numbers.get("effective_negatives", math.inf)
         modalities = 1 if getattr(args, "negatives", None) in (None, "cross") else 2
-        return effective >= EVEN * modalities * (self.run.global_batch - 1)
+        return effective >= EVEN * modalities * (self.plan.global_batch - 1)
 
     def _add(self, stage: str, epoch: int, step: int, **numbers: Any) -> None:
-        path = self.run.file(FILE)
+        path = self.plan.file(FILE)
         if path is None or self._is_full:
             return
         try:

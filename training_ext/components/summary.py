@@ -11,24 +11,30 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, read_metrics
-from training_ext.context import Run
+from training_ext.core.component import Component
 from training_ext.data.keys import has_keys
 from training_ext.data.metrics import COUNTS, duration, smaller_is_better
-from training_ext.feature import Feature
 
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 
 
-class Summary(Feature):
+class Summary(Component):
     """Logs the summary on process 0."""
 
-    def __init__(self, run: Run):
-        super().__init__(run)
-        self._began = time.monotonic()
+    name = "summary"
+    layer = 20  # after what others say at the end
 
-    def end(self, trained: bool) -> None:
-        if trained and self.run.args.save_logs:
-            for line in summary(self.run.args, time.monotonic() - self._began):
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._began = time.monotonic()
+        self._trained = False
+
+    def begin(self, resumed: bool) -> None:
+        self._trained = True
+
+    def end(self, completed: bool) -> None:
+        if completed and self._trained and self.args.loss is not None and self.args.save_logs:
+            for line in summary(self.args, time.monotonic() - self._began):
                 logging.info(line)
 
 

@@ -11,8 +11,10 @@ from open_clip import build_zero_shot_classifier, get_input_dtype
 from open_clip_train.precision import get_autocast
 
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
-from training_ext.data.metrics import SCENES
-from training_ext.feature import Evaluation, Feature
+from open_clip_ext.options import option
+from training_ext.core.component import Component
+from training_ext.core.training import Evaluation
+from training_ext.data.metrics import SCENES, is_due
 from training_ext.openclip.hosts import host, taken
 
 # The 180 classes: the colours of the two objects, in any order, and the background.
@@ -62,15 +64,27 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
     return {SCENES: right / seen}
 
 
-class SceneClasses(Feature):
+class SceneClasses(Component):
     """Zero-shot classification of the validation scenes of `--dataset-type shapes`."""
 
-    needs_loss = False
+    name = "scenes"
+    topic = "data"
+
+    shapes_seed: int | None = option(
+        None, "seed of the scenes of --dataset-type shapes (default: 0)",
+        valid=lambda seed: 0 <= seed < 2**63, expected="at least 0 and below 2**63",
+    )  # fmt: skip
+    shapes_shifted: bool = option(
+        False, "train on scenes in other colours and with noisy captions; the validation scenes are the same"
+    )
+
+    def wanted(self) -> bool:
+        return self.args.dataset_type == "shapes"
 
     def metrics(self) -> Sequence[str]:
-        return (SCENES,) if self.run.args.dataset_type == "shapes" and self.run.args.val_data else ()
+        return (SCENES,) if self.args.val_data else ()
 
     def scores(self, evaluation: Evaluation) -> dict[str, float]:
-        if self.run.args.dataset_type != "shapes" or "val" not in evaluation.data:
+        if self.plan.shards_model or "val" not in evaluation.data or not is_due(self.args, evaluation.epoch):
             return {}
-        return classify_scenes(evaluation.model, evaluation.data["val"].dataloader, self.run.args, evaluation.tokenizer)
+        return classify_scenes(evaluation.model, evaluation.data["val"].dataloader, self.args, evaluation.tokenizer)

@@ -3,13 +3,17 @@
 import os
 import socket
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.context import Run
+from training_ext.core.component import Component
+from training_ext.core.plan import Plan
+from training_ext.core.seam import Seam
 from training_ext.data.rows import DataRows, find_rows
 from training_ext.flags.recipes import NOT_FLAGS
 
@@ -30,6 +34,25 @@ OF_FIRST = frozenset(
 )  # fmt: skip
 
 
+class ProcessesAlike(Component):
+    name = "processes_alike"
+    seams = (
+        Seam(
+            "open_clip_train.main", "init_distributed_device",
+            why="processes started with another loss or other data must be detected before they train together",
+            contract="main(args) calls init_distributed_device(args) once, before it writes; then the group is there",
+            replacement=lambda original, own: partial(own.init_distributed, original),
+            used_by="open_clip_train.main:main",
+        ),
+    )  # fmt: skip
+
+    def init_distributed(self, original: Callable, args: Namespace) -> Any:
+        device = original(args)
+        if args.loss is not None and args.distributed and not args.horovod:
+            check_alike(args, self.training.data.rows)
+        return device
+
+
 def check_alike(args: Namespace, rows: DataRows | None) -> None:
     """Check that all processes were started alike; every process calls it once the process group exists.
 
@@ -37,7 +60,7 @@ def check_alike(args: Namespace, rows: DataRows | None) -> None:
         InputError: a process has another loss, another setting that must be the same, or other data.
     """
     own = {name: value for name, value in sorted(vars(args).items()) if name not in OWN}
-    own["logs"] = args.logs if Run(args).keeps_files else None
+    own["logs"] = args.logs if Plan(args).keeps_files else None
     own["files"], own["has_rows"] = _files_of(args), rows is not None
     every = _of_all(args, own)
     first = every[0]

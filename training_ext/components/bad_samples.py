@@ -5,21 +5,21 @@ A run ends with one line if no more samples are usable, or if the fraction that 
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from argparse import Namespace
+from collections.abc import Callable
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from open_clip_train import train as open_clip_train
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
-from training_ext.context import Run
+from training_ext.core.component import Component
+from training_ext.core.training import Epoch
 from training_ext.data.seeding import worker_id
 from training_ext.data.tars import one_line
 from training_ext.data.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch
-from training_ext.feature import Epoch, Feature
-from training_ext.openclip.hosts import host
 
 FILE = "data.jsonl"  # a line for each epoch
 SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
@@ -39,8 +39,11 @@ NAMES = {
 }  # fmt: skip
 
 
-class BadSamples(Feature, SampleWatch):
+class BadSamples(Component, SampleWatch):
     """Counts of used and skipped train samples of one process, over all workers of its loader."""
+
+    name = "bad_samples"
+    topic = "data"
 
     max_bad_samples: float | None = option(
         None,
@@ -48,13 +51,11 @@ class BadSamples(Feature, SampleWatch):
         "the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
         valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
     )  # fmt: skip
-    needs_loss = False
-    topic = "data"
 
-    def __init__(self, run: Run):
-        super().__init__(run)
+    def __init__(self, args: Namespace):
+        super().__init__(args)
         # Each worker writes its own row, so that no lock is needed.
-        self._counts = torch.zeros(max(1, run.args.workers), 10, dtype=torch.int64).share_memory_()
+        self._counts = torch.zeros(max(1, args.workers), 10, dtype=torch.int64).share_memory_()
         self._named = torch.zeros(10, dtype=torch.int64).share_memory_()
         self.expect(0, 0)
         self.of_shards({})
@@ -177,8 +178,7 @@ class BadSamples(Feature, SampleWatch):
 
     # In the main process
 
-    @contextmanager
-    def epoch(self, epoch: Epoch) -> Iterator[None]:
+    def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         """Count an epoch, and write what it skipped to the log, TensorBoard, W&B and data.jsonl.
 
         Raises:
@@ -186,7 +186,7 @@ class BadSamples(Feature, SampleWatch):
         """
         self._counts.zero_()
         self._bad_shards.zero_()
-        yield
+        train(epoch)
         every = [(self.counts(), self._bad())]
         if dist.is_available() and dist.is_initialized():
             own = every[0]
@@ -195,12 +195,12 @@ class BadSamples(Feature, SampleWatch):
         # Resampled, a shard may be met by several processes.
         bad_shards = {number: kind for _, own in every for number, kind in own.items()}
         counts = _with_shards([sum(column) for column in zip(*(own for own, _ in every), strict=True)], bad_shards)
-        global_batch = self.run.args.batch_size * len(every)
+        global_batch = self.args.batch_size * len(every)
         if not any(counts):  # generated data, of which none is bad
             counts[USED] = epoch.batches * global_batch
         before = epoch.first_batch * global_batch  # in an epoch that is resumed
         share = share_of(counts, max(self._of_data, before + counts[SEEN]), len(self._numbers))
-        if self.run.is_first:
+        if self.plan.is_first:
             self._write(epoch, counts, share, [sum(own[kind] for kind in SKIPPED) for own, _ in every])
         self._limit(share, counts)
 
@@ -211,14 +211,14 @@ class BadSamples(Feature, SampleWatch):
                 f"samples skipped by process: {' '.join(map(str, by_process))}"
             )
         metrics = {name: counts[kind] for kind, name in NAMES.items()}
-        step = self.run.steps(epoch.batches) * (epoch.number + 1)
-        if epoch.tensorboard is not None:
+        step = self.plan.steps(epoch.batches) * (epoch.number + 1)
+        if epoch.writer is not None:
             for name, value in metrics.items():
-                epoch.tensorboard.add_scalar(f"data/{name}", value, step)
-        if self.run.args.wandb and epoch.is_training:
+                epoch.writer.add_scalar(f"data/{name}", value, step)
+        if self.args.wandb and epoch.is_training:
             shown = {f"data/{name}": value for name, value in metrics.items()}
-            host().train_module.wandb.log({**shown, "step": step}, step=step)
-        if (path := self.run.file(FILE)) and epoch.is_training:
+            open_clip_train.wandb.log({**shown, "step": step}, step=step)
+        if (path := self.plan.file(FILE)) and epoch.is_training:
             try:
                 with open(path, "a") as file:
                     file.write(json.dumps({"epoch": epoch.number, **metrics, "skipped_by_process": by_process}) + "\n")

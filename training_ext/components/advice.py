@@ -11,6 +11,8 @@ import torch
 
 from open_clip_ext.normalizers.npn import adagrad_rate
 from open_clip_ext.presets import drrho_gamma
+from training_ext.core.component import Component
+from training_ext.core.plan import global_batch
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.captions import SeenCaptions
 from training_ext.data.keys import has_keys
@@ -18,10 +20,8 @@ from training_ext.data.loss import build_loss
 from training_ext.data.rows import DataRows
 from training_ext.data.settings import FEWEST_STEPS, recommended_lr_tau
 from training_ext.data.usual import unusual
-from training_ext.feature import Feature
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import load_tokenizer, without_warnings
-from training_ext.openclip.machine import global_batch
 
 AMORLIP_STEPS = 1000  # per epoch: the paper's form collapsed with 250, and trained with 3,125, docs/evidence/scenes.md
 PRETRAINED_NPN_LR = 0.1  # AdaGrad's; at 1 a trained model lost 6 points of R@1 in 500 steps, docs/evidence/flags.md
@@ -29,17 +29,19 @@ LONGER = 8  # times the context length: the longest caption that is measured
 USEFUL_MOVE = log(2)  # in log(1 / tau): for example from 0.07 to 0.035
 
 
-class Advice(Feature):
+class Advice(Component):
     """Logs the warnings on process 0, of a training with any loss."""
 
+    name = "advice"
+
     def check_rows(self, rows: DataRows, resumes: bool) -> None:
-        for sentence in advise_on_captions(self.run.args, rows.seen):
+        for sentence in advise_on_captions(self.args, rows.seen):
             logging.warning(sentence)
 
-    def data_built(self, data: dict[str, Any], rows: DataRows | None) -> None:
-        if "train" in data and self.run.is_first:
-            steps = self.run.steps(data["train"].dataloader.num_batches)
-            for sentence in advise(self.run.args, 0 if rows is None else rows.num_rows, steps):
+    def data_built(self, data: dict[str, Any]) -> None:
+        if "train" in data and self.plan.is_first and self.args.loss is not None:
+            steps = self.plan.steps(data["train"].dataloader.num_batches)
+            for sentence in advise(self.args, self.training.data.num_rows, steps):
                 logging.warning(sentence)
 
 

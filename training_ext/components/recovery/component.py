@@ -3,28 +3,35 @@
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+import torch
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of, option
+from training_ext.components.recovery import recovered
+from training_ext.components.recovery.recovery import StatisticsRecovery, read_unfinished, unfinished_path
+from training_ext.core.component import Component
+from training_ext.core.training import Epoch
 from training_ext.data import row_folders
 from training_ext.data.rows import DataRows
 from training_ext.data.seeding import kept_random_state
-from training_ext.feature import Epoch, Feature, NewTraining
-from training_ext.features.recovery import recovered
-from training_ext.features.recovery.recovery import StatisticsRecovery, read_unfinished, unfinished_path
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.machine import check_writable
 
 GIVEN: dict[str, Any] = dict(valid=bool, expected="not empty", metavar="PATH")
 
 
-class Recovery(Feature):
+class Recovery(Component):
     """Recovers the optimizer's statistics before a new training, or loads them (TuneCLIP, Section 4.1)."""
 
+    name = "recovery"
+    needs_loss = True
+    layer = -15  # its epochs are within those of others
+    state_is_needed: bool = False
     topic = "recovery of the optimizer's statistics, for pretrained models"
     osr_epochs: float = option(
         0.0, "recover the optimizer's statistics before training: number of epochs, also a fraction, that update "
@@ -45,6 +52,8 @@ class Recovery(Feature):
     osr_load: str | None = option(None, "load recovered statistics from this file instead", **GIVEN)
 
     _in_progress: StatisticsRecovery | None = None
+    _is_new = False  # the training, which has not begun
+    _reference: torch.nn.Module | None = None
 
     @classmethod
     def resolve(cls, args: Namespace) -> None:
@@ -87,10 +96,10 @@ class Recovery(Feature):
         elif chosen not in usable:
             raise InputError(f"{chosen!r} is neither identity nor the training's --surrogate {own}", "--osr-surrogate")
 
-    def check(self, metrics: list[str]) -> None:
-        if self.osr_epochs > 0 and not self.run.trains:
+    def check_plan(self, metrics: list[str]) -> None:
+        if self.osr_epochs > 0 and not self.plan.trains:
             for given in self.options:
-                if given.name in self.run.args.given_flags:
+                if given.name in self.args.given_flags:
                     raise InputError("needs data to train on; give --train-data", given.flag)
         path = self.osr_save
         if path is None:
@@ -102,13 +111,13 @@ class Recovery(Feature):
             raise InputError(f"--resume latest may take {path!r} for a checkpoint; call it {instead!r}", "--osr-save")
 
     def check_rows(self, rows: DataRows, resumes: bool) -> None:
-        if self.osr_load is not None and not (resumes and self.run.args.uses_ext_loss):
+        if self.osr_load is not None and not (resumes and self.args.uses_ext_loss):
             self._check_file(recovered.read(self.osr_load), rows, self.osr_load, "--osr-load")
         if resumes:  # after the recovery, so nothing is written
             return
-        args, path = self.run.args, self.osr_save
+        args, path = self.args, self.osr_save
         content: dict[str, Any] | None = None
-        unfinished = unfinished_path(self.run) if args.resume == "latest" and recovers(args) else None
+        unfinished = unfinished_path(self.plan) if args.resume == "latest" and recovers(args) else None
         if unfinished is not None and os.path.exists(unfinished):
             content = read_unfinished(args, unfinished)
             self._check_file(content, rows, unfinished, "--resume")
@@ -123,48 +132,70 @@ class Recovery(Feature):
         check_writable("--osr-save", os.path.dirname(path) or ".")
 
     def _check_file(self, content: dict[str, Any], rows: DataRows, path: str, flag: str) -> None:
-        recovered.check(content, recovered.identity(self.run.args, rows), path, flag)
+        recovered.check(content, recovered.identity(self.args, rows), path, flag)
         row_folders.check(path, content.get("rows"), content["loss_state"], flag)
 
-    def before_training(self, training: NewTraining) -> None:
-        if self.osr_epochs == 0:
-            return
+    def reference_built(self, model: torch.nn.Module) -> None:
+        self._reference = model
+
+    def begin(self, resumed: bool) -> None:
+        self._is_new = not resumed and self.osr_epochs > 0
+
+    def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
+        if self._is_new:
+            self._is_new = False
+            self._prepare(epoch)
+        if epoch.is_training and epoch.number > 0:
+            self._remove_unfinished(epoch.number)
+        train(epoch)
+
+    def _prepare(self, epoch: Epoch) -> None:
+        """Recover the statistics, or load them, before the first step."""
         if self.osr_transfer == "none":
             logging.info("No statistics are recovered (--osr-transfer none); schedules continue as after a recovery")
             return
-        recovery = StatisticsRecovery(self.run, training)
+        recovery = StatisticsRecovery(self.training, self.plan, epoch, self._reference)
         if self.osr_load is not None:
             recovery.load(recovered.read(self.osr_load), self.osr_load, "--osr-load")
             logging.info(f"=> loaded the recovered statistics '{self.osr_load}'")
         else:
-            if self.run.is_first:
+            if self.plan.is_first:
                 logging.info(f"Recovering optimizer statistics for {self.osr_epochs:g} epochs; the weights are fixed")
             self._in_progress = recovery
-            with kept_random_state(self.run.args.device):
+            with kept_random_state(self.args.device):
                 recovery.recover()
             self._in_progress = None
         recovery.hand_over()
 
-    def step_done(self, step: int, numbers: dict[str, float]) -> None:
+    def step_done(self, step: int) -> None:
         if self._in_progress is not None and step == 1:  # not after epochs
             self._in_progress.check()
 
-    @contextmanager
-    def epoch(self, epoch: Epoch) -> Iterator[None]:
-        if epoch.is_training and epoch.number > 0:
-            self._remove_unfinished(epoch.number)
-        yield
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.args.epochs_before} if self.args.epochs_before else {}
 
-    def end(self, trained: bool) -> None:
-        if hasattr(self.run.args, "checkpoint_path"):  # else the run ended before it had one
-            self._remove_unfinished(self.run.args.epochs)
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return {"epochs": entry.get("osr_epochs", 0.0)}  # absent in files from before the recovery existed
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        epochs = state.get("epochs", 0.0)
+        if self.args.epochs_before != epochs and self.args.uses_ext_loss:
+            raise InputError(
+                f"{self.args.epochs_before:g}, but {path!r} was trained after {epochs:g}, which its schedules "
+                f"count; give --osr-epochs {epochs:g}",
+                "--osr-epochs",
+            )
+
+    def end(self, completed: bool) -> None:
+        if hasattr(self.args, "checkpoint_path"):  # else the run ended before it had one
+            self._remove_unfinished(self.args.epochs)
 
     def _remove_unfinished(self, epochs: int) -> None:
         """Remove the file of an interrupted recovery, if the training has its checkpoint after `epochs` epochs."""
-        path = unfinished_path(self.run)
-        if self.osr_epochs == 0 or path is None or not self.run.is_first:
+        path = unfinished_path(self.plan)
+        if self.osr_epochs == 0 or path is None or not self.plan.is_first:
             return
-        if os.path.exists(self.run.checkpoint_after(epochs)):
+        if os.path.exists(self.plan.checkpoint_after(epochs)):
             with suppress(FileNotFoundError):
                 os.remove(path)
             recovered.remove_folders(path)

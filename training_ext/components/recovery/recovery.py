@@ -8,22 +8,26 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from math import ceil
 from typing import Any
 
+import torch
 from open_clip_train.distributed import broadcast_object
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import RECOVERY
-from open_clip_ext.recovery import FrozenWeights, check_frozen, epoch_lengths, zero_learning_rates
+from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
-from training_ext.context import Run
+from training_ext.components.recovery import recovered
+from training_ext.core.plan import Plan
+from training_ext.core.training import Epoch, Training
 from training_ext.data import row_folders
-from training_ext.data.loss import build_loss, samples_per_epoch
-from training_ext.feature import Epoch, NewTraining
-from training_ext.features.recovery import recovered
+from training_ext.data.rows import DataRows
+from training_ext.data.seeding import AT_EPOCH, seed_all
 
 FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
 UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
@@ -57,34 +61,33 @@ class StatisticsRecovery:
     """Recovers the optimizer's and the loss's statistics for fixed weights, saves them and passes them to the training.
 
     Args:
-        run: the run, whose options of the recovery are resolved.
-        training: what it trains.
+        plan: of the run, whose options of the recovery are resolved.
+        first: the training's first epoch, which follows.
+        reference: the frozen model of --distill-model, if there is one.
     """
 
-    def __init__(self, run: Run, training: NewTraining):
-        self.run, self.args = run, run.args
-        assert training.rows is not None
-        self.training, self.loss, self.rows = training, training.loss, training.rows
-        self.optimizer, self.scaler = training.optimizer, training.scaler
-        self.weights = FrozenWeights(training.model)
-        self._unfinished = unfinished_path(run)
+    def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
+        self.plan, self.args = plan, plan.args
+        self.training, self.first, self.reference = training, first, reference
+        self.rows: DataRows = training.data.rows
+        self.optimizer, self.scaler = first.optimizer, first.scaler
+        self.weights = FrozenWeights(first.model)
+        self._unfinished = unfinished_path(plan)
 
     # Algorithm 1
 
     def recover(self) -> None:
         """Run the remaining epochs and save the recovered statistics."""
-        loader = self.training.loader
-        lengths = self._lengths(loader)
+        lengths = self._lengths(self.first.loader)
         saved = self._resume()
         done = 0 if saved is None else saved["done"]
-        loss = None if self.loss is None else self.loss.loss
+        loss = self.training.loss
         own = self.args.osr_surrogate in (None, self.args.surrogate)
         with zero_learning_rates(self.optimizer, loss, None if own else Identity()):
             for epoch in range(done, len(lengths)):
                 if loss is not None:
                     loss.set_epoch(epoch)
-                short = ShortLoader(loader, lengths[epoch])
-                self.training.run_epoch(self._epoch(epoch, short, lengths, saved))
+                self.first.run(self._epoch(epoch, lengths, saved))
                 saved = None
                 self.check()
                 self._save(self._unfinished, epoch + 1)
@@ -96,33 +99,41 @@ class StatisticsRecovery:
         accum_freq = self.args.accum_freq
         return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
 
-    def _epoch(self, number: int, loader: ShortLoader, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
-        steps = [self.run.steps(batches) for batches in lengths]
-        training = self.args.epochs * self.run.steps(self.training.loader.num_batches)
+    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
+        """An epoch without OpenCLIP's schedule, which appears in the log only."""
+        steps = [self.plan.steps(batches) for batches in lengths]
+        training = self.args.epochs * self.first.steps
         seed = FIRST_EPOCH + number
-        return Epoch(
-            RECOVERY, number, len(steps), seed, loader, steps[number],
-            before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training, tensorboard=None, saved=saved,
-            save=partial(self._save_within, number),
+        if self.training.loss is None:
+            seed_all(self.args.seed, AT_EPOCH, seed, self.args.rank)
+        train = copy(self.first.data["train"])
+        train.dataloader = copy(train.dataloader)
+        train.dataloader.loader = ShortLoader(train.dataloader.loader, lengths[number])
+        return replace(
+            self.first, stage=RECOVERY, number=number, of=len(steps), seed=seed,
+            data={**self.first.data, "train": train},
+            before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training,
+            scheduler=lambda step: None, writer=None, saved=saved, save=partial(self._save_within, number),
+            args=Namespace(**{**vars(self.args), "save_logs": False, "wandb": False, "trackio": False}),
         )
 
     def check(self) -> None:
         """Raise InputError if the optimizer has changed the weights; restore them."""
-        loss = None if self.loss is None else self.loss.loss
-        check_frozen(self.weights, self.optimizer, loss, f"--opt: {self.args.opt}", "use adamw, or --osr-epochs 0")
+        instead = "use adamw, or --osr-epochs 0"
+        check_frozen(self.weights, self.optimizer, self.training.loss, f"--opt: {self.args.opt}", instead)
 
     # Passing the statistics to the training
 
     def hand_over(self) -> None:
         """Keep the statistics that --osr-transfer names, and reset the others to their state before the recovery."""
-        args, rows, transfer = self.args, self.rows, self.args.osr_transfer
+        transfer = self.args.osr_transfer
         if transfer not in ("both", "moments"):
             self.optimizer.state.clear()
             for group in self.optimizer.param_groups:
                 group.pop("step", None)
-        if self.loss is not None and transfer not in ("both", "table"):
-            del self.loss.loss  # first, since memory may not hold two tables
-            self.loss.loss = build_loss(args, rows.num_rows, args.device, samples_per_epoch(args, rows))
+        if self.training.loss is not None and transfer not in ("both", "table"):
+            self.training.loss = None  # first, since memory may not hold two tables
+            self.training.loss = self.training.new_loss()
 
     # Files
 
@@ -134,8 +145,9 @@ class StatisticsRecovery:
             "weights": f"digest {self.weights.digest()}",
             "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
         }
-        reference = self.training.reference
-        return own if reference is None else {**own, "reference model": f"digest {reference[:16]}"}
+        if self.reference is None or not self.args.uses_ext_loss:
+            return own
+        return {**own, "reference model": f"digest {digest_of(self.reference.state_dict())[:16]}"}
 
     def _trained(self) -> list[str]:
         """Names of the parameters in the optimizer's order."""
@@ -159,8 +171,8 @@ class StatisticsRecovery:
             return
         state: dict[str, Any] = {}
         folder = None
-        if self.loss is not None:
-            state, folder = row_folders.save_state(self.args, self.loss.loss, path)
+        if self.training.loss is not None:
+            state, folder = row_folders.save_state(self.args, self.training.loss, path)
         if self.args.rank != 0:
             return
         content = {
@@ -192,9 +204,9 @@ class StatisticsRecovery:
         self.optimizer.load_state_dict(own)
         if self.scaler is not None and content["scaler"]:
             self.scaler.load_state_dict(content["scaler"])
-        if self.loss is not None:
+        if self.training.loss is not None:
             folder = row_folders.folder_of(path, content.get("rows"), flag)
-            row_folders.load_state(self.loss.loss, content["loss_state"], folder, path, flag)
+            row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
 
     def _resume(self) -> dict[str, Any] | None:
         """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
@@ -210,9 +222,9 @@ class StatisticsRecovery:
         return {name: content.get(name) for name in ("done", "order", "position")}
 
 
-def unfinished_path(run: Run) -> str | None:
+def unfinished_path(plan: Plan) -> str | None:
     """The file from which an interrupted recovery resumes; None if the run writes no files."""
-    return None if run.folder is None else os.path.join(run.folder, UNFINISHED)
+    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
 
 
 def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
