@@ -22,7 +22,7 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
-from training_ext.data.data_seams import DataSeams
+from training_ext.data.samples import Samples
 from training_ext.feature import Epoch
 
 from open_clip_ext.data import Scenes
@@ -524,7 +524,7 @@ def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
         max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2
     )
     counts = BadSamples(Run(args))
-    seams = DataSeams(args, None, counts)
+    seams = Samples(args, None, counts)
     info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
     assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
     seams.workers.close()

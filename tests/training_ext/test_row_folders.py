@@ -25,7 +25,7 @@ def folders(experiment):
 def named(experiment):
     """The folders that the checkpoints name."""
     files = (experiment.path / "checkpoints").glob("*.pt")
-    return {path.with_name(torch.load(path, weights_only=True)["open_clip_ext"]["rows"]) for path in files}
+    return {path.with_name(torch.load(path, weights_only=True)["open_clip_ext"]["components"]["row_files"]["folder"]) for path in files}
 
 
 def whole(experiment, epoch):
@@ -144,8 +144,8 @@ MOST_RECENT = "--save-most-recent --save-frequency 0"
 STEPS = [
     ("open_clip_ext.row_files.RowFiles._write_part", "", "no part, so the older"),
     ("open_clip_ext.row_files.RowFiles.finish", MOST_RECENT, "no index, so the older"),
-    ("training_ext.data.checkpoint_files.atomic_save", "", "no file, so the older"),
-    ("training_ext.data.checkpoint_files.atomic_save", MOST_RECENT, "the older under the same name"),
+    ("training_ext.core.state.atomic_save", "", "no file, so the older"),
+    ("training_ext.core.state.atomic_save", MOST_RECENT, "the older under the same name"),
     ("training_ext.data.checkpoint_files.remove_unnamed", "", "both folders, and the newer file"),
 ]
 

@@ -62,7 +62,7 @@ class Plan:
     @property
     def is_first(self) -> bool:
         """Whether this is process 0, which logs and writes."""
-        return self.args.rank == 0
+        return getattr(self.args, "rank", world_info()[1]) == 0
 
     @property
     def folder(self) -> str | None:

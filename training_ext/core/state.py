@@ -244,7 +244,7 @@ def check_loss(path: str, entry: dict[str, Any] | None, args: Namespace) -> None
     """Raise InputError unless our entry of a checkpoint is of this run's loss."""
     own = "OpenCLIP's own loss"
     given = f"--loss {args.loss}" if args.uses_ext_loss else own
-    if entry is None or not entry["state"]:
+    if entry is None or not entry.get("state"):
         if args.uses_ext_loss:
             raise InputError(f"{path!r} was trained with {own}, not with {given}; {INSTEAD}", "--resume")
         return
