@@ -378,7 +378,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),
         ("--bare --loss fastclip-v3 --resume {folder}/text.pt", "cannot be resumed: "),
         ("--bare --loss fastclip-v3 --resume {folder}/plain.pt", "trained with OpenCLIP's own loss, not with --loss "),
-        ("--bare --loss clip --resume {folder}/ours.pt", "was trained with --loss fastclip-v3, not with OpenCLIP's"),
+        ("--bare --loss clip --resume {folder}/ours.pt", "--normalizer table --temperature learnable, not with OpenCLIP's own loss"),
         ("--with spy --loss fastclip-v3 --resume {folder}/with.pt", "with the component head; train with it"),
         ("--bare --loss fastclip-v3 --resume {folder}/within.pt", "was saved within an epoch"),
     ],
@@ -386,10 +386,12 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
 def test_refusals(refused, register, tmp_path, flags, message):
     register(Scaled, Spy)
     entry = {"format": 5, "loss": "fastclip-v3", "num_rows": ROWS, "components": {}, "state": {"steps": 1}}
+    parts = {"normalizer": "table", "temperature": "learnable"}
+    entry["parts"] = parts
     (tmp_path / "text.pt").write_text("text")
     for name, content in {
         "plain": {}, "ours": {KEY: entry}, "with": {KEY: {**entry, "components": {"head": {}}}},
-        "within": {"optimizer": {KEY: {**entry, "position": {"batches": 3}}}},
+        "within": {"optimizer": {KEY: {**entry, **parts, "format": 3, "position": {"batches": 3}}}},
     }.items():
         steps = {"global_step": 1} if hosts.installed().HAS_TASKS else {}
         torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **steps, **content}, tmp_path / f"{name}.pt")

@@ -14,7 +14,7 @@ from open_clip_train import train as open_clip_train
 
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.metrics_file import EVAL, FILE, MetricsFile
-from open_clip_ext.options import option
+from open_clip_ext.options import flag_of, option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.core import hosts
 from training_ext.core.component import Component
@@ -109,6 +109,10 @@ class Log(Component):
     # Our lines
 
     def begin(self, resumed: bool) -> None:
+        for flag in ("local_loss", "gather_with_grad") if self.args.uses_ext_loss else ():
+            if getattr(self.args, flag):
+                what = f"{flag_of(flag)} makes no difference to --loss {self.args.loss}"
+                logging.info(f"{what}: its gradients are exact without it.")
         if (loss := self.training.loss) is not None and loss.description():
             logging.info(f"Loss {self.args.loss}: {loss.description()}")
         if self.args.loss is not None and (path := self.plan.file(FILE)) and not self.log_all:

@@ -24,9 +24,8 @@ class RecipeFile(Component):
     def wanted(self) -> bool:
         return self.args.loss is not None
 
-    def state_dict(self) -> dict[str, Any]:
+    def saving(self) -> None:
         self._write()
-        return {}
 
     def check_state(self, state: dict[str, Any], path: str) -> None:
         self._before = recipes.with_checkpoint(path)

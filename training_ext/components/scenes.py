@@ -69,6 +69,7 @@ class SceneClasses(Component):
 
     name = "scenes"
     topic = "data"
+    condition = "--dataset-type shapes"
 
     shapes_seed: int | None = option(
         None, "seed of the scenes of --dataset-type shapes (default: 0)",

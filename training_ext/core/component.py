@@ -46,6 +46,7 @@ class Component(WithOptions):
         name: of the component, its state in checkpoints, and `--without NAME`.
         switch: the option that asks for it; without one, every run has it, unless `wanted` says otherwise.
         seams: the names of OpenCLIP's that it replaces.
+        condition: what else asks for it, in words, where `wanted` says so.
         may_be_off: whether a run without its flags goes on without it, after a warning, where OpenCLIP no longer keeps
             a seam's contract; else the run is refused until --without names it.
         state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
@@ -60,6 +61,7 @@ class Component(WithOptions):
 
     name: ClassVar[str]
     switch: ClassVar[str | None] = None
+    condition: ClassVar[str | None] = None
     seams: ClassVar[tuple[Seam, ...]] = ()
     may_be_off: ClassVar[bool] = True
     state_is_needed: bool = True
@@ -159,6 +161,9 @@ class Component(WithOptions):
 
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has the state of the checkpoint that is resumed."""
+
+    def saving(self) -> None:
+        """Every process: a checkpoint is about to be written."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings to resume from, the same on every process, each of which calls it."""
@@ -280,7 +285,7 @@ class Components(list[Component]):
                 component.check()
                 yield component
                 continue
-            needed = flag_of(kind.switch or kind.name)
+            needed = kind.condition or flag_of(kind.switch or kind.name)
             for option in kind.options:
                 if getattr(args, option.name, None) is not None:
                     raise InputError(f"has no effect without {needed}", option.flag)

@@ -111,6 +111,7 @@ class State:
     def check_entry(self, path: str, entry: dict[str, Any] | None) -> None:
         """The same for our entry of it, if it has one."""
         check_loss(path, entry, self.args)
+        check_older(path, entry or {}, self.components)
         check_components(path, entry or {}, self.components)
         for component in self.components:
             component.check_state(state_of(entry, component), path)
@@ -170,6 +171,8 @@ class State:
             check_finite(training.model, f"step {loss.steps}" if loss is not None else f"epoch {epochs - 1}")
         if name is None and not Plan(args).saves_after(epochs):
             return
+        for component in self.components:
+            component.saving()
         state: dict[str, Any] | None = {}
         if loss is not None:
             file = os.path.join(args.checkpoint_path, name or f"epoch_{epochs}")
@@ -230,6 +233,15 @@ def state_of(entry: dict[str, Any] | None, component: Component) -> dict[str, An
     return entry.get("components", {}).get(component.name, {})
 
 
+def check_older(path: str, entry: dict[str, Any], components: Components) -> None:
+    """Raise InputError if only a component that the run lacks can go on from an entry of version 0.1."""
+    older = entry.get("older", {})
+    known = [id(value) for component in components for value in component.older_state(older).values()] if older else []
+    for name, where in (("position", "within an epoch"), ("rows", "with its rows in files of their own")):
+        if older.get(name) is not None and id(older[name]) not in known:
+            raise InputError(f"{path!r} was saved {where}, which the run's components cannot resume", "--resume")
+
+
 def parts_of(args: Namespace) -> dict[str, Any]:
     """The parts of the run's loss that have a state, and the settings on which its form depends."""
     return {name: getattr(args, name) for name in (*PARTS, *(option.name for option in state_options(args)))}
@@ -252,7 +264,7 @@ def check_loss(path: str, entry: dict[str, Any] | None, args: Namespace) -> None
         age = "a newer" if entry["format"] > FORMAT else "an older"
         wrong = f"{path!r} was written by {age} open_clip_ext (format {entry['format']})"
         raise InputError(f"{wrong}; {INSTEAD}", "--resume")
-    saved = entry["parts"]
+    saved = entry.get("parts", {})
     if entry["loss"] != args.loss or any(saved.get(name) != getattr(args, name) for name in PARTS):
         given += words(vars(args)) if args.uses_ext_loss else ""
         text = f"{path!r} was trained with --loss {entry['loss']}{words(saved)}, not with {given}; {INSTEAD}"

@@ -15,7 +15,6 @@ from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
 from training_ext.components.one_run import check_name
-from training_ext.components.scenes import SceneClasses
 from training_ext.core.component import is_resumed
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
@@ -144,11 +143,6 @@ def check_flags(run: Run) -> tuple[str, dict | None] | None:
 
 def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
-    for option in SceneClasses.options:
-        if (value := getattr(args, option.name)) is not None and args.dataset_type != "shapes":
-            raise InputError(f"{value} with --dataset-type {args.dataset_type}; only shapes uses it", option.flag)
-        if value is not None:
-            option.check(value)
     if args.dataset_type != "shapes":
         return
     args.shapes_seed = args.shapes_seed or 0

@@ -215,6 +215,6 @@ def test_numbers_in_the_order_of_text(tmp_path, caplog):
         if named:
             (folder / "classnames.txt").write_text("\n".join(map(str, range(11))))
         caplog.clear()
-        OwnClasses(Run(Namespace(zeroshot_data=str(folder), val_frequency=1))).check([])
+        OwnClasses(Namespace(zeroshot_data=str(folder), val_frequency=1)).check_plan([])
         assert [record.message.count("line 3 of classnames.txt") for record in caplog.records] == [1] * told
         assert all("'10', not '2'" in record.message for record in caplog.records)

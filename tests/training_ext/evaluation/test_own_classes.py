@@ -100,7 +100,7 @@ def test_classes_of_one_name(long, classes, checkpoints, evalset, tmp_path, capl
         caplog.clear()
         warn_once.cache_clear()
         flags = Namespace(zeroshot_data=str(folder), val_frequency=1, model="ViT-test", cache_dir=None)
-        OwnClasses(Run(Namespace(**vars(flags), force_context_length=None))).check([])
+        OwnClasses(Namespace(**vars(flags), force_context_length=None)).check_plan([])
         assert caplog.messages == [told]
 
 
