@@ -104,6 +104,33 @@ def reference_of(s):  # with the scale and bias of a SigLIP reference, which hav
     return sides | dict(dist_logit_scale=torch.tensor(3.0), dist_logit_bias=torch.tensor(-9.0))
 
 
+def with_reference(s):
+    return torch.cat([s.e1, s.r[0]], 1), torch.cat([s.e2, -s.r[1]], 1)
+
+
+def g_of_keys(s):
+    return g_without(s.e1, s.e2, s.tau, s.key.tolist())
+
+
+def g_of_keys_and_reference(s):
+    return g_without(*with_reference(s), s.tau, s.key.tolist())
+
+
+def positive_key_of(s):
+    return dict(positive_key=s.key)
+
+
+def several(objective, embeddings=lambda s: (s.e1, s.e2)):
+    """The objective with its normalizers relative to the mean of the anchor's positives; `own` are the batch's."""
+
+    def shifted(s):
+        x = equations.unicl_shift(*embeddings(s), s.tau, s.key)
+        u, own = (constant.detach() * x.detach().exp() for constant in (s.u, EPS + s.g))
+        return objective(SimpleNamespace(**{**vars(s), "g": s.g * x.exp(), "u": u, "own": own}))
+
+    return shifted
+
+
 CASES = {
     "sogclr": Case("sogclr", {}, sogclr),
     "fastclip-v0": Case("fastclip-v0", {}, lambda s: equations.fastclip_v0(s.g, s.u)),
@@ -135,13 +162,26 @@ CASES = {
         "sogclr", dict(negatives="views"), sogclr, lambda s: both_sides(s).mean(dim=0).expand(2, -1)
     ),
     "keys": Case(
-        "fastclip-v3", dict(rho=RHO), fastclip_v3, lambda s: g_without(s.e1, s.e2, s.tau, s.key.tolist()),
-        more=lambda s: dict(key=s.key),
+        "fastclip-v3", dict(rho=RHO), fastclip_v3, g_of_keys, more=lambda s: dict(key=s.key),
     ),
     "keys and a reference": Case(
-        "drrho-clip", {}, lambda s: equations.drrho_clip(s.g, s.tau.detach(), s.u),
-        lambda s: g_without(torch.cat([s.e1, s.r[0]], 1), torch.cat([s.e2, -s.r[1]], 1), s.tau, s.key.tolist()),
+        "drrho-clip", {}, lambda s: equations.drrho_clip(s.g, s.tau.detach(), s.u), g_of_keys_and_reference,
         more=lambda s: dict(key=s.key, **reference_of(s)),
+    ),
+    # With several positives.
+    "positive keys": Case("fastclip-v3", dict(rho=RHO), several(fastclip_v3), g_of_keys, more=positive_key_of),
+    "positive keys, fixed": Case("fastclip-v1", {}, several(sogclr), g_of_keys, more=positive_key_of),
+    "positive keys, unscaled": Case(
+        "fastclip-v0", {}, several(lambda s: equations.fastclip_v0(s.g, s.u)), g_of_keys, more=positive_key_of
+    ),
+    "positive keys, batch": Case(
+        "neuclip", dict(normalizer="batch", encoder_objective="compositional", rho=RHO),
+        several(lambda s: equations.fastclip_v3(s.g, s.tau, s.own, RHO)), g_of_keys, more=positive_key_of,
+    ),
+    "positive keys and a reference": Case(
+        "drrho-clip", {},
+        several(lambda s: equations.drrho_clip(s.g, s.tau.detach(), s.u), with_reference), g_of_keys_and_reference,
+        more=lambda s: positive_key_of(s) | reference_of(s),
     ),
     "dcl": Case("dcl", {}, lambda s: equations.dcl(s.e1, s.e2, s.tau) - 2 * math.log(len(s.e1) - 1)),
     "batch": Case(
