@@ -27,6 +27,7 @@ from training_ext.core.state import KEY, check_components, export, gather_compon
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
 from training_ext.data import checkpoint, checkpoint_files
 from training_ext.data.data_seams import DataSeams
+from training_ext.data.keys import key_argument
 from training_ext.data.loss import TrainingLoss, build_loss, samples_per_epoch
 from training_ext.data.rows import DataRows
 from training_ext.data.seeding import AT_EPOCH, seed_all
@@ -253,7 +254,7 @@ class Session:
         self.saving.load_into(loss)
         if loss.description():
             logging.info(f"Loss {args.loss}: {loss.description()}")
-        self.loss = TrainingLoss(loss, self.data.loader, args.device, self._adds_losses)
+        self.loss = TrainingLoss(loss, self.data.loader, args.device, self._adds_losses, key_argument(args))
         self.features.tell(Feature.loss_built, self.loss)
         return self.loss
 

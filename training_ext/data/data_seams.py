@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.data.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
-from training_ext.data.keys import find_keys, key_of_samples, read_table
+from training_ext.data.keys import find_keys, key_name, key_of_samples, read_table
 from training_ext.data.loader import RowLoader, WithRow
 from training_ext.data.pair_folders import is_folder
 from training_ext.data.rows import DataRows, kind_of, shapes_dataset
@@ -93,7 +93,7 @@ class DataSeams:
         streams, tags = 0, Tags((ROW,))
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
             streams = max(1, args.workers)
-            carried = {KEY: args.same_key is not None, ROW: self.shards is not None, NUMBER: True}
+            carried = {KEY: key_name(args) is not None, ROW: self.shards is not None, NUMBER: True}
             tags = Tags(tuple(name for name, is_carried in carried.items() if is_carried))
             tokenizer = tags.tokenizer(tokenizer)
         with scoped(self._building):

@@ -72,9 +72,13 @@ class LogItems(dict):
 class TrainingLoss:
     """Calls a loss with the samples' rows and keys since the last step, and adds the diagnostics to OpenCLIP's log."""
 
-    def __init__(self, loss: Loss, loader: RowLoader, device: str | torch.device, expects_added: bool = False):
+    def __init__(
+        self, loss: Loss, loader: RowLoader, device: str | torch.device, expects_added: bool = False,
+        key_argument: str = "key",
+    ):
         self.loss = loss
         self.expects_added = expects_added
+        self.key_argument = key_argument
         self.loader = loader
         self.device = torch.device(device)
 
@@ -91,8 +95,8 @@ class TrainingLoss:
     def value(self, **model_out: Any) -> Tensor:
         """The loss, 0-d, of a model's output for the batches since the last step."""
         index = self.loader.latest(ROW) if self.loss.needs_index else None
-        key = self.loader.latest(KEY)
-        return self.loss(**model_out, index=index, key=key, output_dict=True)["contrastive_loss"]
+        keys = {self.key_argument: self.loader.latest(KEY)}
+        return self.loss(**model_out, index=index, **keys, output_dict=True)["contrastive_loss"]
 
     def load_diagnostics_state(self, state: dict[str, Any]) -> None:
         """As `Loss.load_diagnostics_state`, with tensors on any device."""
