@@ -33,7 +33,7 @@ class Batch:
     all_tau: Tensor  # (2, B)
     offset: int = 0  # position of this process's first pair among the B
     index: Tensor | None = None  # rows of all samples in the data set, (B,) int64
-    keys: Tensor | None = None  # of all samples, (B,) int64; those with the same key are not one another's negatives
+    keys: Tensor | None = None  # of all samples, (B,) int64; with the same key they are no negatives in a normalizer
     all_log_batch: Tensor = field(init=False)  # L = log(eps + g) over the batch, (2, B)
     # 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the batch may
     # enter the state. A network's optimizer still steps, with gradients of 0: Adam's momentum still moves the weights.

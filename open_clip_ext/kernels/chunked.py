@@ -24,6 +24,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
+from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
 
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
@@ -144,6 +145,21 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
             weights.diagonal(tile.shift).copy_(positive_weights[tile.own])
             pairs.add(side, tile, weights)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
+
+
+def unicl_loss(
+    keys: Tensor, batch: Batch, scale: Tensor, low: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """`clip_loss` with several positives an anchor, those with its key; `keys` are of this process's pairs, (b,).
+
+    In plain PyTorch: `equations.unicl`.
+    """
+    value, (grad_image, grad_text, grad_scale) = clip_loss(batch, scale, low)
+    batch.keys = all_gather(keys.to(scale.device, non_blocking=True))
+    several = SeveralPositives(batch)
+    several.add_gradients((grad_image, grad_text), (scale / 2).expand(2, batch.size))
+    value = value + scale * several.gaps.mean()
+    return value, (grad_image, grad_text, grad_scale + several.gaps[:, batch.local].sum() / (2 * batch.size))
 
 
 def siglip_loss(

@@ -117,7 +117,9 @@ class SimilarityBlocks:
         self._leave_out(exponents, part, -math.inf)
         return log_sum_exp_(exponents, dim, out)
 
-    def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
+    def add_gradients(
+        self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
         batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
 
@@ -130,7 +132,7 @@ class SimilarityBlocks:
             all_alpha: those of all anchors, (2, B).
 
         Returns:
-            Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
+            Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
         """
         batch = self.batch
         all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
@@ -162,7 +164,7 @@ class SimilarityBlocks:
         positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
-        return -sums[:, 1]
+        return sums[:, 0], -sums[:, 1]
 
     def _weights(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,

@@ -183,7 +183,7 @@ class AmorLIPLoss(Amortization):
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
         grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
-        tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
+        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2
         grad_image.addcmul_(excess[:, None], text, value=1 / size)
         grad_text.addcmul_(excess[:, None], image, value=1 / size)

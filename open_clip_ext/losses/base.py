@@ -53,7 +53,7 @@ class Loss(LossState):
             names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`; an instance may change them:
-        takes_keys: whether samples may have keys, see `forward`.
+        takes_keys, takes_positives: whether samples may have a `key`, a `positive_key`, see `forward`.
         takes_bias: whether `compute` takes the logit bias.
         takes_reference: whether `forward` takes a reference model's features.
         reads_logit_scale: whether 1 / `logit_scale` is the temperature.
@@ -70,6 +70,7 @@ class Loss(LossState):
     reads_logit_scale = True
     trains_logit_scale = True
     takes_keys = False
+    takes_positives = False
     takes_bias = False
     takes_reference = False
     CHECKED: ClassVar[tuple[str, ...]] = (*INPUTS, GRADIENTS)
@@ -140,6 +141,7 @@ class Loss(LossState):
         dist_logit_scale: Tensor | None = None,
         dist_logit_bias: Tensor | None = None,
         key: Tensor | None = None,
+        positive_key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Estimate of the objective, 0-d, with its gradient; in float32 whatever autocast says, or in float64 if the
         image features are.
@@ -157,6 +159,8 @@ class Loss(LossState):
             dist_logit_scale, dist_logit_bias: have no effect.
             key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
                 `takes_keys`. Give keys on every process or on none.
+            positive_key: likewise, but samples with the same key are one another's positives (`kernels.positives`), and
+                still no negatives where the loss has no positive in its denominator. Refused unless `takes_positives`.
 
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument. Or a training step of a
@@ -166,11 +170,14 @@ class Loss(LossState):
         if isinstance(logit_scale, (float, int)):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
-        if key is not None:
-            if not self.takes_keys:
-                raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
-            check_int64("key", key, len(image_features))
-        more = {} if key is None else {"key": key}
+        takes = {"key": self.takes_keys, "positive_key": self.takes_positives}
+        more = {name: one for name, one in (("key", key), ("positive_key", positive_key)) if one is not None}
+        for name, one in more.items():
+            if not takes[name]:
+                raise ValueError(f"{name}: this {self.name} loss, with its settings, takes no keys")
+            check_int64(name, one, len(image_features))
+        if len(more) == 2:
+            raise ValueError("positive_key: with a key, too; give one of the two")
         reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:

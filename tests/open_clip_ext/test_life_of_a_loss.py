@@ -602,9 +602,16 @@ def test_a_reference_and_keys_are_refused_where_they_are_needed_or_have_no_place
     ):
         with pytest.raises(ValueError, match=message):
             make("drrho-clip")(image, text, scale, index=rows(), **given)
-    for name, options in (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
+    without_keys = (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {}))
+    for name, options in without_keys:
         with pytest.raises(ValueError, match="key: .* takes no keys"):
             create_loss(name, num_samples=8, epochs=1, **options)(image, text, scale, index=rows(), key=rows())
+    for name, options in (*without_keys, ("siglip-chunked", {}), ("tuneclip", {})):
+        with pytest.raises(ValueError, match="positive_key: .* takes no"):
+            loss = create_loss(name, num_samples=8, epochs=1, **options)
+            loss(image, text, scale, index=rows(), positive_key=rows())
+    with pytest.raises(ValueError, match="positive_key: with a key"):
+        make("sogclr")(image, text, scale, index=rows(), key=rows(), positive_key=rows())
 
 
 @ONE_OF_EACH

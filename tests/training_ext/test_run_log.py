@@ -142,7 +142,7 @@ def test_the_best_of_the_summary(tmp_path):
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
-        zeroshot_data="my classes", skip_scheduler=False,
+        positives=None, zeroshot_data="my classes", skip_scheduler=False,
     )
     text = list(summary(args, 61.0))
     assert any(line.endswith("epoch_3.pt --zeroshot-data 'my classes' --out scores.jsonl") for line in text)

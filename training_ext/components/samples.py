@@ -29,6 +29,11 @@ class SampleFlags(Component):
         metavar="NAME",
     )  # fmt: skip
     same_caption: bool = option(False, "samples with the same caption are not used as each other's negatives")
+    positives: str | None = option(
+        None, "column of the csv, or field of the samples' .json in shards: samples with the same entry are one "
+        "another's positives; caption: those with the same caption",
+        metavar="NAME",
+    )  # fmt: skip
     several_captions: bool = option(
         False, "lines of the csv with the same image, or of one .txt in a folder, are one sample, and one of their "
         "captions is drawn each epoch"

@@ -79,15 +79,15 @@ class Pictures:
         """The lines of one image."""
         return self._order[self._starts[picture] : self._starts[picture + 1]].tolist()
 
-    def check_alike(self, cells: pd.Series, images: pd.Series) -> None:
-        """Raise InputError for the first image whose lines differ in the column `cells`."""
+    def check_alike(self, cells: pd.Series, images: pd.Series, flag: str) -> None:
+        """Raise InputError, with the flag, for the first image whose lines differ in the column `cells`."""
         codes = pd.factorize(cells)[0]
         others = (codes != codes[self.first][self.of]).nonzero()[0]
         if len(others):
             raise InputError(
                 f"the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
                 "or leave out --several-captions",
-                "--same-key",
+                flag,
             )
 
 

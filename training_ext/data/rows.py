@@ -15,7 +15,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.data.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.data.first_look import look_at_lines, look_at_shards
-from training_ext.data.keys import check_column, key_of_samples, open_csv
+from training_ext.data.keys import check_column, key_flag, key_name, key_of_samples, open_csv
 from training_ext.data.pair_folders import is_folder
 from training_ext.data.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
 from training_ext.openclip.hosts import host
@@ -110,8 +110,8 @@ def find_rows(args: Namespace) -> DataRows:
         num_rows = len(captions)
         if args.several_captions:
             pictures = Pictures(table[args.csv_img_key].tolist())
-            if args.same_key is not None:
-                pictures.check_alike(table[args.same_key], table[args.csv_img_key])
+            if (name := key_name(args)) is not None:
+                pictures.check_alike(table[name], table[args.csv_img_key], key_flag(args))
             num_rows = len(pictures)
             lines.update(pictures.of.astype("<i8").tobytes())
         by_captions = lines.hexdigest()

@@ -15,7 +15,7 @@ from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA
 from training_ext.data.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
-from training_ext.data.keys import find_keys, key_of_samples, read_table
+from training_ext.data.keys import find_keys, key_argument, key_name, key_of_samples, read_table
 from training_ext.data.loader import RowLoader, WithRow
 from training_ext.data.loss import samples_per_epoch
 from training_ext.data.pair_folders import is_folder
@@ -96,7 +96,7 @@ class Samples(TrainData):
 
     def of_last_step(self) -> dict[str, Any]:
         loader = self.loader.loader
-        return {name: loader.latest(tag) for name, tag in (("index", ROW), ("key", KEY))}
+        return {name: loader.latest(tag) for name, tag in (("index", ROW), (key_argument(self.args), KEY))}
 
     def _begin(self, original: Callable[[int], None], epoch: int) -> None:
         self.epoch = epoch
@@ -116,7 +116,7 @@ class Samples(TrainData):
         streams, tags = 0, Tags((ROW,))
         if is_train and args.uses_ext_loss and self.known_rows.kind == "webdataset":
             streams = max(1, args.workers)
-            carried = {KEY: args.same_key is not None, ROW: self.known_shards is not None, NUMBER: True}
+            carried = {KEY: key_name(args) is not None, ROW: self.known_shards is not None, NUMBER: True}
             tags = Tags(tuple(name for name, is_carried in carried.items() if is_carried))
             tokenizer = tags.tokenizer(tokenizer)
         with self._in_place(self._building):

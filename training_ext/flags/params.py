@@ -228,7 +228,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     for kind in choose(registry(), names_of(args.without)):
         kind.resolve(args)
     settle(args, given)
-    for name in ("shard_sizes", "same_key", "same_caption"):
+    for name in ("shard_sizes", "same_key", "same_caption", "positives"):
         if getattr(args, name) and not args.uses_ext_loss:
             raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     return args

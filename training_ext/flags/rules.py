@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import open_clip
-from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.keys import key_name
 from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
+from training_ext.flags.reference import is_unlike_reference
 from training_ext.openclip.hosts import has_lora, host, shards_model
 from training_ext.openclip.loading import known_config
 
@@ -92,6 +93,14 @@ def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
         name,
         lambda run: getattr(run, name) and not other(run),
         f"does nothing without {what}; add it, or leave this out",
+    )
+
+
+def needs_named_entries(name: str, instead: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) == key_name(run) is not None and run.kind not in (None, "csv", "webdataset"),
+        f"{{{name}!r}} is a column or a field, and {{dataset_type}} has none; use {instead}",
     )
 
 
@@ -196,13 +205,21 @@ RULES = (
         "with --same-key {same_key!r}; give one of the two",
     ),
     Rule(
-        "same_key",
-        lambda run: run.same_key is not None and run.kind not in (None, "csv", "webdataset"),
-        "{same_key!r} is a column or a field, and {dataset_type} has none; use --same-caption",
+        "positives",
+        lambda run: run.positives is not None and (run.same_caption or run.same_key is not None),
+        "{positives!r} with --same-key or --same-caption; give one of the three",
     ),
+    needs_named_entries("same_key", "--same-caption"),
+    needs_named_entries("positives", "caption"),
     # The loss
     needs_single_negatives("same_key"),
     needs_single_negatives("same_caption"),
+    Rule(
+        "positives",
+        lambda run: run.trains and run.positives is not None and not build_loss(run, 1, "cpu").takes_positives,
+        "--loss {loss} as given cannot take several; use clip-chunked, or one with --normalizer table, prototypes, "
+        "queue or batch, --surrogate identity and --negatives cross",
+    ),
     Rule(
         "batch_size",
         lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
@@ -314,33 +331,6 @@ def check_rules(args: Namespace) -> None:
     for rule in RULES:
         if wrong := rule.wrong(run):
             raise InputError(rule.text.format_map({**vars(run), "wrong": wrong}), flag_of(rule.flag))
-
-
-def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
-    """What a model of OpenCLIP's list reads: image size, normalization, tokens; None for another model."""
-    config = known_config(model)
-    if config is None:
-        return None
-    size, text = config["vision_cfg"].get("image_size", 224), config["text_cfg"]
-    weights = open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}  # {} for a file
-    return {
-        "force_image_size": [size] * 2 if isinstance(size, int) else [*size],
-        "image_mean": [*weights.get("mean", OPENAI_DATASET_MEAN)],
-        "image_std": [*weights.get("std", OPENAI_DATASET_STD)],
-        "force_context_length": text.get("context_length", 77),
-        # Not the tokenizer's name: several names are the same one.
-        "tokens": (text.get("vocab_size", 49408), text.get("hf_tokenizer_name") is None),
-    }
-
-
-def is_unlike_reference(run: Given) -> bool:
-    own, its = inputs_of(run.model, run.pretrained), inputs_of(run.distill_model, run.distill_pretrained)
-    if own is None or its is None:
-        return False
-    given = {name: getattr(run, name) for name in own if getattr(run, name) is not None}
-    if "force_image_size" in given:
-        given["force_image_size"] = (2 * given["force_image_size"])[:2]
-    return {**own, **given} != its
 
 
 def is_installed(logger: str) -> bool:

@@ -159,7 +159,7 @@ def check(options: Namespace, args: Namespace) -> Data:
     if args.uses_ext_loss and not has_report(args):
         raise InputError(
             f"the normalizers of this training with {args.loss!r} are not sums over all pairs, as with amorlip, "
-            "--reference-gap, --same-key and --same-caption; give a checkpoint of another",
+            "--reference-gap, --same-key, --same-caption and --positives; give a checkpoint of another",
             "--checkpoint",
         )
     if args.batch_size < 1:
