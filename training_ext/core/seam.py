@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from training_ext.core.patching import look_up, replaced
@@ -22,7 +22,8 @@ class Seam:
         why: what OpenCLIP cannot do without it.
         contract: what the replacement relies on; `used_by` and `parameters` are the part that is checked at the start.
         replacement: maps the original and the owner, the `Run` or a component, to the replacement.
-        used_by: the function that looks the name up, such as "open_clip_train.main:main".
+        used_by: the function that looks the name up, itself or in one of its module that it calls, such as
+            "open_clip_train.main:main".
         parameters: names of parameters of the original that the replacement relies on.
         layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
         scopes: of RUN, TRAIN_DATA and VAL_DATA.
@@ -53,7 +54,7 @@ class Seam:
             user = look_up(module, function)
         except (AttributeError, ImportError):
             return f"there is no {module}.{function}"
-        missing = set(self.path.split(".")) - names_in(inspect.unwrap(user).__code__)
+        missing = set(self.path.split(".")) - names_used(inspect.unwrap(user))
         if missing:
             return f"{module}.{function} does not use {self.path}"
         if self.parameters:
@@ -62,6 +63,21 @@ class Seam:
             if unknown and not any(kind.kind is kind.VAR_KEYWORD for kind in known.values()):
                 return f"{self.name} takes no {unknown[0]}"
         return None
+
+
+def names_used(function: Any) -> set[str]:
+    """`names_in` a function and in those of its module that it calls, since OpenCLIP divides long ones."""
+    reached, waiting, names = set(), [function], set()
+    while waiting:
+        reached.add(user := waiting.pop())
+        found = names_in(user.__code__)
+        names |= found
+        called = (user.__globals__.get(name) for name in found)
+        waiting += [
+            other for other in called
+            if isinstance(other, FunctionType) and other.__module__ == user.__module__ and other not in reached
+        ]
+    return names
 
 
 def names_in(code: CodeType) -> set[str]:
@@ -84,8 +100,6 @@ def replacements(owned: Iterable[tuple[Seam, Any]], scope: str) -> dict[tuple[st
             original = values[place] if place in values else look_up(*place)
             values[place] = seam.replacement(original, owner)
     return values
-
-
 
 
 @contextmanager

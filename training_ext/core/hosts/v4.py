@@ -22,7 +22,10 @@ RANGE = range_of("v4")
 HAS_TASKS = True
 # For other data than images and captions, or captions from elsewhere than the .txt that carries the row; and a frozen
 # model's features, which this task does not compute
-REFUSED = ("audio_zeroshot_dataset", "distill_model", "json_text_key", "text_key", "use_naflex", "variable_text")
+REFUSED = (
+    "audio_zeroshot_dataset", "distill_model", "json_text_key", "text_attention_mask", "text_key", "use_naflex",
+    "variable_text",
+)
 
 
 def check_flags(args: Namespace) -> None:
@@ -40,7 +43,7 @@ class WithoutCompiledLoss(CLIPTask):
     """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
-        if target == "model":
+        if target != "task":
             super().compile(target=target, **kwargs)
         elif compile_train:
             kwargs.pop("compile_eval", None)
