@@ -13,6 +13,7 @@ from training_ext.core.component import registry
 from training_ext.core.hosts.both import data_parallel
 from training_ext.core.patching import look_up, replaced
 from training_ext.core.seam import replacements
+from training_ext.data.captions import with_captions_in_txt
 from training_ext.data.checkpoint_files import latest_checkpoint
 from training_ext.data.data_seams import TRAIN_DATA, VAL_DATA
 from training_ext.feature import Feature
@@ -38,8 +39,7 @@ SEAMS = (
     Seam(
         MAIN, "get_latest_checkpoint",
         why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from checkpoints_old",
-        contract="main calls get_latest_checkpoint(folder, remote=bool), resumes from the path that it returns, and "
-        "has natural_key, its order of names",
+        contract="main calls get_latest_checkpoint(folder, remote=bool) and resumes from the path that it returns",
         replacement=lambda original, session: partial(latest_checkpoint, original),
     ),
     Seam(
@@ -60,7 +60,9 @@ SEAMS = (
         DATA, "get_dataset_fn",
         why="--dataset-type shapes and folder; the data sets are built with the names below replaced",
         contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, tokenizer=)",
-        replacement=lambda original, session: partial(session.data.dataset_fn, original, partial(scoped, session)),
+        replacement=lambda original, session: partial(
+            session.data.dataset_fn, with_captions_in_txt(original), partial(scoped, session)
+        ),
     ),
     Seam(
         DATA, "SyntheticDataset",
@@ -101,7 +103,7 @@ SEAMS = (
         replacement=lambda original, session: session.data.complete(original),
         scopes=(TRAIN_DATA,),
         may_be_off=True,
-        needed_by=("captions_field",),
+        needed_by=("captions_field", "json_text_key"),
     ),
     Seam(
         SHARDS, "wds.decode",

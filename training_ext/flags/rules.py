@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import open_clip
-from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.captions import fields_in
 from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index, trains
 from training_ext.flags.data_checks import shared_data
+from training_ext.flags.reference import is_unlike_reference
 from training_ext.openclip.hosts import has_lora, host, shards_model
 from training_ext.openclip.loading import known_config
 from training_ext.openclip.machine import global_batch, world_info
@@ -95,6 +96,14 @@ def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
     )
 
 
+def of_shards(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) and run.kind not in (None, "webdataset"),
+        f"{{{name}!r}} is a field in shards, not in {{train_data!r}}; for a csv give --several-captions",
+    )
+
+
 def needs_single_negatives(name: str) -> Rule:
     return Rule(
         name,
@@ -138,6 +147,7 @@ RULES = (
     within("force_image_size", 1, 4096, "from 1 to 4096"),
     within("force_context_length", 2, 2**16, "from 2, a caption's start and end, to 65536"),
     within("force_patch_dropout", 0, BELOW_ONE, "in [0, 1)"),
+    within("json_text_key_probs", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
     Rule(
@@ -185,10 +195,17 @@ RULES = (
         lambda run: run.several_captions and run.kind not in (None, "csv"),
         "is for a csv, not for {train_data!r}; for shards (webdataset) give --captions-field",
     ),
+    of_shards("captions_field"),
+    of_shards("json_text_key"),
     Rule(
         "captions_field",
-        lambda run: run.captions_field and run.kind not in (None, "webdataset"),
-        "{captions_field!r} is a field in shards, not in {train_data!r}; for a csv give --several-captions",
+        lambda run: run.captions_field and run.json_text_key,
+        "{captions_field!r} with --json-text-key {json_text_key!r}; give one of the two",
+    ),
+    needs(
+        "json_text_key_probs",
+        lambda run: len(run.json_text_key_probs) <= len(fields_in(run.json_text_key or "")),
+        "a field in --json-text-key for each",
     ),
     Rule(
         "same_caption",
@@ -314,33 +331,6 @@ def check_rules(args: Namespace) -> None:
     for rule in RULES:
         if wrong := rule.wrong(run):
             raise InputError(rule.text.format_map({**vars(run), "wrong": wrong}), flag_of(rule.flag))
-
-
-def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
-    """What a model of OpenCLIP's list reads: image size, normalization, tokens; None for another model."""
-    config = known_config(model)
-    if config is None:
-        return None
-    size, text = config["vision_cfg"].get("image_size", 224), config["text_cfg"]
-    weights = open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}  # {} for a file
-    return {
-        "force_image_size": [size] * 2 if isinstance(size, int) else [*size],
-        "image_mean": [*weights.get("mean", OPENAI_DATASET_MEAN)],
-        "image_std": [*weights.get("std", OPENAI_DATASET_STD)],
-        "force_context_length": text.get("context_length", 77),
-        # Not the tokenizer's name: several names are the same one.
-        "tokens": (text.get("vocab_size", 49408), text.get("hf_tokenizer_name") is None),
-    }
-
-
-def is_unlike_reference(run: Given) -> bool:
-    own, its = inputs_of(run.model, run.pretrained), inputs_of(run.distill_model, run.distill_pretrained)
-    if own is None or its is None:
-        return False
-    given = {name: getattr(run, name) for name in own if getattr(run, name) is not None}
-    if "force_image_size" in given:
-        given["force_image_size"] = (2 * given["force_image_size"])[:2]
-    return {**own, **given} != its
 
 
 def is_installed(logger: str) -> bool:
