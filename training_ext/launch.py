@@ -23,7 +23,7 @@ def session_class() -> type[Session]:
 
 
 def check_seams(args: Namespace) -> None:
-    """Check that every replaced name exists, and warn of those that a run goes on without.
+    """Check that every replaced name is used, and warn of those that a run goes on without.
 
     Raises:
         InputError: one that is needed does not; one line with OpenCLIP's version.
@@ -32,7 +32,7 @@ def check_seams(args: Namespace) -> None:
     if not hasattr(host().main_module, "main"):
         raise ImportError(f"cannot import name 'main' from {host().main!r}")
     for seam in seams():
-        if seam.is_there():
+        if seam.is_used():
             continue
         version = open_clip_version()
         if seam.may_be_off and not any(getattr(args, name, None) for name in seam.needed_by):

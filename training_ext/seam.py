@@ -1,10 +1,13 @@
 """`Seam`: one row of the table of replaced names in `seams`."""
 
+import importlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from inspect import isclass, isfunction
 from typing import Any
 
 from training_ext.core.patching import look_up
+from training_ext.core.seam import names_in, parts_of
 from training_ext.openclip.hosts import Host
 
 RUN = "run"  # the scope of a whole run
@@ -52,6 +55,18 @@ class Seam:
         except (AttributeError, ImportError):
             return False
         return True
+
+    def is_used(self) -> bool:
+        """Whether the installed OpenCLIP has the name; one that is not its own, a function that looks it up."""
+        if not self.is_there():
+            return False
+        module = importlib.import_module(self.module)
+        if self.path in vars(module):
+            return True
+        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+        methods = [value for kind in own if isclass(kind) for value in vars(kind).values()]
+        functions = filter(isfunction, [*own, *methods])
+        return any(parts_of(self.path) <= names_in(function.__code__) for function in functions)
 
     def of(self, host: Host) -> "Seam":
         """The row with the names of the installed OpenCLIP filled in."""

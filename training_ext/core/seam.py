@@ -1,9 +1,11 @@
 """`Seam`: one name of OpenCLIP's that is replaced while a run trains, and what the replacement relies on."""
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -54,8 +56,7 @@ class Seam:
             user = look_up(module, function)
         except (AttributeError, ImportError):
             return f"there is no {module}.{function}"
-        missing = set(self.path.split(".")) - names_used(inspect.unwrap(user))
-        if missing:
+        if not parts_of(self.path) <= names_used(inspect.unwrap(user)):
             return f"{module}.{function} does not use {self.path}"
         if self.parameters:
             known = inspect.signature(original).parameters
@@ -67,24 +68,31 @@ class Seam:
 
 def names_used(function: Any) -> set[str]:
     """`names_in` a function and in those of its module that it calls, since OpenCLIP divides long ones."""
-    reached, waiting, names = set(), [function], set()
-    while waiting:
-        reached.add(user := waiting.pop())
-        found = names_in(user.__code__)
-        names |= found
-        called = (user.__globals__.get(name) for name in found)
-        waiting += [
-            other for other in called
-            if isinstance(other, FunctionType) and other.__module__ == user.__module__ and other not in reached
-        ]
+    users = [function]
+    names: set[str] = set()
+    for user in users:  # which grows
+        used = names_in(user.__code__)
+        names |= used
+        for other in map(user.__globals__.get, used):
+            if isinstance(other, FunctionType) and other.__module__ == user.__module__ and other not in users:
+                users.append(other)
     return names
 
 
-def names_in(code: CodeType) -> set[str]:
-    """Global names, attributes and imported names that a function uses, also in functions within it."""
-    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    dotted = (part for name in code.co_names for part in name.split("."))
-    return set(dotted).union(*inner)
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Global and imported names that a function uses, and attributes with a dot before them; also within it."""
+    own = {
+        f".{step.argval}" if "ATTR" in step.opname or "METHOD" in step.opname else step.argval
+        for step in dis.get_instructions(code) if step.opcode in dis.hasname
+    }
+    return frozenset(own).union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def parts_of(path: str) -> set[str]:
+    """A dotted path as the names of `names_in`."""
+    first, *attributes = path.split(".")
+    return {first, *(f".{name}" for name in attributes)}
 
 
 def replacements(owned: Iterable[tuple[Seam, Any]], scope: str) -> dict[tuple[str, str], Any]:
