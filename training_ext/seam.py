@@ -63,9 +63,9 @@ class Seam:
         module = importlib.import_module(self.module)
         if self.path in vars(module):
             return True
-        own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
-        methods = [value for kind in own if isclass(kind) for value in vars(kind).values()]
-        functions = filter(isfunction, [*own, *methods])
+        members = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+        methods = [value for kind in members if isclass(kind) for value in vars(kind).values()]
+        functions = filter(isfunction, [*members, *methods])
         return any(parts_of(self.path) <= names_in(function.__code__) for function in functions)
 
     def of(self, host: Host) -> "Seam":

@@ -110,7 +110,7 @@ def test_fields_with_weights(weights, likely):
     epoch = SharedEpoch()
     recaption = JsonCaptions(" long; short;other", 0, epoch, weights)
 
-    def taken(fields, epochs=400):
+    def count(fields, epochs=400):
         counts = Counter()
         for number in range(epochs):
             epoch.set_value(number)
@@ -119,11 +119,11 @@ def test_fields_with_weights(weights, likely):
             counts[sample.get("txt", b"").decode()] += 1
         return counts
 
-    counts = taken({name: name for name in FIELDS})
+    counts = count({name: name for name in FIELDS})
     for name, probability in zip(FIELDS, likely, strict=True):  # within five standard deviations
         assert abs(counts[name] - 400 * probability) <= 5 * math.sqrt(400 * probability * (1 - probability))
-    assert taken({"long": " ", "short": 5, "other": "x"}, 20) == {"x": 20}
-    assert taken({"text": "x"}, 1) == {"": 1}
+    assert count({"long": " ", "short": 5, "other": "x"}, 20) == {"x": 20}
+    assert count({"text": "x"}, 1) == {"": 1}
     if host().loop == TASKS:
         open_clip_data.random.seed(0)
         theirs = open_clip_data.JsonCaptionExtractor("long;short;other", weights or None)

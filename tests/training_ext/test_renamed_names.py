@@ -47,11 +47,11 @@ def renamed(source: str, seam, module: str) -> str:
             return source
         alias = seam.path.replace(".", "_") + "_renamed"
         return re.sub(rf"(?<![\w.]){re.escape(seam.path)}\b", alias, source) + f"\n{alias} = {seam.path}\n"
-    own = module.partition(".")[0] == TRAIN
+    in_training = module.partition(".")[0] == TRAIN
     imported = {
         line
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and not (own and (node.module or "").startswith(TRAIN))
+        if isinstance(node, ast.ImportFrom) and not (in_training and (node.module or "").startswith(TRAIN))
         for line in range(node.lineno, node.end_lineno + 1)
     }
     new = f"{seam.path}_renamed"
@@ -172,6 +172,6 @@ def test_a_command_without_the_name(datasets, tmp_path, path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", script, flags, str(tmp_path / "logs")]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    told = [line for line in ended.stderr.splitlines() if seam.name in line]
-    assert len(told) == 1 and ended.returncode == (0 if seam.may_be_off else 2), ended.stderr[-2000:]
+    lines = [line for line in ended.stderr.splitlines() if seam.name in line]
+    assert len(lines) == 1 and ended.returncode == (0 if seam.may_be_off else 2), ended.stderr[-2000:]
     assert (tmp_path / "logs/x/checkpoints/epoch_1.pt").exists() == seam.may_be_off

@@ -82,11 +82,11 @@ def names_used(function: Any) -> set[str]:
 @cache
 def names_in(code: CodeType) -> frozenset[str]:
     """Global and imported names that a function uses, and attributes with a dot before them; also within it."""
-    own = {
+    names = {
         f".{step.argval}" if "ATTR" in step.opname or "METHOD" in step.opname else step.argval
         for step in dis.get_instructions(code) if step.opcode in dis.hasname
     }
-    return frozenset(own).union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    return frozenset(names).union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
 
 
 def parts_of(path: str) -> set[str]:

@@ -117,8 +117,8 @@ def check_val_data(args: Namespace) -> None:
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")
-        named = captions_of_samples(args) if getattr(args, "json_text_key", None) else None
-        look_at_shards(urls, recaption=named, flag="--val-data")
+        recaption = captions_of_samples(args) if getattr(args, "json_text_key", None) else None
+        look_at_shards(urls, recaption=recaption, flag="--val-data")
         # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
         local = {url: path for url in urls if (path := local_path(url)) is not None}
         for url, contents in scan_all(local).items():
