@@ -45,7 +45,8 @@ class Loss(LossState):
 
     Args:
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
-            first call updates the state; the temperature's gradient adds up to that of one call. Where all calls are
+            first call updates the state; the temperature's gradient adds up to that of one call, also in a loop that
+            passes logit_scale detached in all but the last. Where all calls are
             known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
             the first one's value and gradients.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
@@ -83,6 +84,7 @@ class Loss(LossState):
         self.validate = validate
         self.epoch = -1  # until `set_epoch`
         self._calls = 0
+        self._scale_calls = 0  # of this step, in which logit_scale or logit_bias waits for a gradient
         self._is_float16 = False
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
@@ -198,10 +200,10 @@ class Loss(LossState):
             text = torch.cat([text, -reference[1].to(text)], dim=1)
         self._adapt(image.shape[1], image.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
-            # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
-            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
+            ratio = self._gradient_ratio(trains, update_state, logit_scale, logit_bias)
+            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), ratio)
             if self.takes_bias and logit_bias is not None:
-                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
+                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), ratio)
             self._calls += trains
             self.steps += update_state
             shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or index is not None)
@@ -213,6 +215,17 @@ class Loss(LossState):
                     self._calls, self.steps = 0, self.steps - 1
                 raise
         return {"contrastive_loss": value} if output_dict else value
+
+    def _gradient_ratio(self, trains: bool, is_first: bool, *scalars: Tensor | None) -> float:
+        """The part of the temperature's gradient that this call of a step adds.
+
+        Each of the accum_freq calls gets the whole batch and would add the whole gradient. Loops that take the scalars'
+        gradient in the last call alone, as OpenCLIP's later ones do, pass them detached in the others.
+        """
+        before = 0 if is_first else self._scale_calls
+        self._scale_calls = before + (trains and any(s is not None and s.requires_grad for s in scalars))
+        is_last = (self._calls + 1) % self.accum_freq == 0
+        return (self.accum_freq - before if is_last else 1) / self.accum_freq
 
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
         """`compute`, or where the calls of a step share its result that of the first call."""

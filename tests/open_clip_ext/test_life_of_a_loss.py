@@ -159,10 +159,11 @@ def test_a_short_group_of_accumulation_is_found_not_mixed_with_the_next_batch(na
     loss.raise_if_not_finite()
 
 
+@pytest.mark.parametrize("in_last_call", [False, True])
 @pytest.mark.parametrize("name", ["amorlip", "fastclip-v3", "neuclip"])
-def test_accumulation_equals_one_call(name):
-    """OpenCLIP's scheme: accum_freq calls on the same batch, each with the graph of one part. A call in evaluation mode
-    does not count as one of them."""
+def test_accumulation_equals_one_call(name, in_last_call):
+    """OpenCLIP's scheme: accum_freq calls on the same batch, each with the graph of one part, and of logit_scale or, in
+    later versions, of logit_scale in the last one alone. A call in evaluation mode does not count as one of them."""
     once, twice = make(name), make(name, accum_freq=2)
     for seed in range(3):
         image, text, scale = (leaf.requires_grad_() for leaf in features(seed, torch.float64))
@@ -175,9 +176,11 @@ def test_accumulation_equals_one_call(name):
             parts = [list(side.detach().chunk(2)) for side in (image, text)]
             for part in parts:
                 part[call].requires_grad_()
-            value = twice(*map(torch.cat, parts), scale, index=rows(seed))
-            *own, d_scale = torch.autograd.grad(value, [parts[0][call], parts[1][call], scale])
-            found += d_scale
+            seen = scale.detach() if in_last_call and call == 0 else scale
+            value = twice(*map(torch.cat, parts), seen, index=rows(seed))
+            own = torch.autograd.grad(value, [parts[0][call], parts[1][call]], retain_graph=True)
+            if seen is scale:
+                found += torch.autograd.grad(value, scale)[0]
             for one, other in zip(own, expected, strict=False):
                 torch.testing.assert_close(one, other.chunk(2)[call])
         torch.testing.assert_close(found, expected[2])

@@ -2,11 +2,7 @@
 
 import ast
 import importlib
-import os
-import re
-import subprocess
 import sys
-import types
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -439,6 +435,8 @@ def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
     assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
+    divided = "training_ext.core.loss:TrainingLoss.__call__"  # by way of take_added
+    assert Seam("training_ext.core.loss", "ADDED", **given, used_by=divided).broken() is None
     for path, used_by, parameters, what in (
         ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),
         ("listing", "training_ext.core.run:listing", (), "training_ext.core.run.listing does not use listing"),
@@ -509,61 +507,3 @@ def test_components_are_found_by_their_folder():
 def test_every_component_keeps_its_contracts():
     seams = [seam for kind in component.registry().values() for seam in kind.seams]
     assert seams and [seam.broken() for seam in seams] == [None] * len(seams)
-
-
-def without(module: str, name: str, monkeypatch) -> None:
-    """Rename an identifier in a copy of a module of OpenCLIP's, which is imported in its place."""
-    original = importlib.import_module(module)
-    source = Path(original.__file__).read_text()
-    assert re.search(rf"\b{name}\b", source)
-    renamed = types.ModuleType(module)
-    renamed.__file__ = original.__file__
-    monkeypatch.setitem(sys.modules, module, renamed)
-    exec(compile(re.sub(rf"\b{name}\b", f"{name}_renamed", source), original.__file__, "exec"), vars(renamed))
-    package, _, child = module.rpartition(".")
-    monkeypatch.setattr(sys.modules[package], child, renamed)
-
-
-@pytest.mark.parametrize(
-    "module, name, kind",
-    [
-        ("open_clip.factory", "load_state_dict", "safe_reading"),
-        ("open_clip.factory", "get_tokenizer", "safe_reading"),
-        ("open_clip_train.zero_shot", "accuracy", "numpy_scalars"),
-        ("open_clip_train.distributed", "init_distributed_device_so", "process_timeout"),
-    ],
-)
-def test_a_renamed_name_costs_a_convenience_or_is_refused(refused, run, data, monkeypatch, capsys, module, name, kind):
-    """Of the whole path, in which the components are by default."""
-    if not component.registry()[kind].seams:
-        pytest.skip("not needed with this OpenCLIP")
-    without(module, name, monkeypatch)
-    flags = f"--loss fastclip-v3 {data['csv']} {WHOLE} --epochs 1"
-    if component.registry()[kind].may_be_off:
-        run("off", flags)
-        assert f"Without {kind}: there is no {module}.{name}" in capsys.readouterr().err
-    else:
-        assert refused(flags).endswith(f"there is no {module}.{name}; give --without {kind}")
-        run("without", f"{flags} --without {kind}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, component", [("get_clip_metrics", "retrieval")])
-def test_a_renamed_name_of_the_whole_path_costs_a_convenience(data, tmp_path, name, component):
-    """In a copy of OpenCLIP's training code in which the name is another one everywhere."""
-    installed = Path(importlib.import_module("open_clip_train").__file__).parent
-    for path in installed.glob("*.py"):
-        (tmp_path / installed.name).mkdir(exist_ok=True)
-        renamed = re.sub(rf"\b{name}\b", f"{name}_renamed", path.read_text())
-        (tmp_path / installed.name / path.name).write_text(renamed)
-
-    def train(flags: str) -> subprocess.CompletedProcess:
-        script = "import sys; from pathlib import Path; from conftest import *; "
-        script += "sys.exit(run_main(ext_main, sys.argv[1], Path(sys.argv[2])))"
-        path = os.pathsep.join([str(tmp_path), *sys.path])
-        command = [sys.executable, "-c", script, f"--loss fastclip-v3 {data['shards']} {WHOLE} --epochs 1 {flags}"]
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run([*command, str(tmp_path / "logs")], env=environment, capture_output=True, text=True)
-
-    ended = train("--name off")
-    assert ended.returncode == 0 and f"Without {component}: " in ended.stderr, ended.stderr[-2000:]

@@ -15,8 +15,7 @@ class WholeFiles(Component):
             "open_clip_train.main", "get_latest_checkpoint",
             why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from "
             "checkpoints_old",
-            contract="main calls get_latest_checkpoint(folder, remote=bool), resumes from the path that it returns, "
-            "and has natural_key, its order of names",
+            contract="main calls get_latest_checkpoint(folder, remote=bool) and resumes from the path that it returns",
             replacement=lambda original, own: partial(latest_checkpoint, original),
             used_by="open_clip_train.main:main",
             parameters=("remote",),

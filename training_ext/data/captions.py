@@ -7,9 +7,11 @@ key.
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import accumulate, chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -24,9 +26,15 @@ from training_ext.openclip.hosts import host
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
 
 
-def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
-    """One of the captions, drawn uniformly."""
-    return captions[seed_of(seed, CAPTION, epoch, picture) % len(captions)]
+def drawn(
+    captions: Sequence[Any], seed: int, epoch: int, picture: int, weights: Sequence[float] | None = None
+) -> Any:
+    """One of the captions, drawn uniformly, or in proportion to weights, not all of which are 0."""
+    number = seed_of(seed, CAPTION, epoch, picture)
+    if weights is None:
+        return captions[number % len(captions)]
+    sums = list(accumulate(weights))
+    return captions[bisect(sums, number / 2**63 * sums[-1], hi=len(sums) - 1)]
 
 
 def is_empty(cell: Any) -> bool:
@@ -142,38 +150,79 @@ def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
     return pictures
 
 
+def fields_in(named: str) -> tuple[str, ...]:
+    """The fields that OpenCLIP's --json-text-key names, with semicolons between them."""
+    return tuple(name.strip() for name in named.split(";") if name.strip())
+
+
 @dataclass
 class JsonCaptions:
-    """Replaces a sample's .txt by one of the captions in a field of its .json.
+    """Replaces a sample's .txt by one of the captions in its .json.
 
-    The field is a list or one caption; entries that are empty or not text are ignored. If no caption is left, the
-    sample has no .txt afterwards, and is skipped and counted like any other without a caption.
+    Of --captions-field, a list of captions or one, each is as likely. The fields of --json-text-key have one caption
+    each: with `weights` one is drawn in proportion to them, and the first in order is taken where none has a weight
+    above 0. So does OpenCLIP 4, whose draws depend on the loader's workers. Captions that are empty or not text are
+    ignored. If none is left, the sample has no .txt afterwards, and is skipped and counted like any other without one.
+
+    Args:
+        named: the flag's value, one field or several.
+        weights: of the fields, for --json-text-key alone; those without one have 0.
     """
 
-    field: str
+    named: str
     seed: int
     epoch: SharedEpoch
+    weights: Sequence[float] | None = None
 
     @property
     def missing(self) -> str:
         """What a sample without captions lacks, for messages."""
-        return f"no captions in the field {self.field!r} of a .json (--captions-field)"
+        flag = "--captions-field" if self.weights is None else "--json-text-key"
+        return f"no captions in the field {self.named!r} of a .json ({flag})"
 
     def __call__(self, sample: dict) -> None:
         """Change the sample, a dict of bytes by suffix with its "__key__", in place."""
         sample.pop("txt", None)
         try:
-            value = fields_of(sample).get(self.field)
+            fields = fields_of(sample)
         except ValueError:
             return
-        entries = value if isinstance(value, list) else [value]
-        captions = [text for text in entries if isinstance(text, str) and text.strip()]
-        if captions:
-            name = hashlib.blake2b(str(sample["__key__"]).encode(errors="surrogateescape"), digest_size=8).digest()
-            picture = int.from_bytes(name, "big")
-            sample["txt"] = drawn(captions, self.seed, self.epoch.get_value(), picture).encode(errors="replace")
+        if caption := self._caption(fields, str(sample["__key__"])):
+            sample["txt"] = caption.encode(errors="replace")
+
+    def _caption(self, fields: dict[str, Any], key: str) -> str | None:
+        if self.weights is None:
+            value = fields.get(self.named)
+            entries = [(caption, 1.0) for caption in (value if isinstance(value, list) else [value])]
+        else:
+            values = map(fields.get, fields_in(self.named))
+            entries = list(zip(values, chain(self.weights, repeat(0.0)), strict=False))
+        usable = [(text, weight) for text, weight in entries if isinstance(text, str) and text.strip()]
+        drawable = [(text, weight) for text, weight in usable if weight > 0]
+        if not drawable:
+            return usable[0][0] if usable else None
+        captions, weights = zip(*drawable, strict=True)
+        digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
+        picture = int.from_bytes(digest, "big")
+        return drawn(captions, self.seed, self.epoch.get_value(), picture, None if self.weights is None else weights)
 
 
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
     """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
-    return JsonCaptions(args.captions_field, args.seed, epoch or SharedEpoch()) if args.captions_field else None
+    epoch = epoch or SharedEpoch()
+    if args.captions_field:
+        return JsonCaptions(args.captions_field, args.seed, epoch)
+    if key := getattr(args, "json_text_key", None):  # of OpenCLIP 4
+        return JsonCaptions(key, args.seed, epoch, args.json_text_key_probs or ())
+    return None
+
+
+def with_captions_in_txt(get_dataset_fn: Callable) -> Callable:
+    """OpenCLIP's `get_dataset_fn` for train data whose captions are in .txt, where `JsonCaptions` puts them."""
+
+    def build(built_by: Callable, args: Namespace, transform: Any, is_train: bool, **more: Any) -> Any:
+        if is_train and getattr(args, "json_text_key", None):
+            args = Namespace(**{**vars(args), "json_text_key": None})
+        return built_by(args, transform, is_train, **more)
+
+    return lambda path, kind: partial(build, get_dataset_fn(path, kind))

@@ -14,7 +14,13 @@ from torch.utils.data import IterableDataset
 from open_clip_ext.retrieval import ANY_CAPTION
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA
-from training_ext.data.captions import DigestLoader, Pictures, captions_of_samples, draw_from_lines
+from training_ext.data.captions import (
+    DigestLoader,
+    Pictures,
+    captions_of_samples,
+    draw_from_lines,
+    with_captions_in_txt,
+)
 from training_ext.data.keys import find_keys, key_argument, key_name, key_of_samples, read_table
 from training_ext.data.loader import RowLoader, WithRow
 from training_ext.data.loss import samples_per_epoch
@@ -104,7 +110,8 @@ class Samples(TrainData):
 
     def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
         kind = "synthetic" if kind == "shapes" else kind
-        return partial(self._build, original(path, "csv" if is_folder(path, kind) else kind))
+        build = with_captions_in_txt(original)(path, "csv" if is_folder(path, kind) else kind)
+        return partial(self._build, build)
 
     def map_style(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
@@ -192,7 +199,7 @@ class Samples(TrainData):
         if self.args.train_data and kind_of(self.args, self.args.train_data) == "webdataset":
             self.watch.of_shards({url: number for number, url in enumerate(shard_urls(self.args.train_data))})
         if self._recaption is not None and is_master(self.args):
-            logging.info(f"One of the captions in the field {self.args.captions_field!r} is drawn each epoch")
+            logging.info(f"One of the captions in the field {self._recaption.named!r} is drawn each epoch")
         key = key_of_samples(self.args)
         return ShardRows(shards, self.watch.skip_shard, self.watch.end_shard, key, self._recaption)
 

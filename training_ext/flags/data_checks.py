@@ -9,6 +9,7 @@ from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
 
 from open_clip_ext.errors import InputError
+from training_ext.data.captions import captions_of_samples
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.folder_files import entries
 from training_ext.data.loss import steps_per_epoch
@@ -116,7 +117,8 @@ def check_val_data(args: Namespace) -> None:
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")
-        look_at_shards(urls, flag="--val-data")
+        recaption = captions_of_samples(args) if getattr(args, "json_text_key", None) else None
+        look_at_shards(urls, recaption=recaption, flag="--val-data")
         # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
         local = {url: path for url in urls if (path := local_path(url)) is not None}
         for url, contents in scan_all(local).items():

@@ -17,6 +17,7 @@ from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.captions import fields_in
 from training_ext.data.keys import key_name
 from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index
@@ -104,6 +105,14 @@ def needs_named_entries(name: str, instead: str) -> Rule:
     )
 
 
+def of_shards(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) and run.kind not in (None, "webdataset"),
+        f"{{{name}!r}} is a field in shards, not in {{train_data!r}}; for a csv give --several-captions",
+    )
+
+
 def needs_single_negatives(name: str) -> Rule:
     return Rule(
         name,
@@ -147,6 +156,7 @@ RULES = (
     within("force_image_size", 1, 4096, "from 1 to 4096"),
     within("force_context_length", 2, 2**16, "from 2, a caption's start and end, to 65536"),
     within("force_patch_dropout", 0, BELOW_ONE, "in [0, 1)"),
+    within("json_text_key_probs", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
     Rule(
@@ -194,10 +204,17 @@ RULES = (
         lambda run: run.several_captions and run.kind not in (None, "csv"),
         "is for a csv, not for {train_data!r}; for shards (webdataset) give --captions-field",
     ),
+    of_shards("captions_field"),
+    of_shards("json_text_key"),
     Rule(
         "captions_field",
-        lambda run: run.captions_field and run.kind not in (None, "webdataset"),
-        "{captions_field!r} is a field in shards, not in {train_data!r}; for a csv give --several-captions",
+        lambda run: run.captions_field and run.json_text_key,
+        "{captions_field!r} with --json-text-key {json_text_key!r}; give one of the two",
+    ),
+    needs(
+        "json_text_key_probs",
+        lambda run: len(run.json_text_key_probs) <= len(fields_in(run.json_text_key or "")),
+        "a field in --json-text-key for each",
     ),
     Rule(
         "same_caption",

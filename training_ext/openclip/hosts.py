@@ -86,7 +86,7 @@ class Host:
 
 
 # They rename the members of shards, which `ShardRows` and `safe_reading.PAIR_MEMBERS` fix.
-OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
+OTHER_MEMBERS = ("image_key", "text_key")
 
 HOSTS = (
     Host(versions=((2, 26), (4, 0))),
@@ -101,6 +101,7 @@ HOSTS = (
         refused=(
             # For data other than images and captions of fixed length
             "audio_", "bucket_", "force_naflex", "length_bucketing", "naflex_", "pretrained_audio", "use_naflex",
+            "text_attention_mask",  # for models with a captioning loss
             *OTHER_MEMBERS,
         ),
     ),

@@ -44,7 +44,7 @@ def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
     suffixes = suffixes_of(sample)
     if has_image and "json" in sample:
-        asked = "" if "--captions-field" in lacks else "; name the field of captions in it by --captions-field"
+        asked = "" if "(--" in lacks else "; name the field of captions in it by --captions-field"
         return f"{lacks} but {suffixes}{asked}"
     return (
         f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "

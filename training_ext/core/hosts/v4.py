@@ -28,7 +28,7 @@ RANGE = range_of("v4")
 HAS_TASKS = True
 SCALE = "logit_scale"  # name of 1 / tau in a logged step
 # For other data than images and captions, or captions from elsewhere than the .txt that carries the row
-REFUSED = ("audio_zeroshot_dataset", "json_text_key", "text_key", "use_naflex", "variable_text")
+REFUSED = ("audio_zeroshot_dataset", "json_text_key", "text_attention_mask", "text_key", "use_naflex", "variable_text")
 
 
 def check_flags(args: Namespace) -> None:
@@ -46,7 +46,7 @@ class WithoutCompiledLoss(CLIPTask):
     """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
-        if target == "model":
+        if target != "task":
             super().compile(target=target, **kwargs)
         elif compile_train:
             kwargs.pop("compile_eval", None)

@@ -185,13 +185,14 @@ def check(options: Namespace, args: Namespace) -> Data:
 
 def embeddings_digest(args: Namespace, data: Data, saved: Saved, transform: Any) -> str:
     """Digest of all that the embeddings depend on, 16 hex digits; not of the images of a csv."""
-    captions = ("captions_field", "several_captions", "csv_img_key", "csv_caption_key")
+    several = ("captions_field", "several_captions", "json_text_key_probs")  # among which the seed draws
+    captions = (*several, "json_text_key", "csv_img_key", "csv_caption_key")
     key = {
         "weights": digest_of(saved.weights),
         "data": data.rows.digest if data.shards is None else data.shards.digest,
         "files": data.files(args),
         "flags": {name: getattr(args, name, None) for name in ("model", "precision", *MODEL_FLAGS, *captions)},
-        "seed": args.seed if args.captions_field or args.several_captions else None,  # which draws among several
+        "seed": args.seed if any(getattr(args, name, None) for name in several) else None,
         # In words: before OpenCLIP 3.3 it contains a function, with its address.
         "transform": re.sub(r" at 0x[0-9a-f]+", "", str(transform)),
     }
