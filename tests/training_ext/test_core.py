@@ -374,7 +374,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),
         ("--bare --loss fastclip-v3 --resume {folder}/text.pt", "cannot be resumed: "),
         ("--bare --loss fastclip-v3 --resume {folder}/plain.pt", "trained with OpenCLIP's own loss, not with --loss "),
-        ("--bare --loss clip --resume {folder}/ours.pt", "--normalizer table --temperature learnable, not with OpenCLIP's own loss"),
+        ("--bare --loss clip --resume {folder}/ours.pt", "--temperature learnable, not with OpenCLIP's own loss"),
         ("--with spy --loss fastclip-v3 --resume {folder}/with.pt", "with the component head; train with it"),
         ("--bare --loss fastclip-v3 --resume {folder}/within.pt", "was saved within an epoch"),
     ],
