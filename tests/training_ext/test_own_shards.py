@@ -23,6 +23,7 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
 from training_ext.components.advice import advise
+from training_ext.core.plan import global_batch
 from training_ext.data.keys import keys_of_captions
 from training_ext.data.loss import build_loss
 from training_ext.data.pair_folders import NO_PICTURE, NO_TEXT
@@ -30,7 +31,6 @@ from training_ext.data.settings import setting_for
 from training_ext.flags.data_checks import check_steps
 from training_ext.flags.params import parse_args
 from training_ext.flags.preflight import check_batch
-from training_ext.openclip.machine import global_batch
 from training_ext.tools.pairs import command, writing
 from training_ext.tools.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
 from training_ext.tools.pairs.writing import OTHER_FORMAT, UNREADABLE
