@@ -10,7 +10,8 @@ version = next(
 )
 URL = "https://github.com/open-clip-ext/open_clip_ext"
 # The index shows README elsewhere than the repository does.
-readme = re.sub(r"\]\((?!https?:)([^)]+)\)", rf"]({URL}/blob/main/\1)", Path(__file__).with_name("README.md").read_text())
+readme = Path(__file__).with_name("README.md").read_text()
+readme = re.sub(r"\]\((?!https?:)([^)]+)\)", rf"]({URL}/blob/main/\1)", readme)
 data = ["scikit-learn", "resvg-py"]  # of examples/data
 docs = ["pdoc"]
 
