@@ -117,7 +117,7 @@ def test_fine_tuning_from_the_start_to_the_retrieval(tmp_path):
             image.save(tmp_path / f"{name}-{row}.png")
             lines.append(f'{name}-{row}.png,"{caption}"')
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
-    block = code("The command")[1].replace("\\\n", "").replace("ViT-B-32", "ViT-shapes-tiny")
+    block = code("The command")[0].replace("\\\n", "").replace("ViT-B-32", "ViT-shapes-tiny")
     commands = [shlex.split(line)[1:] for line in block.splitlines()]
     tiny = "--device cpu --workers 0 --batch-size 8".split()
     training = [*tiny, *"--precision fp32 --osr-epochs 1 --log-every-n-steps 1".split()]

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import tarfile
 from argparse import Namespace
@@ -296,7 +297,7 @@ def test_the_rho_of_a_temperature_is_the_divergence_from_equal_weights(report, t
         divergence = torch.stack([(p * (p * (len(p) - 1)).log().nan_to_num(neginf=0)).sum(dim=1) for p in shares])
         # The difference quotient's error is 1e-4 / 6 of tau^2 times the third derivative.
         assert (one["tau"], one["rho"]) == (tau, pytest.approx(divergence.mean().item(), rel=1e-3, abs=1e-4))
-    assert "would rest at tau 0.05 with " in capsys.readouterr().out
+    assert re.search(r"rests at\n +tau +with --rho\n +0\.05 +[\d.-]+\n +0\.2 ", capsys.readouterr().out)
 
 
 def test_a_report_is_whole_and_the_picture_is_one(report, tmp_path):
