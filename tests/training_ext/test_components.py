@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import LOSSES, ext_main, run_main
+from conftest import LOSSES, SHIPPED, ext_main, run_main
 
 import open_clip_ext
 from training_ext.core.component import registry
@@ -33,10 +33,9 @@ def test_a_training_without_the_file_of_a_component(datasets, tmp_path, file):
     gone = tmp_path / "training_ext/components" / file.name
     shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
     data = datasets["csv" if file.stem == "scenes" else "shapes"]
-    val = "" if file.stem == "scenes" else "--val-num-samples 8"
-    flags = f"{data} {FLAGS.replace('--val-num-samples 8', val)} --logs {tmp_path}".split()
+    flags = FLAGS.replace("--val-num-samples 8", "") if file.stem == "scenes" else FLAGS
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "open_clip_ext.main", *flags]
+    command = [sys.executable, "-m", "open_clip_ext.main", *f"{SHIPPED} {data} {flags} --logs {tmp_path}".split()]
     ended = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert (tmp_path / "x/checkpoints/epoch_1.pt").exists()

@@ -9,6 +9,7 @@ import logging
 import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -105,6 +106,9 @@ class Component(WithOptions):
 
     def check_rows(self, rows: Any, resumes: bool) -> None:
         """The same for the train data, as `DataRows`; `resumes`: a training goes on."""
+
+    def prepare(self, until: ExitStack) -> None:
+        """Every process, before anything is read or written: take what the run needs for itself until `until` ends."""
 
     # In the order in which they are called
 

@@ -4,6 +4,7 @@ import logging
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -65,6 +66,11 @@ class Run:
         hooks = [hook for hook in self.host.EVENTS if any(overrides(one, hook) for one in self.components)]
         yield from ((self.host.EVENTS[hook], self) for hook in hooks)
         yield from ((seam, component) for component in self.components for seam in component.seams)
+
+    def prepare(self, until: ExitStack) -> None:
+        """Let components take what the run needs for itself until `until` ends, before anything is read or written."""
+        for component in self.components:
+            component.prepare(until)
 
     # Model and optimizer
 
@@ -303,8 +309,10 @@ def start(argv: list[str]) -> Run | None:
         return None
     if args.uses_ext_loss:
         host.check_flags(args)
-    run.state.check()
-    run.train()
+    with ExitStack() as until:
+        run.prepare(until)
+        run.state.check()
+        run.train()
     return run
 
 

@@ -14,7 +14,6 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.components.one_run import check_name
 from training_ext.core.component import is_resumed
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
@@ -36,7 +35,7 @@ from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, processes_here
+from training_ext.openclip.machine import check_device, check_name, processes_here
 
 
 def check(run: Run) -> None:
@@ -145,7 +144,7 @@ def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
     if args.dataset_type != "shapes":
         return
-    args.shapes_seed = args.shapes_seed or 0
+    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
     if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):
