@@ -97,7 +97,7 @@ def _run(argv: list[str]) -> Trained:
             dry_run.show(args)
         return Trained([], None, [])
     with ExitStack() as alone, _each_warning_once():
-        launch.keep_folder(run, alone)
+        run.prepare(alone)
         with failures.in_one_line(args):
             with loading.collected_warnings():  # OpenCLIP sets up the log only later
                 preflight.check(run)

@@ -1,11 +1,9 @@
 """The whole extension: a run of the core with every component, and its failures in one line."""
 
 from argparse import Namespace
-from contextlib import ExitStack
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
-from training_ext.components.one_run import OneRun, keep_others_out
 from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.core.plan import Plan
@@ -27,14 +25,6 @@ def build(args: Namespace) -> Run:
     run = Run(args, components, hosts.installed(), Samples(args, watch))
     run.check_seams()
     return run
-
-
-def keep_folder(run: Run, until: ExitStack) -> None:
-    """Let no other run use this one's folder until `until` ends; raises as `keep_others_out`."""
-    for component in run.components:
-        if isinstance(component, OneRun):
-            keep_others_out(run.args, until)
-            component.until = until
 
 
 def train(run: Run) -> None:

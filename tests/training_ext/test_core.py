@@ -19,9 +19,10 @@ import training_ext.core
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.core import component, hosts, run, seam
+from training_ext.core.checks import check_optimizer
 from training_ext.core.component import Component
 from training_ext.core.seam import Seam
-from training_ext.core.state import KEY, check_optimizer
+from training_ext.core.state import KEY
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24

@@ -16,7 +16,7 @@ from open_clip_train import train as open_clip_train
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.core.component import Component
-from training_ext.core.training import Epoch
+from training_ext.core.epoch import Epoch
 from training_ext.data.seeding import worker_id
 from training_ext.data.tars import one_line
 from training_ext.data.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch

@@ -13,7 +13,7 @@ from open_clip_train.precision import get_autocast
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
 from open_clip_ext.options import option
 from training_ext.core.component import Component
-from training_ext.core.training import Evaluation
+from training_ext.core.epoch import Evaluation
 from training_ext.data.metrics import SCENES, is_due
 from training_ext.openclip.hosts import host, taken
 

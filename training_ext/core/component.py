@@ -9,6 +9,7 @@ import logging
 import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
 from training_ext.core import hosts
+from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch, Evaluation, Training
+from training_ext.core.training import Training
 
 GROUP = "open_clip_ext.components"
 LOG = logging.getLogger(__name__)  # not the root, which logging.warning would set up before OpenCLIP does
@@ -76,6 +78,16 @@ class Component(WithOptions):
         self.args = args
         self.plan = Plan(args)
 
+    @classmethod
+    def answers(cls, hook: str) -> bool:
+        """Whether it has its own method of this name in place of the one here."""
+        return getattr(cls, hook) is not getattr(Component, hook)
+
+    @classmethod
+    def is_resumed(cls) -> bool:
+        """Whether a checkpoint needs it to be resumed: it changes the model or its groups, or has a state."""
+        return any(map(cls.answers, ("wrap_model", "param_groups", "state_dict")))
+
     # Before anything is written
 
     @classmethod
@@ -105,6 +117,9 @@ class Component(WithOptions):
 
     def check_rows(self, rows: Any, resumes: bool) -> None:
         """The same for the train data, as `DataRows`; `resumes`: a training goes on."""
+
+    def prepare(self, until: ExitStack) -> None:
+        """Every process, before anything is read or written: take what the run needs for itself until `until` ends."""
 
     # In the order in which they are called
 
@@ -202,17 +217,6 @@ class Component(WithOptions):
 warn_early = cache(LOG.warning)  # once, before OpenCLIP sets up the log
 
 
-def overrides(component: Component, hook: Any) -> bool:
-    """Whether the component has its own `hook`, a method of `Component`."""
-    return getattr(type(component), hook.__name__) is not hook
-
-
-def is_resumed(component: Component) -> bool:
-    """Whether a checkpoint needs the component to be resumed: it changes the model or its groups, or has a state."""
-    hooks = Component.wrap_model, Component.param_groups, Component.state_dict
-    return any(overrides(component, hook) for hook in hooks)
-
-
 @cache
 def registry() -> dict[str, type[Component]]:
     """Every component by name; one of another package that cannot be imported is left out with a warning."""
@@ -295,7 +299,7 @@ class Components(list[Component]):
 
     @staticmethod
     def _can_run(component: Component) -> bool:
-        events = (seam for hook, seam in hosts.installed().EVENTS.items() if overrides(component, hook))
+        events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue

@@ -9,7 +9,6 @@ from typing import Any
 from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
-from training_ext.components.safe_reading import decode_pairs
 from training_ext.core.patching import replaced
 from training_ext.data.captions import captions_of_samples, draw_from_lines, is_empty
 from training_ext.data.keys import read_table
@@ -18,6 +17,7 @@ from training_ext.data.shard_rows import ShardRows
 from training_ext.data.shards import Shards
 from training_ext.data.tags import ROW, Tags
 from training_ext.openclip.hosts import host
+from training_ext.openclip.loading import decode_pairs
 
 Report = Callable[[str], object]
 Source = Callable[[int, int, Report], Iterator[tuple[int, Any, Any]]]

@@ -123,7 +123,7 @@ def find_rows(args: Namespace) -> DataRows:
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
     seed = args.shapes_seed if kind == "shapes" else None
-    shifted = " shifted" if args.shapes_shifted else ""
+    shifted = " shifted" if kind == "shapes" and args.shapes_shifted else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
 

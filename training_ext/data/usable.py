@@ -10,11 +10,10 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import PAIR_MEMBERS
 from training_ext.data.captions import JsonCaptions, is_empty
 from training_ext.data.pair_folders import place_of
 from training_ext.data.tars import one_line
-from training_ext.openclip.loading import missing_of
+from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)
 """Why a sample is left out."""

@@ -14,8 +14,6 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.components.one_run import check_name
-from training_ext.core.component import is_resumed
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
@@ -36,7 +34,7 @@ from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, processes_here
+from training_ext.openclip.machine import check_device, check_name, processes_here
 
 
 def check(run: Run) -> None:
@@ -130,7 +128,7 @@ def check_flags(run: Run) -> tuple[str, dict | None] | None:
     if args.uses_ext_loss:
         build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
     check_rules(args)
-    if any(is_resumed(one) and one.state_is_needed for one in run.components):
+    if any(one.is_resumed() and one.state_is_needed for one in run.components):
         if getattr(args, "fsdp_checkpoint", "full") == "sharded":
             raise InputError("'sharded' would leave out the state of components; give full", "--fsdp-checkpoint")
     path = resumed_path(args)
@@ -145,7 +143,8 @@ def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
     if args.dataset_type != "shapes":
         return
-    args.shapes_seed = args.shapes_seed or 0
+    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
+    args.shapes_shifted = getattr(args, "shapes_shifted", None) or False
     if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):

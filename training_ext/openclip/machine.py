@@ -35,6 +35,12 @@ def check_writable(flag: str, path: str) -> None:
         raise InputError(f"{path!r} cannot be written to: {reason}; give a writable folder", flag) from None
 
 
+def check_name(args: Namespace) -> None:
+    below = Path(args.name)
+    if below.anchor or ".." in below.parts or not below.parts:
+        raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")
+
+
 def check_device(args: Namespace) -> None:
     """Raise InputError for a missing device that was given; OpenCLIP would train on the CPU, and so it does by default.
 

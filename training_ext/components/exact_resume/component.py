@@ -28,8 +28,8 @@ from open_clip_ext.options import option
 from training_ext.components.exact_resume.stopping import StopRequest
 from training_ext.core import hosts
 from training_ext.core.component import Component
+from training_ext.core.epoch import Epoch
 from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
 from training_ext.data.metrics import evaluated_metrics
