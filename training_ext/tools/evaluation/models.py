@@ -17,11 +17,10 @@ from safetensors import safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import without_remote_code
 from training_ext.core.patching import replaced
 from training_ext.core.state import CHECKPOINTS, WEIGHTS
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_warnings
+from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
 
 PARAMS = "params.txt"
 CPU = Namespace(precision="fp32", device="cpu")
