@@ -9,8 +9,6 @@ from training_ext.core.component import Components
 from training_ext.core.plan import Plan
 from training_ext.core.run import Run
 from training_ext.data.checkpoint_files import last_saved
-from training_ext.data.samples import Samples
-from training_ext.data.usable import SampleWatch
 from training_ext.data.usual import likely_cause
 
 
@@ -20,9 +18,7 @@ def build(args: Namespace) -> Run:
     Raises:
         InputError: the installed OpenCLIP does not keep the contract of a seam that is needed.
     """
-    components = Components.of(args)
-    watch = next((component for component in components if isinstance(component, SampleWatch)), SampleWatch())
-    run = Run(args, components, hosts.installed(), Samples(args, watch))
+    run = Run(args, Components.of(args), hosts.installed())
     run.check_seams()
     return run
 

@@ -22,6 +22,7 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
+from training_ext.data.samples import Samples
 from training_ext.feature import Epoch
 
 from open_clip_ext.data import Scenes
@@ -33,7 +34,6 @@ from training_ext.data import usable
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
-from training_ext.data.samples import Samples
 from training_ext.data.shard_rows import ShardRows
 from training_ext.openclip.hosts import host
 from training_ext.tools.evaluation.pairs import CsvPairs, PairShards

@@ -12,8 +12,8 @@ from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
 from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
-from training_ext.data.loader import RowLoader
 
 SPLIT = "--split-rows-above 0"
 

@@ -17,8 +17,7 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
 from training_ext.components.recovery.recovery import FIRST_EPOCH, UNFINISHED
-from training_ext.data.loader import RowLoader
-from training_ext.data.tags import ROW
+from training_ext.core.rows import RowLoader
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 
@@ -100,7 +99,7 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
 
     def recorded(self):
         for batch in original(self):
-            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest(ROW))])
+            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest()["index"])])
             yield batch
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)

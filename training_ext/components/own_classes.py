@@ -58,7 +58,7 @@ class OwnClasses(Component):
         assert self.zeroshot_data is not None
         encoder = Encoder(
             evaluation.model, self.training.transform, evaluation.tokenizer, torch.device(args.device), args.precision,
-            args.batch_size, args.workers, worker_init_fn=self.training.data.workers,
+            args.batch_size, args.workers, worker_init_fn=self.training.data.worker_init,
         )
         task = own_task(self.zeroshot_data)
         try:

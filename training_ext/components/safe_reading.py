@@ -7,7 +7,8 @@ from open_clip_ext.errors import InputError
 from training_ext.core.component import Component
 from training_ext.core.hosts import release
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
-from training_ext.openclip.loading import decode_pairs, load_plain, one_line, verify, without_remote_code
+from training_ext.data.tars import decode_pairs
+from training_ext.openclip.loading import load_plain, one_line, verify, without_remote_code
 
 DECODE = Seam(
     "open_clip_train.data", "wds.decode",

@@ -29,7 +29,9 @@ class SameData(Component):
         self._reference = digest_of(model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        rows: DataRows = self.training.data.rows
+        rows: DataRows | None = self.training.data.rows
+        if rows is None:
+            return {}
         keys = {} if rows.shards is None else rows.shards.counted
         state = {"digest": rows.digest, "listing": rows.listing, "num_rows": rows.num_rows, "shard_keys": keys}
         return {**state, "reference": self._reference}

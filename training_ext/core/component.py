@@ -53,6 +53,7 @@ class Component(WithOptions):
             a seam's contract; else the run is refused until --without names it.
         state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
         needs_loss: whether its flags are refused without --loss.
+        needs_ext_loss: whether they are refused with OpenCLIP's own losses, too.
         topic: heading of its flags in --help, if not its name.
         layer: hooks are called in this order, and of equal layers by name.
 
@@ -68,6 +69,7 @@ class Component(WithOptions):
     may_be_off: ClassVar[bool] = True
     state_is_needed: bool = True
     needs_loss: ClassVar[bool] = False
+    needs_ext_loss: ClassVar[bool] = False
     topic: ClassVar[str | None] = None
     layer: ClassVar[int] = 0
 
@@ -77,6 +79,10 @@ class Component(WithOptions):
         super().__init__(**{option.name: getattr(args, option.name, None) for option in self.options})
         self.args = args
         self.plan = Plan(args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loader workers that get a copy get it without what is trained."""
+        return {name: value for name, value in vars(self).items() if name != "training"}
 
     @classmethod
     def answers(cls, hook: str) -> bool:
@@ -141,8 +147,29 @@ class Component(WithOptions):
         """
         return groups
 
+    def columns(self) -> Sequence[str]:
+        """Names of the int64 numbers that samples of shards carry besides their row, see `tags.Tags`."""
+        return ()
+
+    def raw_sample(self, sample: dict[str, Any]) -> dict[str, int] | None:
+        """In a loader worker: a sample of train shards is read, bytes by suffix, and may be changed.
+
+        Returns:
+            Those of its `columns` that are known by now; None to leave the sample out.
+        """
+        return {}
+
+    def for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a loss of this package gets of a batch's samples besides their rows, by argument, (b,) int64 each.
+
+        Args:
+            tokens: of the captions, (b, L).
+            numbers: rows and `columns` of the samples, by name, (b,) each.
+        """
+        return {}
+
     def data_built(self, data: dict[str, Any]) -> None:
-        """Every process has OpenCLIP's data sets, by name."""
+        """Every process has OpenCLIP's data sets, by name; the `loader` of the train loader may be replaced."""
 
     def begin(self, resumed: bool) -> None:
         """The first epoch of this run is about to begin; `resumed`: an earlier run has begun the training."""

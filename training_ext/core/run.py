@@ -36,20 +36,17 @@ class Run:
         args: the command line, see `flags.parse`.
         components: what it can do besides training, a `component.Components`.
         host: the module of `hosts` with the seams of the installed OpenCLIP.
-        data: the train data; by default read by the core alone.
 
     Attributes:
         by_epoch: metrics of every evaluation on process 0, where a component takes part in evaluations.
         is_besides: whether the epoch is not of the training, but one of a component's.
     """
 
-    def __init__(
-        self, args: Namespace, components: "Sequence[Component]", host: ModuleType, data: TrainData | None = None
-    ):
+    def __init__(self, args: Namespace, components: "Sequence[Component]", host: ModuleType):
         self.args = args
         self.components = components
         self.host = host
-        self.data = TrainData(args) if data is None else data
+        self.data = TrainData(args, components)
         self.data.attend(partial(in_place, list(self.seams())), self.begin_epoch, self.end_step, self.end_epoch)
         self.state = State(args, components, host.HAS_TASKS)
         self.training = Training(components, self._build_loss, self.data, self.state)

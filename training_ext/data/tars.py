@@ -9,15 +9,16 @@ import inspect
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from open_clip_train.data import group_by_keys_nothrow
 from webdataset.gopen import gopen
 from webdataset.tariterators import tar_file_iterator
 
-from training_ext.openclip.loading import suffixes_of
+from training_ext.openclip.loading import PAIR_MEMBERS, suffixes_of
 
 _SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
 _BLOCK = 1 << 16
@@ -172,6 +173,14 @@ def fields_of(sample: dict) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError("a .json that is no object with fields")
     return fields
+
+
+def decode_pairs(decode: Callable) -> Callable:
+    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
+
+    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
+    """
+    return partial(decode, only=PAIR_MEMBERS)
 
 
 def one_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
-from training_ext.core.component import choose, names_of, registry
+from training_ext.core.component import Component, choose, names_of, registry
 from training_ext.core.flags import NEEDS_LOSS, add_option, settle
 from training_ext.core.patching import replaced
 from training_ext.core.plan import world_info
@@ -269,8 +269,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        needing_loss = [option.name for kind in registry().values() if kind.needs_loss for option in kind.options]
-        for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
+        for name in [*given, *given_of(args, lambda kind: kind.needs_loss or kind.needs_ext_loss)]:
             raise InputError(NEEDS_LOSS, flag_of(name))
         settle(args, given)
         return args
@@ -285,10 +284,15 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     for kind in choose(registry(), names_of(args.without)):
         kind.resolve(args)
     settle(args, given)
-    for name in ("shard_sizes", "same_key", "same_caption", "positives"):
-        if getattr(args, name) and not args.uses_ext_loss:
-            raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
+    for name in [] if args.uses_ext_loss else given_of(args, lambda kind: kind.needs_ext_loss):
+        raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     return args
+
+
+def given_of(args: argparse.Namespace, chosen: Callable[[type[Component]], bool]) -> list[str]:
+    """Names of the options of the chosen components that are given."""
+    names = [option.name for kind in registry().values() if chosen(kind) for option in kind.options]
+    return [name for name in names if getattr(args, name) is not None]
 
 
 def check_given(settings: dict[str, Any]) -> None:

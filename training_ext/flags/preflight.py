@@ -20,7 +20,8 @@ from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.data.loss import build_loss, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.rows import HELD_OUT_SCENES, check_usable, find_rows
+from training_ext.data.rows import check_usable, find_rows
+from training_ext.data.scenes import HELD_OUT_SCENES
 from training_ext.flags.data_checks import (
     check_imagenet,
     check_num_samples,
@@ -59,6 +60,8 @@ def check(run: Run) -> None:
     needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank == 0:
         check_first(run, needs_rows)
+    elif not counts_rows(run):
+        return
     elif local_rank == 0 and needs_rows:  # another machine may have other data; `processes_alike` compares them
         run.data.rows = find_rows(args)
     elif local_rank == 0 and trains(args):
@@ -79,7 +82,7 @@ def check_first(run: Run, needs_rows: bool) -> None:
         check_resumed(path, args)
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
-    if trains(args):
+    if trains(args) and counts_rows(run):
         processes = world_info()[2]
         check_size_known(args)
         rows = find_rows(args)
@@ -96,6 +99,11 @@ def check_first(run: Run, needs_rows: bool) -> None:
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
     bring_up_to_date(args)
+
+
+def counts_rows(run: Run) -> bool:
+    """Whether rows are counted here; otherwise OpenCLIP and the core find out what the data are as they build them."""
+    return any(component.name == "counted_rows" for component in run.components)
 
 
 def check_open_clips_own(run: Run) -> None:

@@ -8,7 +8,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import fsspec
@@ -23,14 +23,6 @@ from training_ext.openclip.hosts import taken
 
 PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
 """Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
-
-
-def decode_pairs(decode: Callable) -> Callable:
-    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
-
-    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
-    """
-    return partial(decode, only=PAIR_MEMBERS)
 
 
 def suffixes_of(sample: dict) -> str:
@@ -228,6 +220,19 @@ def known_config(model: str) -> dict[str, Any] | None:
     return None if ":" in model else open_clip.get_model_config(model.replace("/", "-"))
 
 
+def load_tokenizer(args: Namespace) -> Any:
+    """The model's tokenizer; None if that needs a download."""
+    if args.model.startswith("hf-hub:"):
+        return None
+    config = open_clip.get_model_config(args.model if ":" in args.model else args.model.replace("/", "-"))
+    name = config["text_cfg"].get("hf_tokenizer_name")
+    if name and not args.model.startswith("local-dir:") and not os.path.exists(name):
+        return None
+    options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
+    with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
+        return open_clip.get_tokenizer(args.model, **options)
+
+
 def without_remote_code(tokenizer: Callable) -> Callable:
     """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
 
@@ -251,16 +256,3 @@ def without_remote_code(tokenizer: Callable) -> Callable:
             ) from None
 
     return build
-
-
-def load_tokenizer(args: Namespace) -> Any:
-    """The model's tokenizer; None if that needs a download."""
-    if args.model.startswith("hf-hub:"):
-        return None
-    config = open_clip.get_model_config(args.model if ":" in args.model else args.model.replace("/", "-"))
-    name = config["text_cfg"].get("hf_tokenizer_name")
-    if name and not args.model.startswith("local-dir:") and not os.path.exists(name):
-        return None
-    options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
-    with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
-        return open_clip.get_tokenizer(args.model, **options)

@@ -70,7 +70,7 @@ class StatisticsRecovery:
     def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
         self.plan, self.args = plan, plan.args
         self.training, self.first, self.reference = training, first, reference
-        self.rows: DataRows = training.data.rows
+        self.rows: DataRows | None = training.data.rows
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
         self._unfinished = unfinished_path(plan)

@@ -20,13 +20,7 @@ from open_clip_ext.errors import InputError
 from training_ext.core.patching import replaced
 from training_ext.core.state import CHECKPOINTS, WEIGHTS
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.loading import (
-    load_mapped,
-    load_verified,
-    one_line,
-    without_remote_code,
-    without_warnings,
-)
+from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
 
 PARAMS = "params.txt"
 CPU = Namespace(precision="fp32", device="cpu")
