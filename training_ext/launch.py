@@ -9,7 +9,7 @@ from training_ext.components.one_run import OneRun, keep_others_out
 from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.core.plan import Plan
-from training_ext.core.run import Run
+from training_ext.core.run import Run, check_seams
 from training_ext.data.checkpoint_files import last_saved
 from training_ext.data.samples import Samples
 from training_ext.data.usable import SampleWatch
@@ -22,11 +22,11 @@ def build(args: Namespace) -> Run:
     Raises:
         InputError: the installed OpenCLIP does not keep the contract of a seam that is needed.
     """
+    host = hosts.installed()
+    check_seams(host)
     components = Components.of(args)
     watch = next((component for component in components if isinstance(component, SampleWatch)), SampleWatch())
-    run = Run(args, components, hosts.installed(), Samples(args, watch))
-    run.check_seams()
-    return run
+    return Run(args, components, host, Samples(args, watch))
 
 
 def keep_folder(run: Run, until: ExitStack) -> None:
