@@ -47,7 +47,8 @@ class SafeReading(Component):
         ),
         Seam(
             "open_clip_train.file_utils" if HAS_TASKS else "open_clip_train.main", "pt_load",
-            why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and sees no changed bit",
+            why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and no changed bit is "
+            "seen",
             contract="main, or the load_checkpoint that it calls, loads --resume by pt_load(path, map_location=)",
             replacement=lambda original, own: load_resumed,
             used_by="open_clip.task.checkpoint:load_checkpoint" if HAS_TASKS else "open_clip_train.main:main",
