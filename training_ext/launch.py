@@ -7,7 +7,7 @@ from open_clip_ext.losses import NonFiniteError
 from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.core.plan import Plan
-from training_ext.core.run import Run
+from training_ext.core.run import Run, check_seams
 from training_ext.data.checkpoint_files import last_saved
 from training_ext.data.usual import likely_cause
 
@@ -18,9 +18,9 @@ def build(args: Namespace) -> Run:
     Raises:
         InputError: the installed OpenCLIP does not keep the contract of a seam that is needed.
     """
-    run = Run(args, Components.of(args), hosts.installed())
-    run.check_seams()
-    return run
+    host = hosts.installed()
+    check_seams(host)
+    return Run(args, Components.of(args), host)
 
 
 def train(run: Run) -> None:

@@ -12,7 +12,9 @@ from conftest import LOSSES, ext_main, run_main
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from open_clip_ext.losses import NonFiniteError
+from training_ext.core import hosts
 from training_ext.core.patching import look_up
+from training_ext.core.run import check_seams
 from training_ext.core.seam import RUN, TRAIN_DATA, VAL_DATA, in_place
 from training_ext.core.state import check_finite
 from training_ext.data.rows import DataRows
@@ -54,7 +56,7 @@ def test_every_name_is_a_seam_of_the_host():
     """Of the OpenCLIP that is found first, see `test_versions`."""
     found = Path(open_clip.__file__).parents[1]
     assert Path(host().main_module.__file__).is_relative_to(found)
-    built().check_seams()
+    check_seams(hosts.installed())
 
 
 @pytest.mark.parametrize("scope", SCOPES)

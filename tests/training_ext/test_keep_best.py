@@ -8,13 +8,13 @@ import open_clip
 import pytest
 import torch
 from conftest import ext_main, run_main
-from training_ext.run import Features
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
 from training_ext.components.keep_best import BEST, START
 from training_ext.components.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
-from training_ext.data.metrics import SCENES, is_better, num_items, open_clip_metrics
+from training_ext.core.component import Components
+from training_ext.data.metrics import SCENES, evaluated_metrics, is_better, num_items, open_clip_metrics
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 
@@ -174,8 +174,8 @@ def test_metrics_known_and_their_directions():
     args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
     args.val_data = "shapes"
     never = parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())
-    assert Features(Run(never)).metrics() == []
-    names = Features(Run(args)).metrics()
+    assert evaluated_metrics(never, Components.of(never)) == []
+    names = evaluated_metrics(args, Components.of(args))
     assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", SCENES, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
     assert is_better(RECALL, 0.6, 0.5) and not is_better(RECALL, 0.5, 0.5)

@@ -19,6 +19,8 @@ DECODE = Seam(
     scopes=(TRAIN_DATA, VAL_DATA),
 )  # fmt: skip
 
+HAS_TASKS = release() >= (4, 0)
+
 
 class SafeReading(Component):
     name = "safe_reading"
@@ -40,8 +42,24 @@ class SafeReading(Component):
             replacement=lambda original, own: without_remote_code(original),
             used_by="open_clip.factory:get_tokenizer",
         ),
-        *((DECODE,) if release() < (4, 0) else ()),  # later, OpenCLIP itself decodes images alone
+        Seam(
+            "open_clip_train.file_utils" if HAS_TASKS else "open_clip_train.main", "pt_load",
+            why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and no changed bit is "
+            "seen",
+            contract="main, or the load_checkpoint that it calls, loads --resume by pt_load(path, map_location=)",
+            replacement=lambda original, own: load_resumed,
+            used_by="open_clip.task.checkpoint:load_checkpoint" if HAS_TASKS else "open_clip_train.main:main",
+            layer=-1,
+        ),
+        *(() if HAS_TASKS else (DECODE,)),  # later, OpenCLIP itself decodes images alone
     )  # fmt: skip
+
+
+def load_resumed(path: str, map_location: Any) -> Any:
+    """Replaces `pt_load`; raises as `load_checkpoint`."""
+    from training_ext.openclip.loading import load_checkpoint
+
+    return load_checkpoint(path, map_location=map_location)
 
 
 def load_weights(path: Any, **options: Any) -> Any:

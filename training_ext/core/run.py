@@ -211,15 +211,6 @@ class Run:
         if not self.is_besides:
             self.state.gather(self.training, self._epoch + 1)
 
-    def check_seams(self) -> None:
-        """Raise InputError if the installed OpenCLIP does not keep the contract of a seam that every run needs."""
-        for seam in self.host.SEAMS:
-            if (broken := seam.broken()) is not None:
-                version = hosts.open_clip_version()
-                raise InputError(
-                    f"open_clip_torch {version} is installed, where {broken}; it runs with {self.host.RANGE}"
-                )
-
     def train(self) -> None:
         """Run OpenCLIP's main with the names of the seams replaced.
 
@@ -238,6 +229,14 @@ class Run:
                 component.end(completed)
 
 
+def check_seams(host: ModuleType) -> None:
+    """Raise InputError if the installed OpenCLIP does not keep the contract of a seam that every run needs."""
+    for seam in host.SEAMS:
+        if (broken := seam.broken()) is not None:
+            version = hosts.open_clip_version()
+            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
+
+
 def start(argv: list[str]) -> Run | None:
     """Train with the components that the command line names; None if it only asks for a listing.
 
@@ -246,6 +245,7 @@ def start(argv: list[str]) -> Run | None:
         NonFiniteError: the training met a NaN or an infinity.
     """
     host = hosts.installed()
+    check_seams(host)
     open_clip.add_model_config(MODEL_CONFIGS)
     args, classes = parse(argv)
     components: Sequence[Component] = ()
@@ -254,7 +254,6 @@ def start(argv: list[str]) -> Run | None:
 
         components = Components(classes, args, named=True)
     run = Run(args, components, host)
-    run.check_seams()
     if args.seams:
         print(listing(run))
         return None

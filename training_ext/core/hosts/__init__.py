@@ -46,8 +46,18 @@ def release() -> tuple[int, ...]:
 
 
 def installed() -> ModuleType:
-    """The module with the seams of the installed OpenCLIP; raises as `supported`."""
-    return importlib.import_module(f"{__name__}.{supported()}")
+    """The module with the seams of the installed OpenCLIP.
+
+    Raises:
+        InputError: as `supported`, or its training code cannot be imported.
+    """
+    name = supported()
+    try:
+        host = importlib.import_module(f"{__name__}.{name}")
+        host.main()
+    except ImportError as error:
+        raise InputError(cannot_import(error)) from None
+    return host
 
 
 def events() -> dict[str, Any]:
