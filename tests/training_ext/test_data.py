@@ -192,7 +192,7 @@ def test_a_training_does_not_resume_on_exchanged_images(run, refused, tmp_path):
     rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"])
     assert "other captions, or images below the folder of all" in refused(f"{flags} --resume {path} --name b")
     saved = torch.load(path, weights_only=True)
-    saved[KEY]["data_digest"] = captions  # as an earlier version
+    saved[KEY]["components"]["same_data"]["digest"] = captions  # as an earlier version
     torch.save(saved, path)
     assert run("b", f"{flags} --resume {path}").log.count("does not say which images its captions had") == 1
 

@@ -41,9 +41,11 @@ class Epoch:
         self.moments = {names[p]: deepcopy(state) for p, state in optimizer.state.items()}
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.scaler = deepcopy(scaler.state_dict()) if scaler else None
-        self.loss_state = loss.loss.full_state() if hasattr(loss, "loss") else {}
-        self.normalizer = getattr(getattr(loss, "loss", None), "normalizer", None)
-        self.gamma = getattr(self.normalizer, "current_gamma", None)
+        run = getattr(getattr(loss, "losses", None), "__self__", None)  # of this package's loss, not of OpenCLIP's own
+        self.loss = None if run is None else run.training.loss
+        self.loss_state = {} if self.loss is None else self.loss.full_state()
+        self.normalizer = getattr(self.loss, "normalizer", None)
+        self.gamma: float | None = None
 
 
 @pytest.fixture
@@ -53,8 +55,10 @@ def epochs(monkeypatch) -> list[Epoch]:
     original = host().main_module.train_one_epoch
 
     def recorded(*given, **kwargs):
-        seen.append(Epoch(*given_to_epoch(given)))
-        return original(*given, **kwargs)
+        seen.append(epoch := Epoch(*given_to_epoch(given)))
+        result = original(*given, **kwargs)
+        epoch.gamma = getattr(epoch.normalizer, "current_gamma", None)  # set at the epoch's first batch
+        return result
 
     monkeypatch.setattr(host().main_module, "train_one_epoch", recorded)
     return seen

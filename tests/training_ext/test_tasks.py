@@ -65,8 +65,9 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
     if not extra:
         same(*entries)
     for experiment, entry in zip((resumed, whole), entries, strict=True):
-        assert (entry["rows"] is not None) == bool(extra)
-        assert not extra or (experiment.path / "checkpoints" / entry["rows"] / "index.json").exists()
+        rows = entry["components"].get("row_files")
+        assert (rows is not None) == bool(extra)
+        assert not extra or (experiment.path / "checkpoints" / rows["folder"] / "index.json").exists()
 
 
 @in_tasks

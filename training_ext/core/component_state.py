@@ -62,7 +62,7 @@ def gather_states(components: Sequence[Component]) -> dict[str, Any]:
     having = [component for component in components if component.is_resumed()]
     states = {component.name: component.state_dict() for component in having}
     states = {one.name: states[one.name] for one in having if states[one.name] or one.state_is_needed}
-    optional = [component.name for component in having if not component.state_is_needed]
+    optional = [one.name for one in having if one.name in states and not one.state_is_needed]
     return {"components": states, "optional": optional, "settings": settings_of(components)} if states else {}
 
 
