@@ -80,21 +80,21 @@ def fault_of_machine(error: BaseException, folder: str | None = None) -> str | N
             "--workers, or give the container more (--shm-size)"
         )
     if isinstance(error, ValueError) and "environment variable MASTER_" in str(error):
-        given = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
+        variable = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
         return (
-            f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another; set "
-            f"them, use torchrun, or unset {given}"
+            f"{variable}: {os.environ.get(variable)} processes, but no MASTER_ADDR and MASTER_PORT to find one another"
+            f"; set them, use torchrun, or unset {variable}"
         )
     if isinstance(error, BrokenPipeError):
         return "whoever read this output, or another pipe of the process, has ended"
     if not isinstance(error, OSError):
         return None
     name = error.filename
-    given = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
+    subject = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
     if is_full(error):
-        return f"{given}{error.strerror if FULL in str(error.strerror) else FULL}; make room"
-    below = folder is not None and given and os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep)
-    return f"{given}{error.strerror}" if below else None
+        return f"{subject}{error.strerror if FULL in str(error.strerror) else FULL}; make room"
+    below = folder is not None and subject and os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep)
+    return f"{subject}{error.strerror}" if below else None
 
 
 def lost_another_process(error: RuntimeError) -> bool:
@@ -105,13 +105,13 @@ def lost_another_process(error: RuntimeError) -> bool:
     return dist.is_available() and dist.is_initialized() and any(sign in text for sign in LOST_ANOTHER)
 
 
-def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:
+def did_you_mean(name: object, valid_names: Collection[str], otherwise: str = "") -> str:
     """The end of a message about an unknown name: the closest known name, or `otherwise` if none is close."""
-    near = difflib.get_close_matches(str(given), known, n=1)
+    near = difflib.get_close_matches(str(name), valid_names, n=1)
     end = f"did you mean {near[0]!r}?" if near else otherwise
     return f"; {end}" if end else ""
 
 
-def not_one_of(given: object, known: Collection[str]) -> str:
+def not_one_of(value: object, valid_values: Collection[str]) -> str:
     """A message about a value that should be one of the known names."""
-    return f"{given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}"
+    return f"{value!r} is not one of {', '.join(valid_values)}{did_you_mean(value, valid_values)}"
