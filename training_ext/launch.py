@@ -59,7 +59,7 @@ def run(session: Session) -> None:
             session.completed = True
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(session.args)}") from None
-    except (OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         fault = fault_of_machine(error, session.run.folder)
         if fault is None:
             raise

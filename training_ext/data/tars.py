@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -108,6 +108,25 @@ def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError("it has no end mark")
+
+
+def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
+    """Yield the samples of a local tar, dicts by suffix, each with the function that reads one of its values.
+
+    A compressed tar is read as a stream, as webdataset does; of another only the members that are asked for.
+
+    Raises:
+        Exception: as `headers_of_samples` and `read_samples`.
+    """
+    try:
+        with tarfile.open(path, "r:"):
+            pass
+    except tarfile.ReadError:  # also of one that is damaged, which the stream tells
+        for sample in read_samples(path):
+            yield bytes, sample
+        return
+    for tar, headers in headers_of_samples(path):
+        yield lambda member, tar=tar: tar.extractfile(member).read(), headers  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
