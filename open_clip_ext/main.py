@@ -192,7 +192,7 @@ def exit_code(command: Callable[[], object]) -> int:
     except BrokenPipeError:  # of a listing's reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
         fault, code = fault_of_machine(error), 2
         if fault is None:
             if not isinstance(error, RuntimeError) or not lost_another_process(error):

@@ -35,7 +35,7 @@ def train(run: Run) -> None:
         run.train()
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(run.args)}") from None
-    except (OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         fault = fault_of_machine(error, Plan(run.args).folder)
         if fault is None:
             raise

@@ -111,6 +111,25 @@ def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
             raise tarfile.ReadError("it has no end mark")
 
 
+def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
+    """Yield the samples of a local tar, dicts by suffix, each with the function that reads one of its values.
+
+    A compressed tar is read as a stream, as webdataset does; of another only the members that are asked for.
+
+    Raises:
+        Exception: as `headers_of_samples` and `read_samples`.
+    """
+    try:
+        with tarfile.open(path, "r:"):
+            pass
+    except tarfile.ReadError:  # also of one that is damaged, which the stream tells
+        for sample in read_samples(path):
+            yield bytes, sample
+        return
+    for tar, headers in headers_of_samples(path):
+        yield lambda member, tar=tar: tar.extractfile(member).read(), headers  # type: ignore[misc]
+
+
 @dataclass(frozen=True)
 class Contents:
     """Result of a scan of a tar's headers.
