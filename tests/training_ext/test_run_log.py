@@ -13,8 +13,8 @@ from training_ext.feature import Epoch
 from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
 from open_clip_ext.retrieval import SIDES
 from open_clip_ext.surrogates import PowerHinge
-from training_ext.components import bad_samples as skips
 from training_ext.components import log as run_log
+from training_ext.components.bad_samples import component as skips
 from training_ext.components.log import Log, duration
 from training_ext.components.summary import summary
 from training_ext.flags.params import parse_args
