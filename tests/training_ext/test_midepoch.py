@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import evaluations
-from training_ext.components import stopping
+from training_ext.components import retrieval
+from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
 from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
 from training_ext.components.recovery.recovery import UNFINISHED
@@ -132,7 +132,7 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
     whole = run("whole", common)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(evaluations, "validation_metrics", kill)
+        patch.setattr(retrieval, "validation_metrics", kill)
         run_main(ext_main, f"{common} --name resumed", logs)
     resumed = run("resumed", f"{common} --resume latest")
     assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1

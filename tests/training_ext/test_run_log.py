@@ -12,8 +12,8 @@ from conftest import LOSSES, ext_main, run_main
 from open_clip_ext.metrics_file import MetricsFile, read_metrics
 from open_clip_ext.retrieval import SIDES
 from open_clip_ext.surrogates import PowerHinge
-from training_ext.components import bad_samples as skips
 from training_ext.components import log as run_log
+from training_ext.components.bad_samples import component as skips
 from training_ext.components.log import Log, duration
 from training_ext.components.summary import summary
 from training_ext.core.training import Epoch, Evaluation, Training
