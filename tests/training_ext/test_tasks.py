@@ -144,6 +144,7 @@ def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path, entry)
     args = Namespace(resume="latest", name="x", logs=str(tmp_path), remote_sync=None, save_most_recent=True)
     for epoch, path in ((9, file), (0, folder / "epoch_latest")):
         torch.save({"epoch": epoch, "optimizer": {}, **entry}, file)
+        assert checkpoint_files.progress(str(file)) == (epoch, 5)
         assert resumed_path(args) == str(path)
         bring_up_to_date(args)
         assert file.exists() == (epoch == 9)
