@@ -231,7 +231,7 @@ def collect(
         "tau": means.get("tau"),
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
-        **({"old_R@10": old_recall(grid, checkpoint, args.data)} if "folder" in cell and not diverged else {}),
+        **({"old_R@10": 0.0 if diverged else old_recall(grid, checkpoint, args.data)} if "folder" in cell else {}),
         "diverged": diverged[1] if diverged else None,
         "compiled": started.compiled,
         # Unknown for a resumed run, whose earlier part was not timed.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -155,6 +156,37 @@ def test_a_training_that_outlives_its_command_is_not_begun_twice(evidence, monke
     started.process.wait()
     with pytest.raises(SystemExit, match="main-clip-s0 has begun with other flags"):
         run.start(one, "other flags", args, False)
+
+
+def test_a_cell_with_data_flags_and_measures_of_its_own(evidence):
+    grid, run, report = evidence
+    ours = "folder: emoji, flags: '--pretrained {logs}/s{seed}.pt', measures: ['R@10, old'], beside: ['peak, MiB']"
+    family = "comparisons: {kept: {cell: short, pairs: [[queue, clip]]}, main: {cell: main, pairs: [[queue, clip]]}}"
+    text = Path("grid.yaml").read_text().replace("untuned: true", f"untuned: true, {ours}") + family
+    Path("grid.yaml").write_text(text)
+    small = grid.Grid(Path("grid.yaml"))
+    one = grid.Run("short", "clip", 7, "--lr 1e-3")
+    words = run.command(one, small.flags(one, {}), Namespace(data=Path("icons"), logs=Path("there")), False, False)
+    told = dict(zip(words, words[1:], strict=False))
+    assert told["--pretrained"] == "there/s7.pt" and told["--val-data"] == "icons/emoji/val-000000.tar"
+    assert told["--train-data"].startswith("icons/emoji/train-")
+    results = [
+        line(cell="short", method=method, seed=seed, peak_mib=1000.0, **{"old_R@10": 10.0 + gain * seed})
+        for method, gain in (("clip", 0), ("queue", 1))
+        for seed in (1, 2, 3)
+    ]
+    # Differences 1, 2 and 3 points: 4.303 / sqrt(3) = 2.48.
+    assert "| kept | `queue` - `clip` | 3, paired | +2.0 ± 2.5, p 0.0742 |" in report.declared(small, results)
+    header = "| cell | run | seeds | R@10, old, % | peak, MiB |\n|---|---|---|---|---|\n"
+    assert f"{header}| `short` | clip | 3 | 10.0 | 1,000 |" in report.scores(small, results)
+
+
+def test_the_most_memory_is_that_of_the_run_itself(evidence):
+    """This process has imported torch; the run has not."""
+    _, run, _ = evidence
+    process = subprocess.Popen(["sleep", "0.5"])
+    _, _, peak = run.wait({process.pid: Namespace(process=process)})
+    assert 0.1 < peak < 50
 
 
 def test_paired_interval_and_crossing(evidence, monkeypatch, capsys):
