@@ -116,13 +116,18 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
     value, half, seeds = report.paired(runs["queue, tau 0.03"], runs["control, tau 0.03"])
     for name in ("README.md", "docs/results.md"):
         assert seeds == 5 and f"{value:.1f} ± {half:.1f}" in (ROOT / name).read_text()
-    runs, clip = report.by_method(results, declared, "rules"), "clip, seeded order"
+    runs, clip, clip128 = report.by_method(results, declared, "rules"), "clip, seeded order", "clip, 128 by rule"
     names = ("evidence/small", "results", "neighbours")
     pages = {name: " ".join((ROOT / f"docs/{name}.md").read_text().split()) for name in names}
     for ours, theirs, names in (
         ("queue", clip, ("evidence/small", "results")),
         ("queue, consistency", clip, ("evidence/small",)),
-        ("neuclip, mixing", clip, ("evidence/small",)),
+        ("neuclip, mixing", clip, ("evidence/small", "results")),
+        ("queue, 128 by rule", clip128, ("evidence/small", "results")),
+        ("neuclip, 128 by rule", clip128, ("evidence/small", "results")),
+        (clip128, clip, ("evidence/small",)),
+        ("queue, 128 by rule", "queue", ("evidence/small",)),
+        ("neuclip, 128 by rule", "neuclip, mixing", ("evidence/small",)),
         ("fastclip-v3, gamma 1", clip, ("evidence/small",)),
         ("queue, consistency", "fastclip-v3, gamma 1", ("results",)),
         ("queue, consistency", "neuclip, mixing", ("results",)),
