@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from statistics import mean
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EVIDENCE = ROOT / "examples" / "evidence"
 
@@ -150,6 +152,47 @@ def test_the_smaller_grids_tables_follow_from_the_results(evidence):
         value, half, _ = report.tested(at32, at_larger, False)
         for name in (*pages, "docs/evidence/small.md"):
             assert f"{value:.1f} ± {half:.1f}" in (ROOT / name).read_text(), (batch, name)
+
+
+def later(evidence, name: str) -> tuple:
+    """A grid whose page has all its tables, the results, and the page."""
+    grid, _, report = evidence
+    declared = grid.Grid(EVIDENCE / f"{name}.yaml")
+    results = grid.read_results(EVIDENCE / f"{name}.jsonl")
+    return declared, results, report, (ROOT / f"docs/evidence/{name}.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["components"])
+def test_the_later_grids_tables_follow_from_the_results(evidence, name):
+    declared, results, report, page = later(evidence, name)
+    rows = list(results.values())
+    assert {one["commit"] for one in rows} == {rows[0]["commit"]} and not any(one["compiled"] for one in rows)
+    tables = report.scores(declared, rows) + report.declared(declared, rows)
+    for text in tables.strip().split("\n\n"):
+        assert text in page
+    sentences = " ".join(line.strip() for line in page.splitlines() if not line.startswith("|"))
+    assert all(told in tables for told in re.findall(r"\d+\.\d ± \d+\.\d", sentences))
+    hours = sum(one["cpu_seconds"] for one in rows) / 3600
+    assert f"{len(rows)} of {len(declared.runs)} declared runs ran, in {hours:.1f} hours" in " ".join(page.split())
+
+
+def test_what_the_page_of_components_says_beside_its_tables(evidence):
+    """The starts of the fine-tuning, and by rate what it learns on the validation gallery and keeps."""
+    declared, results, report, page = later(evidence, "components")
+    runs = report.by_method(list(results.values()), declared, "fine-tuned")["full"]
+    first = [results[f"scratch-clip-lr-1e-3-s{seed}"] for seed in runs]
+    start = [mean(report.recall(run["by_epoch"][0], k=10) for run in runs.values()), mean(map(report.concepts, first)),
+             mean(report.last_recall(run, k=10) for run in first)]  # fmt: skip
+    assert "The models before have {:.1f}, {:.1f} and {:.1f}".format(*start) in " ".join(page.split())
+    scratch = report.by_method(list(results.values()), declared, "scratch")
+    seconds = {method: mean(run["cpu_seconds"] for run in runs.values()) for method, runs in scratch.items()}
+    ratios = [seconds[f"{method}, token head"] / seconds[method] for method in ("clip", "queue")]
+    assert "takes {:.1f} and {:.1f} times the CPU time".format(*ratios) in page
+    for method in ("full", "lora"):
+        for rate in declared.methods[method]["candidates"]:
+            tried = [results[run.name] for run in declared.tuning(method) if run.candidate == rate]
+            new, old = (mean(map(report.MEASURES[name], tried)) for name in ("R@10, new", "R@10, old"))
+            assert f"| {declared.label(method)} | `{rate}` | {new:.1f} | {old:.1f} |" in page
 
 
 def test_the_interpolations_table_follows_from_the_scores(evidence):
