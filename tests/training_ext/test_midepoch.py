@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import evaluations
-from training_ext.components import stopping
+from training_ext.components import retrieval
+from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
 from training_ext.components.recovery.recovery import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
@@ -132,7 +132,7 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
     whole = run("whole", common)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(evaluations, "validation_metrics", kill)
+        patch.setattr(retrieval, "validation_metrics", kill)
         run_main(ext_main, f"{common} --name resumed", logs)
     resumed = run("resumed", f"{common} --resume latest")
     assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1
@@ -400,8 +400,8 @@ def test_a_checkpoint_of_before_there_were_steps(run, datasets):
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
     path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
     checkpoint = torch.load(path, weights_only=True)
-    entry = checkpoint["open_clip_ext"]
-    entry["format"] = 2
-    del entry["order"], entry["position"]
+    entry = checkpoint.pop("open_clip_ext")
+    old = {"format": 2, "data_digest": entry["components"]["same_data"]["digest"], **entry["parts"]}
+    checkpoint["optimizer"]["open_clip_ext"] = old | {name: entry[name] for name in ("loss", "num_rows", "state")}
     torch.save(checkpoint, path)
     assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6
