@@ -22,13 +22,12 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
-from training_ext.feature import Epoch
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from open_clip_ext.metrics_file import TRAIN
 from training_ext.components import bad_samples as skips
 from training_ext.components.bad_samples import BadSamples
+from training_ext.core.training import Epoch
 from training_ext.data import usable
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
@@ -206,12 +205,13 @@ def test_pairs_with_the_name_of_another_up_to_a_dot(run, shards):
 
 def counter(share=None, workers=2, **args) -> BadSamples:
     defaults = {"rank": 0, "accum_freq": 1, "batch_size": 8, "wandb": False, "save_logs": False}
-    return BadSamples(Run(Namespace(max_bad_samples=share, workers=workers, **(defaults | args))))
+    return BadSamples(Namespace(max_bad_samples=share, workers=workers, **(defaults | args)))
 
 
-def an_epoch(number: int, tensorboard=None, **loader) -> Epoch:
-    own = SimpleNamespace(**loader)
-    return Epoch(TRAIN, number, 3, number, own, own.num_batches, 0, 0, tensorboard, None, lambda place: None)
+def an_epoch(number: int, writer=None, **loader) -> Epoch:
+    absent = dict.fromkeys(("run", "model", "optimizer", "scaler", "task", "scheduler", "args", "content"))
+    data = {"train": SimpleNamespace(dataloader=SimpleNamespace(**loader))}
+    return Epoch(number=number, of=3, seed=number, data=data, before=0, ahead=0, writer=writer, **absent)
 
 
 def test_counts_reach_tensorboard_and_wandb(monkeypatch):
@@ -221,9 +221,12 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
         "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     )
     counts = counter(accum_freq=2, batch_size=4, wandb=True)
-    with counts.epoch(an_epoch(2, writer, num_batches=8)):
+
+    def train(epoch: Epoch) -> None:
         counts.use()
         counts.skip(usable.NO_CAPTION, "a sample", "no caption")
+
+    counts.epoch(an_epoch(2, writer, num_batches=8), train)
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
@@ -234,15 +237,14 @@ def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     counts = counter(0.05, 1)
     counts.expect(48, 0)
 
-    def resume(first: int) -> None:
-        with counts.epoch(an_epoch(0, num_batches=6, first=first)):
-            for _ in range(8):
-                counts.use()
-            counts.skip(usable.UNREADABLE, "a sample", "not an image")
+    def train(epoch: Epoch) -> None:
+        for _ in range(8):
+            counts.use()
+        counts.skip(usable.UNREADABLE, "a sample", "not an image")
 
-    resume(5)
+    counts.epoch(an_epoch(0, num_batches=6, first=5), train)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
-        resume(1)
+        counts.epoch(an_epoch(0, num_batches=6, first=1), train)
 
 
 def test_a_shard_counts_once_however_often_it_is_read(tmp_path):
@@ -521,13 +523,16 @@ def test_the_share_that_a_refusal_names_is_enough(refused, run, shards, tmp_path
 def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     """Of 2 x 32 samples 4 are 6 %, though 4 of this process's 32 are more than 10 %."""
     args = Namespace(
-        max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2
+        max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2,
+        accum_freq=1,
     )
-    counts = BadSamples(Run(args))
-    seams = Samples(args, None, counts)
-    info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
-    assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
-    seams.workers.close()
+    counts = BadSamples(args)
+    samples = Samples(args, counts)
+    samples.attend(lambda scope: nullcontext(), None, None, None)
+    info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4), set_epoch=None)
+    build = samples.dataset_fn(lambda path, kind: lambda *args, **kwargs: info, "0.tar", "webdataset")
+    assert build(args, None, True) is info
+    samples.workers.close()
     for _ in range(7):
         counts.skip(usable.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):
