@@ -112,7 +112,6 @@ class ExactResume(Component):
             saved, self._saved = self._saved, {}
         epoch.loader.start_at(self._start_from(saved) if saved else None)
         train(epoch)
-        epoch.loader.start_at(None)
 
     def _saves_first(self, epoch: Epoch) -> bool:
         """Whether a checkpoint is needed before the evaluation, which may fail or be killed; OpenCLIP saves later."""
