@@ -21,11 +21,13 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
+from stop import StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.components.bad_samples import BadSamples, usable
 from training_ext.components.bad_samples import component as skips
+from training_ext.core.rows import RowLoader
 from training_ext.core.training import Epoch, Training
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
@@ -242,6 +244,16 @@ def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     count_epoch(counts, train, 0, num_batches=6, first=5)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
         count_epoch(counts, train, 0, num_batches=6, first=1)
+
+
+def test_a_run_that_resumes_near_the_end_of_an_epoch_has_no_more_bad_samples(run, shards, tmp_path, monkeypatch):
+    """2 of the rest, of 32 in the epoch; the loss has no rows, so nothing else says how many there are."""
+    data = shards(lambda row, name, content: (name, b"no" if row % PER_SHARD == 5 and ".png" in name else content))
+    common = f"{COMMON} {LOSSES['neuclip']} {data} --max-bad-samples 0.2 --name x"
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLoader, "__iter__", StopAt(3))
+        assert run_main(ext_main, common, tmp_path / "logs") == 143
+    assert epochs(run("x", f"{common} --resume latest").path)[0]["unreadable"] == 2
 
 
 def test_a_shard_counts_once_however_often_it_is_read(tmp_path):

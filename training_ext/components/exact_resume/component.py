@@ -123,6 +123,7 @@ class ExactResume(Component):
         super().__init__(args)
         self._request: StopRequest | None = None
         self._saved: dict[str, Any] = {}  # order and position of the checkpoint that is resumed
+        self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
         self._place: dict[str, Any] | None = None  # the same of the one that is written within an epoch
         self._epoch: Epoch
         self._shared_epoch = SharedEpoch()
@@ -192,13 +193,21 @@ class ExactResume(Component):
             self._request = StopRequest()
 
     def numbered(self, original: Callable) -> Callable:
-        """Replaces the loop's `enumerate`: a resumed epoch begins at its step."""
-        return lambda batches: original(batches, getattr(batches, "first", 0))
+        """Replaces the loop's `enumerate`: a resumed epoch begins at its step, with the diagnostics of those before."""
+
+        def count(batches: Any) -> Any:
+            shown, self._shown = self._shown, None
+            if shown is not None:  # the loop has set the loss's epoch, which resets them
+                assert self.training.loss is not None
+                self.training.loss.load_diagnostics_state(shown)
+            return original(batches, getattr(batches, "first", 0))
+
+        return count
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         self._epoch = epoch
         self._shared_epoch.set_value(epoch.seed)
-        if (loss := self.training.loss) is None:
+        if self.training.loss is None:
             train(epoch)
             if self._saves_first(epoch) and self.plan.is_first and not self.plan.shards_model:
                 path = self.plan.checkpoint_after(epoch.number + 1)
@@ -208,9 +217,8 @@ class ExactResume(Component):
         saved = epoch.saved
         if epoch.is_training:
             saved, self._saved = self._saved, {}
-        epoch.loader.start_at(self._start_from(saved, loss) if saved else None)
+        epoch.loader.start_at(self._start_from(saved) if saved else None)
         train(epoch)
-        epoch.loader.start_at(None)
 
     def _saves_first(self, epoch: Epoch) -> bool:
         """Whether a checkpoint is needed before the evaluation, which may fail or be killed; OpenCLIP saves later."""
@@ -218,7 +226,7 @@ class ExactResume(Component):
         is_saved = self.args.loss is not None and epoch.is_training and self.plan.saves_after(done)
         return is_saved and bool(evaluated_metrics(self.args, self.training.components, done))
 
-    def _start_from(self, saved: dict[str, Any], loss: Loss) -> Start | None:
+    def _start_from(self, saved: dict[str, Any]) -> Start | None:
         """Where this process resumes, also logged; None at the start of an epoch.
 
         If the order of the data has changed, the run resumes after the same fraction of the epoch.
@@ -240,8 +248,7 @@ class ExactResume(Component):
         if not changed and batches < whole:
             samples = position["samples"][args.rank].tolist() if workers else []
             shown = position["shown"].items()
-            on_device = {name: v.to(args.device) if isinstance(v, torch.Tensor) else v for name, v in shown}
-            loss.load_diagnostics_state(on_device)
+            self._shown = {name: v.to(args.device) if isinstance(v, torch.Tensor) else v for name, v in shown}
         else:
             batches = self.plan.steps(batches * whole // position["of"]) * args.accum_freq
             samples = [len(range(worker, batches, workers)) * args.batch_size for worker in range(workers)]
