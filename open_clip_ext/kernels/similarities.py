@@ -174,7 +174,7 @@ class SimilarityBlocks:
         anchors along the other one.
 
         Args:
-            shift: less alpha and less the log of the number of negatives, of the anchors.
+            shift: -alpha - log(number of negatives) of each anchor.
             gaps: buffer for intermediate values; may be the memory of `similarities`.
             out: buffer for the weights.
             sums: (2, anchors), for the sum of each anchor's weights and that of exp(l / tau - alpha) l / tau.
