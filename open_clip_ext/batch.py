@@ -111,9 +111,9 @@ class Batch:
         return other
 
     def or_zeros(self) -> "Batch":
-        """A copy in which, unless the batch is finite, similarities of positives and L are 0 and temperatures 1.
+        """A copy in which s_ii and L are 0 and temperatures 1 if the batch is not finite; sums over it are finite.
 
-        Sums over it stay finite. The embeddings stay as they are: a copy would take as much memory again.
+        The embeddings stay as they are: a copy of them would take as much memory again.
         """
         other = copy.copy(self)
         for name in ("all_positives", "all_tau", "all_log_batch"):

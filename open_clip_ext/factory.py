@@ -139,7 +139,7 @@ def defaults_of(name: str, parts: Iterable[type[Part]]) -> dict[str, Any]:
 
 
 def resolve_options(name: str, explicit: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
-    """Settings of the loss `name`: the given values, else the preset's, else the parts' defaults.
+    """Settings of the loss `name`: explicit values, then the preset's, then the parts' defaults.
 
     Args:
         explicit: option or part name to value; None means not given.

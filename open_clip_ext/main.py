@@ -203,7 +203,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def _print_error(line: str, code: int) -> int:
-    """Print the line on stderr, unless its reader has ended, and return the code."""
+    """Print the line on stderr, unless its reader has ended, and return the exit code."""
     try:
         print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)
     except BrokenPipeError:

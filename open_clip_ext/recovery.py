@@ -222,7 +222,7 @@ def check_frozen(
     name: str,
     remedy: str = "use AdamW",
 ) -> None:
-    """Restore the weights, and raise unless the last steps changed the moments and no weight.
+    """Restore the weights; raise if the last steps changed one of them or left all moments 0.
 
     Args:
         name, remedy: the optimizer's name and what to use instead, for the message.

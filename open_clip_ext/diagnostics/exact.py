@@ -114,7 +114,7 @@ def minibatch_log_normalizers(
 
     `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do. Their estimates are
     therefore not independent, but every choice of an anchor's B - 1 others is equally likely. A batch depends only on
-    `seed`, B and its group's first anchor. With B = n the estimate is exact.
+    `seed`, B and the first anchor of its group. With B = n the estimate is exact.
 
     Args:
         batch_size: B, from 2 to n.

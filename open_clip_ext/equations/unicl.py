@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def _weights(y: Tensor) -> Tensor:
-    """Weights of the positives, (B, B): entry (i, j) is 1 / |P_i| if j has the label of i, as i itself has, else 0."""
+    """Weights of the positives, (B, B): 1 / |P_i| at (i, j) if i and j have the same label, else 0; P_i contains i."""
     same = (y[:, None] == y).double()
     return same / same.sum(dim=1, keepdim=True)
 

@@ -67,7 +67,7 @@ class SimilarityBlocks:
         return self.batch.positives.new_empty(rows * self.batch.size)
 
     def _similarities(self, block: Block, part: slice) -> Tensor:
-        """Similarities (rows of the part, B); those of the latest part are cached."""
+        """Similarities (rows of the part, B); the latest part's are cached."""
         if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
             return self._latest[2]
         rows = block.rows[part]

@@ -46,8 +46,7 @@ from open_clip_ext.side_model import below
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Half the squared error (Eq. 10) of an anchor as a function of r = log Z_comb - log lambda, and its derivative in
-    r.
+    """Half the squared error (AmorLIP, Eq. 10) as a function of r = log Z_comb - log lambda, and its slope in r.
 
     Here and in `js` and `kl`, where t = exp(r) = Z_comb / lambda, results have the shape of `ratio`, which is r.
     """
@@ -55,14 +54,14 @@ def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """KL's f(t) = t log t (Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its derivative in r."""
+    """KL's f(t) = t log t (AmorLIP, Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its slope in r."""
     ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
     t = ratio.exp()
     return t * ratio, t * (ratio + 1)
 
 
 def js(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Jensen-Shannon's f(t) (Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its slope in r.
+    """Jensen-Shannon's f(t) (AmorLIP, Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its slope in r.
 
     f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2.
     """

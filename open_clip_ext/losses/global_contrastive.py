@@ -38,7 +38,7 @@ from open_clip_ext.temperatures import Temperature
 
 
 class GlobalContrastiveLoss(ComposedLoss):
-    """The global contrastive loss, Eq. 1, for any choice of the four parts: all methods that minimize it.
+    """Loss for the global contrastive objective (NeuCLIP, Eq. 1), made of four replaceable parts.
 
     Under torch.distributed each process passes its own b pairs. Once averaged over processes, as
     DistributedDataParallel does, the gradients are exact for the global batch of B pairs. They do not depend on
@@ -60,8 +60,8 @@ class GlobalContrastiveLoss(ComposedLoss):
         consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), both lambdas. The terms are
             multiplied by 2 tau, a constant; tau is the mean where each sample has its own, and 1 where the objective
             lacks the factor tau. In plain PyTorch: `equations.consistency`.
-        reference_gap: subtract from h_ij the same gap of a frozen reference model (DRRho-CLIP), whose features every
-            call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
+        reference_gap: subtract from each gap s_ij - s_ii that of a frozen reference model (DRRho-CLIP), whose features
+            every call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
         InputError: the parts do not fit together, or an argument is out of range.
