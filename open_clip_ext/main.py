@@ -40,7 +40,7 @@ class Trained:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation; empty without one."""
+        """Metrics of the last evaluation; empty if there was none."""
         return self.by_epoch[-1] if self.by_epoch else {}
 
 
@@ -112,13 +112,13 @@ def _run(argv: list[str]) -> Trained:
 
 
 def _whole_checkpoints(folder: Path) -> list[Path]:
-    """Those of whole epochs, in order."""
+    """Paths of the checkpoints `epoch_N.pt`, one per completed epoch, in the order of N."""
     paths = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def _run_core(argv: list[str]) -> Trained:
-    """Train with the components that --with names alone."""
+    """Train with `--bare` or `--with NAMES`: with no components, or with only those that are named."""
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
@@ -139,7 +139,7 @@ def _run_core(argv: list[str]) -> Trained:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show each text of a library's warning once; Python's own record of them is lost whenever a filter changes."""
+    """Show each distinct text of a warning once; Python's own record of them is lost whenever a filter changes."""
     messages, show = set(), warnings.showwarning
 
     def once(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
@@ -203,7 +203,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def _print_error(line: str, code: int) -> int:
-    """Print the line on stderr, if somebody still reads it, and return the code."""
+    """Print the line on stderr, unless its reader has ended, and return the exit code."""
     try:
         print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -228,10 +228,10 @@ def run_module(name: str, argv: list[str] | None) -> int:
 
 
 def _as_text(argv: list[str] | None) -> list[str]:
-    """The command line, by default that of the process.
+    """Check the words of a command line, by default the process's, and return them.
 
     Raises:
-        InputError: a word of it, such as the name of a folder, can be written to no log.
+        InputError: a word, such as the name of a folder, is not valid UTF-8, so that no log could contain it.
     """
     words = sys.argv[1:] if argv is None else argv
     for word in words:
