@@ -1,5 +1,6 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
+import multiprocessing
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -33,8 +34,15 @@ def check_size_known(args: Namespace) -> None:
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Every loader worker needs a full batch in its shards, or OpenCLIP waits forever."""
-    if rows.kind != "webdataset" or args.dataset_resampled:
+    """Loader workers must be forked, and each needs a full batch in its shards, or OpenCLIP waits forever."""
+    if rows.kind != "webdataset":
+        return
+    if args.workers and (method := multiprocessing.get_start_method()) != "fork":
+        raise InputError(
+            f"{args.workers} processes that read shards must be forked, and this machine starts them by {method!r}, to "
+            "which OpenCLIP's pipeline cannot be sent; give 0", "--workers",
+        )
+    if args.dataset_resampled:
         return
     urls = expand_urls(args.train_data)[0]
     loaders = max(1, args.workers)
