@@ -8,6 +8,8 @@ from typing import Any
 
 from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
+from PIL import Image
+from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from training_ext.data.first_look import look_at_shards
@@ -16,7 +18,8 @@ from training_ext.data.loss import steps_per_epoch
 from training_ext.data.rows import DataRows, kind_of, read_csv, tolerated
 from training_ext.data.shard_scan import scan_all
 from training_ext.data.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
-from training_ext.openclip.loading import one_line
+from training_ext.data.tars import one_line
+from training_ext.data.usable import unusable_line
 
 MOST_PASSES = 5
 
@@ -119,8 +122,16 @@ def check_val_data(args: Namespace) -> None:
     """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
-        if read_csv(args, args.val_data, flag="--val-data").empty:
+        table = read_csv(args, args.val_data, flag="--val-data")
+        if table.empty:
             raise InputError(f"{args.val_data!r} has no lines; give one with pairs, or leave it out", "--val-data")
+        images = table[args.csv_img_key].drop_duplicates()
+        # Their headers; silent where it takes a moment.
+        for row, image in tqdm(images.items(), desc="Looking at images", total=len(images), unit="file", delay=2):
+            try:
+                Image.open(image).close()
+            except Exception as error:  # image libraries may raise anything
+                raise unusable_line(args.val_data, int(str(row)), f"{image!r}: {one_line(error)}") from None
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")
