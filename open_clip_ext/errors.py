@@ -85,6 +85,8 @@ def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = No
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
+    if isinstance(error, RuntimeError) and "unable to open shared memory object" in str(error):
+        return f"/dev/shm cannot be written: {str(error).rpartition(': ')[2]}; mount it writable, also for --workers 0"
     is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
     if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)

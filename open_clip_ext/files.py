@@ -130,9 +130,11 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch's writer raises a RuntimeError in its place
+            raise KeyboardInterrupt from None
         raise
 
 

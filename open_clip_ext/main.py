@@ -3,6 +3,7 @@
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from PIL import EpsImagePlugin
 
 from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line, lost_another_process
+from open_clip_ext.keyboard import interrupt_by_exception
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -71,8 +73,25 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
-        return _run_core(argv)
+    with _forked_workers():
+        is_core = {"--bare", "--with"} & {word.partition("=")[0] for word in argv}
+        return _run_core(argv) if is_core else _run_whole(argv)
+
+
+@contextmanager
+def _forked_workers() -> Iterator[None]:
+    """Fork the loaders' workers on Linux, where Python 3.14 no longer does: OpenCLIP's pipeline of shards has lambdas,
+    which cannot be sent to a process that is started anew."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+def _run_whole(argv: list[str]) -> Trained:
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
@@ -87,6 +106,7 @@ def _run(argv: list[str]) -> Trained:
         run = launch.build(args)
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     if args.seams:
         print(listing(run))
         return Trained([], None, [])
@@ -126,6 +146,7 @@ def _run_core(argv: list[str]) -> Trained:
         from training_ext.core import run
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     with _logging_as_before():
         training = run.start(argv)
     args = None if training is None else training.args
@@ -222,6 +243,7 @@ def run_module(name: str, argv: list[str] | None) -> int:
             module = importlib.import_module(name)
         except ImportError as error:
             raise InputError(cannot_import(error)) from None
+        interrupt_by_exception()
         module.run(_as_text(argv))
 
     return exit_code(run)

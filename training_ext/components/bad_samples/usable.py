@@ -119,7 +119,17 @@ class DecodeImages(Decode):
         return partial(self._run, partial(self.decode, **functions))
 
 
+<<<<<<< HEAD:training_ext/components/bad_samples/usable.py
 class UsableLines(Wrapped):
+=======
+def unusable_line(path: str, row: int, why: str) -> InputError:
+    """The error of a row of validation data, all of which metrics must cover."""
+    return InputError(f"{place_of(path, row)} cannot be used: {why}; repair or remove it", "--val-data")
+
+
+@dataclass
+class UsableLines(Dataset):
+>>>>>>> lines:training_ext/data/usable.py
     """The lines of a csv, with each unusable line replaced by another.
 
     Args:
@@ -159,6 +169,6 @@ class UsableLines(Wrapped):
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
         what = place_of(self.path, self._lines[row])
         if self.watch is None:
-            raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
+            raise unusable_line(self.path, row, why)
         self.watch.skip(kind, what, why, is_new)
         return None
