@@ -21,12 +21,8 @@ import pytest
 import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
-<<<<<<< HEAD
-from training_ext.core import hosts
-=======
-import training_ext
 from open_clip_ext import main
->>>>>>> lines
+from training_ext.core import hosts
 from training_ext.data.rows import DataRows
 from training_ext.data.usual import likely_cause
 from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data

@@ -144,12 +144,8 @@ def test_the_best_of_the_summary(tmp_path):
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
-<<<<<<< HEAD
-        positives=None, zeroshot_data="my classes", skip_scheduler=False,
-=======
-        zeroshot_data="my classes", skip_scheduler=False, dataset_type="auto", val_data="val.csv", csv_separator=",",
-        given_flags={"csv_separator", "val_data"},
->>>>>>> lines
+        positives=None, zeroshot_data="my classes", skip_scheduler=False, dataset_type="auto", val_data="val.csv",
+        csv_separator=",", given_flags={"csv_separator", "val_data"},
     )
     text = list(summary(args, 61.0))
     data = "--zeroshot-data 'my classes' --val-data val.csv --csv-separator ,"

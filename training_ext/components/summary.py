@@ -11,12 +11,8 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, read_metrics
-<<<<<<< HEAD:training_ext/components/summary.py
-from training_ext.core.component import Component
-=======
 from open_clip_ext.options import flag_of
-from training_ext.context import Run
->>>>>>> lines:training_ext/features/summary.py
+from training_ext.core.component import Component
 from training_ext.data.keys import has_keys
 from training_ext.data.metrics import COUNTS, duration, smaller_is_better
 

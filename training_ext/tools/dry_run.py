@@ -56,25 +56,13 @@ def lines(args: Namespace) -> list[str]:
     if not has_data:
         args.train_data = "DATA.tar"
     if args.loss is not None:
-<<<<<<< HEAD
         preflight.check_flags(launch.build(args))
     samples, num_rows, seen, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
-=======
-        preflight.check_flags(args)
-    samples, num_rows, seen, unread = counted(args, None if recipe is None else recipe.samples, has_data)
-    if args.val_data and args.loss is not None and args.dataset_type != "shapes":
-        try:
-            data_checks.check_val_data(args)
-        except InputError as error:
-            unread.append(str(error))
->>>>>>> lines
     step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]
     text += [*([] if recipe is not None or args.loss is None else recommended(args, num_rows, steps)), ""]
-    if unread:
-        text += ["Data that cannot be used here", *(_wrapped(error, "  ", " " * 4) for error in unread), ""]
     if warnings := advise(args, num_rows, steps) + advise_on_captions(args, seen):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
@@ -111,18 +99,12 @@ def lines(args: Namespace) -> list[str]:
 def counted(
     args: Namespace, in_recipe: int | None, has_data: bool
 ) -> tuple[int, int, SeenCaptions | None, list[str]]:
-<<<<<<< HEAD
     """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number.
 
     Last comes what is wrong with the train data.
     """
     problems: list[str] = []
     declared = args.train_num_samples or in_recipe
-=======
-    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number and why
-    they cannot be read."""
-    declared, unread = args.train_num_samples or in_recipe, []
->>>>>>> lines
     if has_data:
         try:
             data_checks.check_size_known(args)
@@ -131,7 +113,6 @@ def counted(
         except InputError as error:
             if declared is None:
                 raise
-<<<<<<< HEAD
             problems.append(str(error))
     if declared is None:
         raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
@@ -150,12 +131,6 @@ def problems_of_evaluation(args: Namespace) -> list[str]:
         except InputError as error:
             problems.append(str(error))
     return problems
-=======
-            unread = [str(error)]
-    if declared is None:
-        raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
-    return declared, declared, None, unread
->>>>>>> lines
 
 
 def about(recipe: Recipe) -> list[str]:

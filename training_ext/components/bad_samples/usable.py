@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from open_clip_ext.errors import InputError
 from training_ext.core.rows import Wrapped
 from training_ext.data.captions import JsonCaptions, is_empty
-from training_ext.data.pair_folders import place_of
+from training_ext.data.pair_folders import place_of, unusable_line
 from training_ext.data.tars import one_line
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
@@ -119,17 +118,7 @@ class DecodeImages(Decode):
         return partial(self._run, partial(self.decode, **functions))
 
 
-<<<<<<< HEAD:training_ext/components/bad_samples/usable.py
 class UsableLines(Wrapped):
-=======
-def unusable_line(path: str, row: int, why: str) -> InputError:
-    """The error of a row of validation data, all of which metrics must cover."""
-    return InputError(f"{place_of(path, row)} cannot be used: {why}; repair or remove it", "--val-data")
-
-
-@dataclass
-class UsableLines(Dataset):
->>>>>>> lines:training_ext/data/usable.py
     """The lines of a csv, with each unusable line replaced by another.
 
     Args:
