@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
+from open_clip_ext.errors import InputError
 from training_ext.core.plan import world_info
 from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
