@@ -34,7 +34,7 @@ from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
 from training_ext.data.shard_rows import rows_of_shards
 from training_ext.openclip.hosts import host
-from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
+from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
