@@ -35,7 +35,7 @@ class Captions(Component):
             DATA, "CsvDataset",
             why="the lines of one image are one sample",
             contract="get_csv_dataset builds CsvDataset(path, ...), with the cells in images and captions",
-            replacement=lambda original, own: partial(own.of_images, original),
+            replacement=lambda original, component: partial(component.of_images, original),
             used_by=f"{DATA}:get_csv_dataset",
             scopes=(TRAIN_DATA,),
             layer=-1,
@@ -45,7 +45,7 @@ class Captions(Component):
             why="captions of --json-text-key are in .txt by then",
             contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
             "tokenizer=), and reads json_text_key in these args",
-            replacement=lambda original, own: partial(own.from_txt, original),
+            replacement=lambda original, component: partial(component.from_txt, original),
             used_by=f"{DATA}:get_data",
             layer=1,
         ),

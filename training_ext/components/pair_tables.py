@@ -18,7 +18,7 @@ class PairTables(Component):
             DATA, "pd.read_csv",
             why="a column of digits is read as numbers, without their leading zeros; a folder is no csv",
             contract="CsvDataset reads its cells by pd.read_csv(path, sep=)",
-            replacement=lambda original, own: partial(own.read_csv, original),
+            replacement=lambda original, component: partial(component.read_csv, original),
             used_by=f"{DATA}:CsvDataset.__init__",
             scopes=(TRAIN_DATA, VAL_DATA),
         ),
@@ -27,7 +27,7 @@ class PairTables(Component):
             why="a folder of pairs is read as a csv",
             contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
             "tokenizer=)",
-            replacement=lambda original, own: partial(own.of_folder, original),
+            replacement=lambda original, component: partial(component.of_folder, original),
             used_by=f"{DATA}:get_data",
             layer=-2,
         ),

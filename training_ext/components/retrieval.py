@@ -23,7 +23,7 @@ class Retrieval(Component):
             why="takes 22 bytes for each image and text, before 4.0, and counts an image's other captions as wrong",
             contract="evaluate calls get_clip_metrics(image_features=, text_features=, ...) with the features of all "
             "validation pairs in their order, or lists of batches of them, and adds what it returns to metrics",
-            replacement=lambda original, own: own.metrics_of,
+            replacement=lambda original, component: component.metrics_of,
             used_by="open_clip_train.train:evaluate",
         ),
     )  # fmt: skip

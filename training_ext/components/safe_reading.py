@@ -14,7 +14,7 @@ DECODE = Seam(
     "open_clip_train.data", "wds.decode",
     why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use",
     contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
-    replacement=lambda original, own: decode_pairs(original),
+    replacement=lambda original, component: decode_pairs(original),
     used_by="open_clip_train.data:get_wds_dataset",
     scopes=(TRAIN_DATA, VAL_DATA),
 )  # fmt: skip
@@ -31,7 +31,7 @@ class SafeReading(Component):
             why="where reading fails by a TypeError, OpenCLIP leaves it to torch's default whether the file's pickles "
             "are run; and weights that cannot be read end in one line",
             contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
-            replacement=lambda original, own: load_weights,
+            replacement=lambda original, component: load_weights,
             used_by="open_clip.factory:load_state_dict",
         ),
         Seam(
@@ -39,7 +39,7 @@ class SafeReading(Component):
             why="a hub folder's configuration may ask for a tokenizer with code of its own, and one that cannot be "
             "loaded ends in one line",
             contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
-            replacement=lambda original, own: without_remote_code(original),
+            replacement=lambda original, component: without_remote_code(original),
             used_by="open_clip.factory:get_tokenizer",
         ),
         Seam(
@@ -47,7 +47,7 @@ class SafeReading(Component):
             why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and no changed bit is "
             "seen",
             contract="main, or the load_checkpoint that it calls, loads --resume by pt_load(path, map_location=)",
-            replacement=lambda original, own: load_resumed,
+            replacement=lambda original, component: load_resumed,
             used_by="open_clip.task.checkpoint:load_checkpoint" if HAS_TASKS else "open_clip_train.main:main",
             layer=-1,
         ),

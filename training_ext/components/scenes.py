@@ -72,7 +72,7 @@ def generated(scope: str) -> Seam:
         "open_clip_train.data", "SyntheticDataset",
         why="generated scenes stand in for it",
         contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
-        replacement=lambda original, own: shapes_dataset(own.args, scope == TRAIN_DATA),
+        replacement=lambda original, component: shapes_dataset(component.args, scope == TRAIN_DATA),
         used_by="open_clip_train.data:get_synthetic_dataset",
         scopes=(scope,),
         layer=-1,
@@ -105,7 +105,7 @@ class GeneratedScenes(Component):
             why="builds generated scenes as OpenCLIP's synthetic data",
             contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
             "tokenizer=)",
-            replacement=lambda original, own: partial(of_shapes, original),
+            replacement=lambda original, component: partial(of_shapes, original),
             used_by="open_clip_train.data:get_data",
             layer=-1,
         ),

@@ -21,7 +21,7 @@ SEAMS = (
         why="our state is saved in the folder of the shards",
         contract="main calls save_sharded_checkpoint(task, optimizer, folder, ...) on every process; the folder is a "
         "checkpoint once its file .metadata is there",
-        replacement=lambda original, own: partial(own.save, original),
+        replacement=lambda original, component: partial(component.save, original),
         used_by="open_clip_train.main:main",
     ),
     Seam(
@@ -29,7 +29,7 @@ SEAMS = (
         why="our state is loaded from the folder of the shards",
         contract="main loads a folder of --resume by load_sharded_checkpoint(task, folder, ...), which returns the "
         "epochs that are done, before it creates the data",
-        replacement=lambda original, own: partial(own.load, original),
+        replacement=lambda original, component: partial(component.load, original),
         used_by="open_clip_train.main:main",
     ),
 )

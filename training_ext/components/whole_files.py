@@ -16,7 +16,7 @@ class WholeFiles(Component):
             why="--resume latest finds nothing in a folder with [ or * in its name, and takes files from "
             "checkpoints_old",
             contract="main calls get_latest_checkpoint(folder, remote=bool) and resumes from the path that it returns",
-            replacement=lambda original, own: partial(latest_checkpoint, original),
+            replacement=lambda original, component: partial(latest_checkpoint, original),
             used_by="open_clip_train.main:main",
             parameters=("remote",),
         ),

@@ -67,7 +67,7 @@ def lines(scope: str) -> Seam:
         why="one image that cannot be read would end the run",
         contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
         "cells in images and captions",
-        replacement=lambda original, own: partial(own.usable_lines, original, scope == TRAIN_DATA),
+        replacement=lambda original, component: partial(component.usable_lines, original, scope == TRAIN_DATA),
         used_by=f"{DATA}:get_csv_dataset",
         scopes=(scope,),
         layer=2,
@@ -96,9 +96,9 @@ class BadSamples(Component):
     seams = (
         lines(TRAIN_DATA),
         lines(VAL_DATA),
-        reader(-3, lambda original, own: read_to_damage, "takes a damaged header for the end of a shard"),
+        reader(-3, lambda original, component: read_to_damage, "takes a damaged header for the end of a shard"),
         reader(
-            -1, lambda original, own: UndamagedParts(original, own.skip_shard, own.end_shard, own.training.data.sizes),
+            -1, lambda original, component: component.undamaged(original),
             "the rest of a damaged shard is lost, which must be counted",
         ),
         Seam(
@@ -106,7 +106,7 @@ class BadSamples(Component):
             why="counts what it leaves out",
             contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by "
             "what this class builds",
-            replacement=lambda original, own: own.complete(original),
+            replacement=lambda original, component: component.complete(original),
             used_by=SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -116,7 +116,7 @@ class BadSamples(Component):
             contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by "
             "name; from 4.0 on the images of renamed samples by wds.map_dict(image=..., handler=), the only such stage "
             "with a handler",
-            replacement=lambda original, own: (DecodeImages if HAS_TASKS else Decode)(
+            replacement=lambda original, component: (DecodeImages if HAS_TASKS else Decode)(
                 original, own, own.args.batch_size
             ),
             used_by=SHARDS,
@@ -130,6 +130,10 @@ class BadSamples(Component):
         "the run ends (default: 0 for what is missing at the start, no limit for what is found later)",
         valid=lambda share: 0 <= share <= 1, expected="from 0 to 1", metavar="SHARE",
     )  # fmt: skip
+
+    def undamaged(self, original: Any) -> UndamagedParts:
+        """Replaces the reader of shards by one that tells what is lost."""
+        return UndamagedParts(original, self.skip_shard, self.end_shard, self.training.data.sizes)
 
     def __init__(self, args: Namespace):
         super().__init__(args)

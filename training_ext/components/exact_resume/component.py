@@ -58,7 +58,7 @@ def items(name: str, user: str) -> Seam:
         DATA, name,
         why="the augmentation of a sample depends on what its loader worker did before",
         contract=f"{user} builds {name}(...), whose items draw from the global generators only",
-        replacement=lambda original, own: own.seeded_items(original) if own.args.uses_ext_loss else original,
+        replacement=lambda original, component: component.seeded_items(original),
         used_by=f"{DATA}:{user}",
         scopes=(TRAIN_DATA,),
         layer=1,
@@ -79,7 +79,7 @@ class ExactResume(Component):
             why="a resumed epoch resumes at its step, by which OpenCLIP sets learning rates and logs",
             contract="train_one_epoch numbers the batches by the built-in enumerate(dataloader), from which alone it "
             "tells the step",
-            replacement=lambda original, own: own.numbered(original),
+            replacement=lambda original, component: component.numbered(original),
             used_by="open_clip_train.train:train_one_epoch",
         ),
         Seam(
@@ -88,7 +88,7 @@ class ExactResume(Component):
             "a resumed epoch drops the samples that it has used",
             contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages "
             "that follow take one sample at a time",
-            replacement=lambda original, own: own.seeded_shuffle(original) if own.args.uses_ext_loss else original,
+            replacement=lambda original, component: component.seeded_shuffle(original) if component.args.uses_ext_loss else original,
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -98,7 +98,7 @@ class ExactResume(Component):
             "shorter",
             contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a "
             "batch each, and returns a DataInfo with shared_epoch",
-            replacement=lambda original, own: own.seeded_loader(original) if own.args.uses_ext_loss else original,
+            replacement=lambda original, component: component.seeded_loader(original) if component.args.uses_ext_loss else original,
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -106,7 +106,7 @@ class ExactResume(Component):
             DATA, "ResampledShards2",
             why="its seed comes from the loader's workers, which differ in a resumed run",
             contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
-            replacement=lambda original, own: own.seeded_shards(original) if own.args.uses_ext_loss else original,
+            replacement=lambda original, component: component.seeded_shards(original) if component.args.uses_ext_loss else original,
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -163,6 +163,8 @@ class ExactResume(Component):
         return partial(original, worker_seed=partial(seed_of_shards, self.args.seed, self.args.rank))
 
     def seeded_items(self, original: Callable) -> Callable:
+        if not self.args.uses_ext_loss:
+            return original
         return lambda *args, **kwargs: SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
     def data_built(self, data: dict[str, Any]) -> None:
