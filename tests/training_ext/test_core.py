@@ -330,7 +330,7 @@ class Outer(Component):
     seams = (
         Seam(
             hosts.installed().main().__name__, "evaluate", why="", contract="", used_by="open_clip_train.main:main",
-            replacement=lambda original, component: lambda *a, **k: (own.calls.append(own.name), original(*a, **k))[1],
+            replacement=lambda original, own: lambda *a, **k: (own.calls.append(own.name), original(*a, **k))[1],
             layer=1,
         ),
     )

@@ -117,7 +117,7 @@ class BadSamples(Component):
             "name; from 4.0 on the images of renamed samples by wds.map_dict(image=..., handler=), the only such stage "
             "with a handler",
             replacement=lambda original, component: (DecodeImages if HAS_TASKS else Decode)(
-                original, own, own.args.batch_size
+                original, component, component.args.batch_size
             ),
             used_by=SHARDS,
             scopes=(TRAIN_DATA,),
