@@ -53,12 +53,19 @@ DATA = "open_clip_train.data"
 IN_SHARDS = f"{DATA}:get_wds_dataset"
 
 
+def for_our_losses(method: str) -> Callable[[Any, Any], Any]:
+    """A seam's replacement by this method of the component, with this package's losses alone."""
+    return lambda original, component: (
+        getattr(component, method)(original) if component.args.uses_ext_loss else original
+    )
+
+
 def items(name: str, user: str) -> Seam:
     return Seam(
         DATA, name,
         why="the augmentation of a sample depends on what its loader worker did before",
         contract=f"{user} builds {name}(...), whose items draw from the global generators only",
-        replacement=lambda original, component: component.seeded_items(original),
+        replacement=for_our_losses("seeded_items"),
         used_by=f"{DATA}:{user}",
         scopes=(TRAIN_DATA,),
         layer=1,
@@ -88,7 +95,7 @@ class ExactResume(Component):
             "a resumed epoch drops the samples that it has used",
             contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages "
             "that follow take one sample at a time",
-            replacement=lambda original, component: component.seeded_shuffle(original) if component.args.uses_ext_loss else original,
+            replacement=for_our_losses("seeded_shuffle"),
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -98,7 +105,7 @@ class ExactResume(Component):
             "shorter",
             contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a "
             "batch each, and returns a DataInfo with shared_epoch",
-            replacement=lambda original, component: component.seeded_loader(original) if component.args.uses_ext_loss else original,
+            replacement=for_our_losses("seeded_loader"),
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -106,7 +113,7 @@ class ExactResume(Component):
             DATA, "ResampledShards2",
             why="its seed comes from the loader's workers, which differ in a resumed run",
             contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
-            replacement=lambda original, component: component.seeded_shards(original) if component.args.uses_ext_loss else original,
+            replacement=for_our_losses("seeded_shards"),
             used_by=IN_SHARDS,
             scopes=(TRAIN_DATA,),
         ),
@@ -163,8 +170,6 @@ class ExactResume(Component):
         return partial(original, worker_seed=partial(seed_of_shards, self.args.seed, self.args.rank))
 
     def seeded_items(self, original: Callable) -> Callable:
-        if not self.args.uses_ext_loss:
-            return original
         return lambda *args, **kwargs: SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
 
     def data_built(self, data: dict[str, Any]) -> None:
