@@ -338,27 +338,46 @@ def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
         read_csv(args, str(path))
 
 
-@pytest.mark.parametrize("reader", ["training", "validation", "plain", "make_shards", "evaluate"])
-def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
-    """To pandas a cell that begins with one ends at the next."""
-    path = str(tmp_path / "x.csv")
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
-    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+def readers_of(path: str) -> dict:
+    """Each function that reads a csv with tabs between `filepath` and `title`."""
     columns = {"csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title"}
     own, training = Namespace(**columns, seed=0, val_data=path), Namespace(**columns, same_key=None, loss="clip")
-    readers = {
+    return {
         "training": lambda: read_csv(training, path),
         "validation": lambda: read_csv(training, path, "--val-data"),
         "plain": lambda: read_table(Namespace(**{**vars(training), "loss": None}), path, sep="\t"),
         "make_shards": lambda: find_sources([path], own, None, {}),
         "evaluate": lambda: CsvPairs(own),
     }
-    readers[reader]()
+
+
+@pytest.mark.parametrize("reader", readers_of(""))
+def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
+    """To pandas a cell that begins with one ends at the next."""
+    path = str(tmp_path / "x.csv")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
+    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+    readers_of(path)[reader]()
     assert [record.message for record in caplog.records] == [
         f"{path!r} gives 4 pairs. 1 of their captions have line breaks, the first in line 4, up to 2 in one: if none "
         "should have, a quote that begins a caption has joined the lines up to the next quote; remove such quotes"
     ]
+
+
+@pytest.mark.parametrize("folder", ["", "images/"])
+def test_images_are_from_the_current_folder_or_else_from_that_of_the_csv(folder, tmp_path, monkeypatch):
+    """To every reader but OpenCLIP's own training."""
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / folder / "a.png")
+    (tmp_path / "images/x.csv").write_text("filepath\ttitle\na.png\tone\n \ttwo\na.png\tthree\n")
+    monkeypatch.chdir(tmp_path)
+    own = Namespace(csv_separator="\t", csv_img_key="filepath", csv_caption_key="title", seed=0, same_key=None)
+    for loss in ("clip", None):
+        named = read_table(Namespace(**vars(own), loss=loss), "images/x.csv", sep="\t")["filepath"].tolist()
+        assert named == [("" if loss is None else folder) + "a.png", " ", ("" if loss is None else folder) + "a.png"]
+    (pair,) = find_sources(["images/x.csv"], own, None, {})
+    assert (pair.name, pair.path, pair.captions) == ("a.png", f"{folder}a.png", ["one", "three"])
 
 
 def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path):

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from open_clip_ext.errors import InputError
 from training_ext.core.plan import world_info
-from training_ext.data.captions import Pictures
+from training_ext.data.captions import Pictures, is_empty
 from training_ext.data.pair_folders import read_folder
 from training_ext.data.tars import fields_of
 from training_ext.openclip.loading import warn_once
 
 _NAMED = 10  # fields in a message
 CAPTION = "caption"  # what --positives calls the captions
+LOOKED_AT = 100  # first images of a table
 Keys = Callable[[Tensor, Tensor | None], Tensor]
 """Maps tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64."""
 
@@ -62,17 +63,31 @@ def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_cs
     """A csv by pandas' `read_csv`, or the pairs of a folder, indexed by position.
 
     The columns that flags name are text: as numbers they lose leading zeros, and with an empty cell among them the last
-    digits. Without --loss they are what OpenCLIP makes of them. `args` are those of any command that reads pairs.
+    digits. Images are from the current folder, or else from the csv's. Without --loss both are as OpenCLIP has them.
+    `args` are those of any command that reads pairs.
     """
     if os.path.isdir(path):
         return read_folder(path, args.csv_img_key, args.csv_caption_key)
     columns = filter(None, (args.csv_img_key, args.csv_caption_key, key_name(args)))
-    as_text = {} if getattr(args, "loss", "") is None else {"dtype": dict.fromkeys(columns, str)}
+    is_openclips = getattr(args, "loss", "") is None
+    as_text = {} if is_openclips else {"dtype": dict.fromkeys(columns, str)}
     # A header with one name fewer than the lines makes labels of the first column.
     table = read(path, **as_text, **more).reset_index(drop=True)
+    if not is_openclips and args.csv_img_key in table:
+        table[args.csv_img_key] = from_folder_of(path, table[args.csv_img_key])
     if args.csv_caption_key in table:
         _warn_of_joined(table[args.csv_caption_key], path)
     return table
+
+
+def from_folder_of(path: str, images: pd.Series) -> pd.Series:
+    """The images that a table names, joined to its folder if of the first ones some are there and none in the current
+    folder."""
+    folder = os.path.dirname(path)
+    first = [image for image in images.head(LOOKED_AT) if not is_empty(image)]
+    if any(map(os.path.exists, first)) or not any(os.path.exists(os.path.join(folder, image)) for image in first):
+        return images
+    return images.map(lambda image: image if is_empty(image) else os.path.join(folder, image))
 
 
 def _warn_of_joined(captions: pd.Series, path: str) -> None:

@@ -10,10 +10,12 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
+import pandas as pd
+
 from open_clip_ext.errors import InputError
 from training_ext.data.captions import is_empty
 from training_ext.data.folder_files import LeftOut
-from training_ext.data.keys import check_columns, open_csv
+from training_ext.data.keys import check_columns, from_folder_of, open_csv
 from training_ext.data.pair_folders import find_pairs, place_of
 
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
@@ -107,20 +109,18 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
 def _of_table(
     images: Iterable[Any], captions_of_lines: Iterable[Iterable[Any]], path: str, left_out: LeftOut
 ) -> list[Pair]:
-    """Pairs of lines with paths of images, relative to the working directory as in OpenCLIP, or to the table."""
+    """Pairs of lines with paths of images, which are named from the table's folder if they are below it."""
     captions: dict[str, list[str]] = {}
     for line, (image, cells) in enumerate(zip(images, captions_of_lines, strict=True)):
         if is_empty(image):
             left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, line))
         else:
             captions.setdefault(str(image), []).extend(_texts(cells))
-    beside = os.path.dirname(path)
-    if any(os.path.exists(image) for image in list(captions)[:100]):
-        beside = ""
+    folder = os.path.join(os.path.dirname(path), "")
     for image in [image for image, texts in captions.items() if not texts]:
         left_out.setdefault(EMPTY_CAPTION, []).append(image)
         del captions[image]
-    return [Pair(image, texts, os.path.join(beside, image)) for image, texts in captions.items()]
+    return [Pair(image.removeprefix(folder), texts, image) for image, texts in captions.items()]
 
 
 def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut) -> list[Pair]:
@@ -150,7 +150,7 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
     if is_struct and not any(map(_contents, images)):
         images, holds_images = [cell and cell.get("path") for cell in images], False
     if not holds_images:
-        return _of_table(images, captions, path, left_out)
+        return _of_table(from_folder_of(path, pd.Series(images, dtype=object)), captions, path, left_out)
     pairs: dict[bytes, Pair] = {}  # by image
     for row, (image, cells) in enumerate(zip(images, captions, strict=True)):
         content = _contents(image)
