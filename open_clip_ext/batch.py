@@ -71,9 +71,10 @@ class Batch:
     ) -> "Batch":
         all_positives = (all_image * all_text).sum(dim=1)
         all_tau = tau.detach().expand(2, len(all_positives))
-        own = slice(offset, offset + len(image))
+        local = slice(offset, offset + len(image))
         return cls(
-            image, text, all_positives[own], all_tau[:, own], all_image, all_text, all_positives, all_tau, offset, index
+            image, text, all_positives[local], all_tau[:, local],
+            all_image, all_text, all_positives, all_tau, offset, index,
         )
 
     def set_tau(self, all_tau: Tensor) -> None:
@@ -114,8 +115,8 @@ class Batch:
         stay finite. A copy of the embeddings would take as much memory as they do."""
         other = copy.copy(self)
         for name in ("all_positives", "all_tau", "all_log_batch"):
-            instead = 1.0 if name == "all_tau" else 0.0
-            setattr(other, name, torch.where(self.finite, getattr(self, name), instead))
+            fill = 1.0 if name == "all_tau" else 0.0
+            setattr(other, name, torch.where(self.finite, getattr(self, name), fill))
         return other
 
 

@@ -32,10 +32,10 @@ class InUseError(Exception):
 def is_only_user(folder: str | os.PathLike) -> bool:
     """Whether this process is in its block of `only_user`."""
     try:
-        own = os.stat(os.path.join(folder, LOCK))
+        lock = os.stat(os.path.join(folder, LOCK))
     except OSError:
         return False
-    return any(os.path.samestat(os.fstat(file), own) for file in _held)
+    return any(os.path.samestat(os.fstat(file), lock) for file in _held)
 
 
 def _close_held() -> None:
@@ -61,9 +61,9 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
         OSError: the folder cannot be made or written to.
     """
     folder = os.path.abspath(folder)
-    made = [folder]
-    while not os.path.exists(made[-1]):
-        made.append(os.path.dirname(made[-1]))
+    folders = [folder]
+    while not os.path.exists(folders[-1]):
+        folders.append(os.path.dirname(folders[-1]))
     path = os.path.join(folder, LOCK)
     file = _locked(path)
     _held.add(file)
@@ -75,7 +75,7 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
         _held.discard(file)
         os.close(file)
         with suppress(OSError):
-            for parent in made[:-1]:
+            for parent in folders[:-1]:
                 os.rmdir(parent)
 
 

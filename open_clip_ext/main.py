@@ -97,25 +97,24 @@ def _run(argv: list[str]) -> Trained:
             dry_run.show(args)
         return Trained([], None, [])
     with ExitStack() as alone, _each_warning_once():
-        launch.keep_folder(run, alone)
+        run.prepare(alone)
         with failures.in_one_line(args):
             with loading.collected_warnings():  # OpenCLIP sets up the log only later
                 preflight.check(run)
             with _logging_as_before():
                 launch.train(run)
-    by_epoch, place = run.by_epoch, Plan(args).folder
+    by_epoch, folder = run.by_epoch, Plan(args).folder
     del run
     gc.collect()  # frees loader workers and the model's memory
-    if place is None:
+    if folder is None:
         return Trained(by_epoch, None, [])
-    folder = Path(place)
-    return Trained(by_epoch, folder, _whole_checkpoints(folder))
+    return Trained(by_epoch, Path(folder), _whole_checkpoints(Path(folder)))
 
 
 def _whole_checkpoints(folder: Path) -> list[Path]:
     """Those of whole epochs, in order."""
-    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
-    return sorted(whole, key=lambda path: (len(path.name), path.name))
+    paths = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def _run_core(argv: list[str]) -> Trained:
@@ -141,12 +140,12 @@ def _run_core(argv: list[str]) -> Trained:
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
     """Show each text of a library's warning once; Python's own record of them is lost whenever a filter changes."""
-    shown, show = set(), warnings.showwarning
+    messages, show = set(), warnings.showwarning
 
-    def once(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-        if (category, str(message)) not in shown:
-            shown.add((category, str(message)))
-            show(message, category, *where, **how)
+    def once(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if (category, str(message)) not in messages:
+            messages.add((category, str(message)))
+            show(message, category, *where, **options)
 
     warnings.showwarning = once
     try:
@@ -183,25 +182,27 @@ def exit_code(command: Callable[[], object]) -> int:
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
             error = InputError(error.text, flag_of(error.argument))
-        return _told(f"error: {last_line(error)}", 2)
+        return _print_error(f"error: {last_line(error)}", 2)
     except KeyboardInterrupt:
-        return _told("interrupted; what was not yet saved is lost", 130) if os.environ.get("RANK", "0") == "0" else 130
+        if os.environ.get("RANK", "0") != "0":
+            return 130
+        return _print_error("interrupted; what was not yet saved is lost", 130)
     except Stopped as stopped:
-        return _told(str(stopped), stopped.code)
+        return _print_error(str(stopped), stopped.code)
     except BrokenPipeError:  # of a listing's reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
         fault, code = fault_of_machine(error), 2
         if fault is None:
             if not isinstance(error, RuntimeError) or not lost_another_process(error):
                 raise
             line = str(error).strip().splitlines()[0][:300]
             fault, code = f"lost another process, whose output says why: {line}", 1
-        return _told(f"error: {fault}", code)
+        return _print_error(f"error: {fault}", code)
 
 
-def _told(line: str, code: int) -> int:
+def _print_error(line: str, code: int) -> int:
     """Print the line on stderr, if somebody still reads it, and return the code."""
     try:
         print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)

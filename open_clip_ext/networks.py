@@ -78,9 +78,9 @@ class PartitionNetwork(SideModel):
         """Set `gradients` by an objective's derivatives in log Z, (2, b); to 0 if `finite`, 0-d bool, is False."""
         with torch.enable_grad():
             named = {name: value.detach().requires_grad_() for name, value in self.named.items()}
-            found = torch.autograd.grad(self(image, text, named), list(named.values()), slopes)
+            gradients = torch.autograd.grad(self(image, text, named), list(named.values()), slopes)
         self.gradients = {
-            name: torch.where(finite, gradient, 0.0) for name, gradient in zip(named, found, strict=True)
+            name: torch.where(finite, gradient, 0.0) for name, gradient in zip(named, gradients, strict=True)
         }
 
 

@@ -78,14 +78,15 @@ def option(default: Any, help: str, **settings: Any) -> Any:
     return Option(default, help, **settings)
 
 
-def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:
-    """Raise InputError if one of the options `names`, which have no effect, is among those `given`.
+def refuse_unused(explicit: Collection[str], names: Iterable[str], why: str) -> None:
+    """Raise InputError if one of the options `names`, which have no effect, is among the `explicit` ones.
 
     Args:
+        explicit: names of the options that the user set.
         why: the condition under which they have no effect; ends the message.
     """
     for name in names:
-        if name in given:
+        if name in explicit:
             raise InputError(f"has no effect {why}; leave it out", name)
 
 
@@ -122,9 +123,9 @@ class WithOptions:
         super().__init_subclass__(**kwargs)
         bases = [base.__dict__.get("options", ()) for base in reversed(cls.__mro__[1:])]
         options = {option.name: option for inherited in bases for option in inherited}
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Option) or name in options}
-        types = inspect.get_annotations(cls, eval_str=True) if own else {}
-        for name, value in own.items():
+        body = {name: value for name, value in vars(cls).items() if isinstance(value, Option) or name in options}
+        types = inspect.get_annotations(cls, eval_str=True) if body else {}
+        for name, value in body.items():
             if isinstance(value, Option):
                 kind = types[name]
                 kind = next((type for type in get_args(kind) if type is not NoneType), kind)
@@ -133,14 +134,14 @@ class WithOptions:
                 options[name] = replace(options[name], default=value)
         cls.options = tuple(options.values())
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         super().__init__()
-        known = [option.name for option in self.options]
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, known)}")
+        names = [option.name for option in self.options]
+        for name in values:
+            if name not in names:
+                raise TypeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, names)}")
         for option in self.options:
-            value = given.get(option.name)
+            value = values.get(option.name)
             value = default_value(option.default) if value is None else option.check(value)
             setattr(self, option.name, value)
 
@@ -170,13 +171,13 @@ class Part(WithOptions):
     epoch: int = 0
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         """Fill in settings that are None and follow from others; refuse given settings that have no effect.
 
         Args:
             settings: settings of the whole loss, by option name; changed in place.
             epochs: length of the training, if known.
-            given: names of the settings that the user gave.
+            explicit: names of the settings that the user set.
 
         Raises:
             InputError: see `options.refuse_unused`.

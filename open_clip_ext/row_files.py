@@ -183,20 +183,20 @@ class RowFiles:
             InputError: a file is missing, damaged or of another save.
         """
         parts, shape, checksums = self._find(saved)
-        own, owners = rank(), world_size()
-        for part in range(own, parts, owners):
+        process, processes = rank(), world_size()
+        for part in range(process, parts, processes):
             path = self._path(saved["table"], part, parts)
             with self._open(saved, part, parts, shape):
                 if checksums is not None and _checksum(path) != checksums[part]:
                     raise InputError(f"{path!r} is damaged: its bytes have changed since it was written")
-        both = math.lcm(parts, owners)
+        both = math.lcm(parts, processes)
         for part in range(parts):
             # The rows of this part and of this process are every `both`-th from the first on.
-            first = next((row for row in range(part, both, parts) if row % owners == own), None)
-            if first is None:
+            first_row = next((row for row in range(part, both, parts) if row % processes == process), None)
+            if first_row is None:
                 continue
-            target = rows[first // owners :: both // owners]
-            offset, stride = first // parts, both // parts
+            target = rows[first_row // processes :: both // processes]
+            offset, stride = first_row // parts, both // parts
             with self._open(saved, part, parts, shape) as tensor:
                 count = max(1, CHUNK_ROWS // stride)
                 for start in range(0, len(target), count):

@@ -83,10 +83,10 @@ class RowState(Part, nn.Module):
     def full_state(self) -> dict[str, Any]:
         table = self.rows.gather()
         if isinstance(table, Tensor):
-            own = {name: part.contiguous() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
+            tables = {name: part.contiguous() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
         else:
-            own = {} if table is None else {self._table: table}
-        return {**super().full_state(), **own}
+            tables = {} if table is None else {self._table: table}
+        return {**super().full_state(), **tables}
 
     def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
         super().check_state(state, dimension)
@@ -179,8 +179,8 @@ class ShardedRows(nn.Module):
     def lookup(self, index: Tensor) -> Tensor:
         """Values (B, c) of the rows `index` (B,), which must be the same on every process; one all-reduce."""
         owned, local = self._locate(index)
-        found = self.rows[local.to(self.rows.device)].to(index.device)
-        values = torch.where(owned[:, None], found, 0.0)
+        local_values = self.rows[local.to(self.rows.device)].to(index.device)
+        values = torch.where(owned[:, None], local_values, 0.0)
         if world_size() > 1:
             dist.all_reduce(values)
         return values

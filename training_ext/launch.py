@@ -1,18 +1,14 @@
 """The whole extension: a run of the core with every component, and its failures in one line."""
 
 from argparse import Namespace
-from contextlib import ExitStack
 
 from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.losses import NonFiniteError
-from training_ext.components.one_run import OneRun, keep_others_out
 from training_ext.core import hosts
 from training_ext.core.component import Components
 from training_ext.core.plan import Plan
 from training_ext.core.run import Run, check_seams
 from training_ext.data.checkpoint_files import last_saved
-from training_ext.data.samples import Samples
-from training_ext.data.usable import SampleWatch
 from training_ext.data.usual import likely_cause
 
 
@@ -24,17 +20,7 @@ def build(args: Namespace) -> Run:
     """
     host = hosts.installed()
     check_seams(host)
-    components = Components.of(args)
-    watch = next((component for component in components if isinstance(component, SampleWatch)), SampleWatch())
-    return Run(args, components, host, Samples(args, watch))
-
-
-def keep_folder(run: Run, until: ExitStack) -> None:
-    """Let no other run use this one's folder until `until` ends; raises as `keep_others_out`."""
-    for component in run.components:
-        if isinstance(component, OneRun):
-            keep_others_out(run.args, until)
-            component.until = until
+    return Run(args, Components.of(args), host)
 
 
 def train(run: Run) -> None:
@@ -49,7 +35,7 @@ def train(run: Run) -> None:
         run.train()
     except NonFiniteError as error:
         raise NonFiniteError(f"{error}; {likely_cause(run.args)}") from None
-    except (OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         fault = fault_of_machine(error, Plan(run.args).folder)
         if fault is None:
             raise

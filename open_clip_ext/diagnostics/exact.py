@@ -64,9 +64,9 @@ def exact_log_normalizers(
         for index, own_taus in zip(anchors.split(height), taus.split(height, dim=1), strict=True):
             part = Anchors(pairs, index, own_taus, surrogate, intra_modal)
             total = own_taus.new_full(own_taus.shape, -math.inf, dtype=torch.float64)
-            for first, columns in pairs.chunks(block_width(chunk_mib, height)):
+            for start, columns in pairs.chunks(block_width(chunk_mib, height)):
                 count = len(columns[0])
-                total = torch.logaddexp(total, part.log_sums(columns, part.own_places(first, count)))
+                total = torch.logaddexp(total, part.log_sums(columns, part.positives_among(start, count)))
                 if progress is not None:
                     progress(len(index) * count / len(pairs))
             sums.append(total)
@@ -83,9 +83,9 @@ def _expanded(tau: Tensor | float, count: int, device: torch.device) -> Tensor:
     return tau.expand(2, count)
 
 
-def _log_means(sums: list[Tensor], others: int, intra_modal: bool, eps: float) -> Tensor:
-    """log(eps + g) from parts of the anchors' log-sums over `others` pairs."""
-    return add_eps(torch.cat(sums, dim=1) - math.log(others * (2 if intra_modal else 1)), eps)
+def _log_means(sums: list[Tensor], num_pairs: int, intra_modal: bool, eps: float) -> Tensor:
+    """log(eps + g) from parts of the anchors' log-sums over `num_pairs` pairs."""
+    return add_eps(torch.cat(sums, dim=1) - math.log(num_pairs * (2 if intra_modal else 1)), eps)
 
 
 def block_width(chunk_mib: float, height: int) -> int:

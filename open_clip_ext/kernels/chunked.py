@@ -33,13 +33,13 @@ HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with
 @dataclass
 class Tile:
     """A tile of a block: its `logits` (r, c), which may be overwritten, a buffer of that shape, its slices of rows and
-    columns, and where its positives are: `own`, a slice of the block's rows, on the tile's diagonal `shift`."""
+    columns, and where its positives are: `positives`, a slice of the block's rows, on the tile's diagonal `shift`."""
 
     logits: Tensor
     buffer: Tensor
     row: slice
     column: slice
-    own: slice
+    positives: slice
     shift: int
 
 
@@ -77,22 +77,23 @@ class Pairs:
         """The tiles of a block, one at a time in the same memory."""
         rows, columns = self.blocks[side]
         for row in self.slices[0]:
-            left = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
+            row_vectors = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
             for column in self.slices[1]:
-                right = columns[column]
-                logits, buffer = (one[: len(left) * len(right)].view(len(left), -1) for one in self.memory)
+                column_vectors = columns[column]
+                size = len(row_vectors) * len(column_vectors)
+                logits, buffer = (memory[:size].view(len(row_vectors), -1) for memory in self.memory)
                 if self.native:
-                    logits = torch.mm(left, right.T, out_dtype=logits.dtype)
+                    logits = torch.mm(row_vectors, column_vectors.T, out_dtype=logits.dtype)
                 else:
-                    torch.mm(left, right.T, out=logits)
+                    torch.mm(row_vectors, column_vectors.T, out=logits)
                 if self.low:
                     logits.mul_(self.scale)
                 if self.bias is not None:
                     logits.add_(self.bias)
                 shift = self.offset + row.start - column.start
                 start = row.start + max(0, -shift)
-                own = slice(start, start + logits.diagonal(shift).numel())
-                yield Tile(logits, buffer, row, column, own, shift)
+                positives = slice(start, start + logits.diagonal(shift).numel())
+                yield Tile(logits, buffer, row, column, positives, shift)
 
     def add(self, side: int, tile: Tile, weights: Tensor) -> None:
         """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
@@ -101,11 +102,11 @@ class Pairs:
         sums = [(self.gradients[side][tile.row], weights, columns[tile.column])]
         if len(self.blocks) == 1:
             sums.append((self.gradients[1][tile.column], weights.T, rows[tile.row]))
-        for gradient, left, right in sums:
+        for gradient, coefficients, vectors in sums:
             if self.native:
-                gradient.add_(torch.mm(left, right, out_dtype=gradient.dtype))
+                gradient.add_(torch.mm(coefficients, vectors, out_dtype=gradient.dtype))
             else:
-                gradient.addmm_(left, right)
+                gradient.addmm_(coefficients, vectors)
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
         """This process's part of the gradient in image, text and scale, once all weights times 1 / `factor` are in."""
@@ -123,9 +124,9 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
     totals, positives = torch.zeros_like(peaks), torch.empty_like(batch.positives)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
-            own_pairs = tile.logits.diagonal(tile.shift)
-            positives[tile.own] = own_pairs
-            own_pairs.fill_(-math.inf)
+            positive_logits = tile.logits.diagonal(tile.shift)
+            positives[tile.positives] = positive_logits
+            positive_logits.fill_(-math.inf)
             if len(pairs.blocks) == 1:
                 add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
             add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
@@ -142,7 +143,7 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
             rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
             columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
             weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
-            weights.diagonal(tile.shift).copy_(positive_weights[tile.own])
+            weights.diagonal(tile.shift).copy_(positive_weights[tile.positives])
             pairs.add(side, tile, weights)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
 

@@ -107,9 +107,9 @@ class Amortization(Loss):
         self.objective_before: Tensor | None = None  # value before the latest updates
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         if settings["amor_objective"] == "l2-log":
-            refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
+            refuse_unused(explicit, ["amor_l2_weight"], "with amor_objective 'l2-log'")
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
         """Reached in the second epoch, with the previous network."""
@@ -226,8 +226,8 @@ class Amortization(Loss):
         self.epoch_of_steps, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
         self.objective_before = None
         for name in NETWORKS:
-            network, own = None, below(state, f"{name}:")
-            if own:
+            network, tensors = None, below(state, f"{name}:")
+            if tensors:
                 network = self._network(name, self._like.new_zeros(2))
-                network.load(state | own)
+                network.load(state | tensors)
             setattr(self, name, network)

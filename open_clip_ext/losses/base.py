@@ -187,8 +187,8 @@ class Loss(LossState):
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
         step = self.steps + update_state
-        wrong = are_not_unit_vectors(image_features, text_features, *(reference or ()))
-        self._input_errors.note(NOT_UNIT_VECTORS, step, wrong)
+        not_unit = are_not_unit_vectors(image_features, text_features, *(reference or ()))
+        self._input_errors.note(NOT_UNIT_VECTORS, step, not_unit)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
@@ -232,14 +232,14 @@ class Loss(LossState):
         compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
         if not shares:
             return compute(**inputs)
-        first = self._first_call
-        if update_state or first is None:
-            first = FirstCall(compute, inputs, self.parameters())
+        first_call = self._first_call
+        if update_state or first_call is None:
+            first_call = FirstCall(compute, inputs, self.parameters())
         else:
             image, text, scale, *_ = inputs.values()
             self._non_finite.note(INPUTS, self.steps, ~are_finite(image, text, scale))
-        self._first_call = first if self._calls % self.accum_freq else None
-        return first.attached(inputs, self.parameters())
+        self._first_call = first_call if self._calls % self.accum_freq else None
+        return first_call.attached(inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -277,13 +277,13 @@ class Loss(LossState):
             ValueError: a call had a row out of range, features that are not unit vectors, or other rows than the first
                 of its `accum_freq` calls.
         """
-        if (found := self._non_finite.first()) is None:
+        if (problem := self._non_finite.problem()) is None:
             self._raise_input_errors()
             return
-        step, what = found
-        if what == "index":
+        step, tensor_name = problem
+        if tensor_name == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        raise NonFiniteError(f"step {step}: {what} is not finite; training cannot go on from here")
+        raise NonFiniteError(f"step {step}: {tensor_name} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
@@ -313,17 +313,17 @@ class Loss(LossState):
         if is_first:
             self._rows_of_step = index
             return
-        first = self._rows_of_step
+        expected_rows = self._rows_of_step
         message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
-        if first is not None and first.shape == index.shape and index.device.type != "cpu":
-            self._input_errors.note((message,), self.steps, (first != index).any()[None])
-        elif first is None or not torch.equal(first, index):
+        if expected_rows is not None and expected_rows.shape == index.shape and index.device.type != "cpu":
+            self._input_errors.note((message,), self.steps, (expected_rows != index).any()[None])
+        elif expected_rows is None or not torch.equal(expected_rows, index):
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {self.steps}: {message}")
 
     def _raise_input_errors(self) -> None:
-        if (found := self._input_errors.first()) is not None:
-            step, message = found
+        if (problem := self._input_errors.problem()) is not None:
+            step, message = problem
             self._input_errors = FirstSteps()
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {step}: {message}" if step else message)

@@ -29,11 +29,11 @@ class FirstSteps:
             now = torch.where(earlier >= 0, earlier, now)
         self._first[names] = now
 
-    def first(self) -> tuple[int, str] | None:
+    def problem(self) -> tuple[int, str] | None:
         """A recorded step and what was wrong, or None. Waits for the device."""
-        for names, first in self._first.items():
-            if (found := int(first)) >= 0:
-                step, which = divmod(found, len(names))
+        for names, coded_step in self._first.items():
+            if (code := int(coded_step)) >= 0:
+                step, which = divmod(code, len(names))
                 return step, names[which]
         return None
 
@@ -53,10 +53,10 @@ def check_features(**features: Tensor) -> None:
     for name, vectors in features.items():
         if not vectors.is_floating_point():
             raise ValueError(f"{name} must be floating point; got {vectors.dtype}")
-    first, second = features.values()
-    if first.dim() != 2 or first.shape != second.shape:
+    image, text = features.values()
+    if image.dim() != 2 or image.shape != text.shape:
         names = " and ".join(features)
-        raise ValueError(f"{names} must both be (b, d); got {tuple(first.shape)} and {tuple(second.shape)}")
+        raise ValueError(f"{names} must both be (b, d); got {tuple(image.shape)} and {tuple(text.shape)}")
 
 
 def check_int64(name: str, values: Any, batch: int) -> None:

@@ -253,14 +253,15 @@ class GlobalContrastiveLoss(ComposedLoss):
         alpha = alpha.detach()
         # The kernel's gradient has the factor tau_i; the objective has the factor scale(tau_i).
         ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
-        own = ratio[:, batch.local]
-        pulls, tau_terms = blocks.add_gradients((image, text), alpha - own.log(), all_alpha - ratio.log())
+        local_ratio = ratio[:, batch.local]
+        pulls, tau_terms = blocks.add_gradients((image, text), alpha - local_ratio.log(), all_alpha - ratio.log())
         tau_terms = tau_terms + batch.size * grad_tau
         if several is not None:
-            pulls = pulls + (own * self.objective.slope(batch.log_batch, alpha) if self.objective.through_alpha else 0)
+            if self.objective.through_alpha:
+                pulls = pulls + local_ratio * self.objective.slope(batch.log_batch, alpha)
             several.add_gradients((image, text), all_gather(pulls.T).T)
             tau_terms = tau_terms - pulls * several.gaps[:, batch.local] / batch.tau
-        tau_terms = tau_terms / own
+        tau_terms = tau_terms / local_ratio
         consistency = self._add_consistency(batch, image, text) if self.consistency else 0.0
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
@@ -297,10 +298,10 @@ class GlobalContrastiveLoss(ComposedLoss):
         slopes = self.objective.slope(batch.log_batch, alpha.detach())
         slopes = slopes * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True
         )
-        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = found
+        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = gradients
         # Not in place: autograd may return the same tensor for several inputs.
         grad_image = torch.addcmul(grad_image, grad_positive[:, None], batch.text.detach())
         grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())

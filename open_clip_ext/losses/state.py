@@ -77,8 +77,8 @@ class LossState(Part, nn.Module):
         if "process" in state:
             raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
         if state.get("format") != STATE_FORMAT:
-            found = f"format {state['format']}" if "format" in state else "an older format"
-            raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")
+            saved_format = f"format {state['format']}" if "format" in state else "an older format"
+            raise ValueError(f"state: {saved_format} where this open_clip_ext reads format {STATE_FORMAT}")
         if state["loss"] != self.name:
             raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
         if self.dimension and not state["dimension"]:

@@ -112,17 +112,17 @@ class NPN(Normalizer):
         return name, lr or (None if name == cls.default_optimizer == "adagrad" else 1e-3)
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         if settings["npn_joint"]:
             names = ("npn_updates", "npn_restart_every", "npn_reset_optimizer")
-            refuse_unused(given, names, "with npn_joint")
+            refuse_unused(explicit, names, "with npn_joint")
         elif settings["npn_restart_every"] == 0:
-            refuse_unused(given, ["npn_reset_optimizer"], "where the network never restarts")
+            refuse_unused(explicit, ["npn_reset_optimizer"], "where the network never restarts")
         joint = settings["npn_joint"]
         settings["npn_opt"], settings["npn_lr"] = cls._optimizer(settings["npn_opt"], settings["npn_lr"], joint)
         if settings["npn_opt"] != "adagrad":
             unused = ["npn_initial_accumulator", "npn_max_rise"]
-            refuse_unused(given, unused, f"with npn_opt {settings['npn_opt']!r}")
+            refuse_unused(explicit, unused, f"with npn_opt {settings['npn_opt']!r}")
 
     def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         if self._fits_length and passes is not None:
@@ -219,8 +219,8 @@ class NPN(Normalizer):
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         name = f"npn_{self.objective.name.replace('-', '_')}"
-        shown = {f"{name}_after": self._objective_of(log_batch, alpha)}
-        return shown if self.objective_before is None else {f"{name}_before": self.objective_before, **shown}
+        values = {f"{name}_after": self._objective_of(log_batch, alpha)}
+        return values if self.objective_before is None else {f"{name}_before": self.objective_before, **values}
 
     # State
 
@@ -237,9 +237,9 @@ class NPN(Normalizer):
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if not state:
             return
-        others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
-        if others:
-            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
+        other_optimizers = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
+        if other_optimizers:
+            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {other_optimizers.pop()!r}")
         if self.npn_joint != any(key.startswith("pending:") for key in state):
             raise ValueError(f"npn_joint: {self.npn_joint} where the state is of {not self.npn_joint}")
 

@@ -159,12 +159,12 @@ class Prototypes(RingNormalizer, NPN):
         return state
 
     def full_state(self) -> dict[str, Tensor]:
-        own = self._state()
-        state: dict[str, Tensor | None] = {**own}
-        for name, value in own.items():
+        local_state = self._state()
+        state: dict[str, Tensor | None] = {**local_state}
+        for name, value in local_state.items():
             if (dim := self._split_dim(value)) is not None:
-                whole = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
-                state[name] = None if whole is None else whole.movedim(0, dim).contiguous()
+                gathered = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
+                state[name] = None if gathered is None else gathered.movedim(0, dim).contiguous()
         return on_first(state)
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:

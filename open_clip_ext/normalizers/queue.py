@@ -80,17 +80,17 @@ class Queue(RingNormalizer):
         return self.ring.push(batch)
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
-        seen = free_places(updated or [], self.ring.active)
-        others = sum(some.stop - some.start for some in seen)
-        if others == 0:
+        slices = free_places(updated or [], self.ring.active)
+        num_vectors = sum(some.stop - some.start for some in slices)
+        if num_vectors == 0:
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         keys: Keys | None = None
-        counts = batch.positives.new_full(batch.positives.shape, others)
+        counts = batch.positives.new_full(batch.positives.shape, num_vectors)
         if batch.keys is not None and self.ring.keys is not None:
             keys = batch.keys[batch.local], self.ring.keys
-            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
-        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen, keys=keys)
+            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in slices]))
+        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, slices=slices, keys=keys)
         return log_mean(log_total, counts, self.eps, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:

@@ -160,7 +160,7 @@ class LearnableTemperature(Temperature):
     fastclip_code: bool = FASTCLIP_CODE
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         refuse_fastclip_code(settings)
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import tarfile
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,16 +25,15 @@ from stop import StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from training_ext.components import bad_samples as skips
-from training_ext.components.bad_samples import BadSamples
-from training_ext.core.training import Epoch
-from training_ext.data import usable
+from training_ext.components.bad_samples import BadSamples, usable
+from training_ext.components.bad_samples import component as skips
+from training_ext.core.epoch import Epoch
+from training_ext.core.rows import RowLoader
+from training_ext.core.training import Training
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
-from training_ext.data.loader import RowLoader
 from training_ext.data.rows import read_csv
-from training_ext.data.samples import Samples
-from training_ext.data.shard_rows import ShardRows
+from training_ext.data.shard_rows import rows_of_shards
 from training_ext.openclip.hosts import host
 from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
@@ -210,10 +208,10 @@ def counter(share=None, workers=2, **args) -> BadSamples:
     return BadSamples(Namespace(max_bad_samples=share, workers=workers, **(defaults | args)))
 
 
-def an_epoch(number: int, writer=None, **loader) -> Epoch:
-    absent = dict.fromkeys(("run", "model", "optimizer", "scaler", "task", "scheduler", "args", "content"))
+def count_epoch(counts: BadSamples, train, number: int, tensorboard=None, **loader) -> None:
     data = {"train": SimpleNamespace(dataloader=SimpleNamespace(**loader))}
-    return Epoch(number=number, of=3, seed=number, data=data, before=0, ahead=0, writer=writer, **absent)
+    epoch = Epoch(train, number, 3, number, data, 0, 0, *(None,) * 5, counts.args, tensorboard, None)
+    counts.epoch(epoch, lambda epoch: train())
 
 
 def test_counts_reach_tensorboard_and_wandb(monkeypatch):
@@ -224,11 +222,11 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
     )
     counts = counter(accum_freq=2, batch_size=4, wandb=True)
 
-    def train(epoch: Epoch) -> None:
+    def train():
         counts.use()
         counts.skip(usable.NO_CAPTION, "a sample", "no caption")
 
-    counts.epoch(an_epoch(2, writer, num_batches=8), train)
+    count_epoch(counts, train, 2, writer, num_batches=8)
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
@@ -239,14 +237,14 @@ def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     counts = counter(0.05, 1)
     counts.expect(48, 0)
 
-    def train(epoch: Epoch) -> None:
+    def train():
         for _ in range(8):
             counts.use()
         counts.skip(usable.UNREADABLE, "a sample", "not an image")
 
-    counts.epoch(an_epoch(0, num_batches=6, first=5), train)
+    count_epoch(counts, train, 0, num_batches=6, first=5)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
-        counts.epoch(an_epoch(0, num_batches=6, first=1), train)
+        count_epoch(counts, train, 0, num_batches=6, first=1)
 
 
 def test_a_run_that_resumes_near_the_end_of_an_epoch_has_no_more_bad_samples(run, shards, tmp_path, monkeypatch):
@@ -431,11 +429,12 @@ def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
 def test_what_loader_workers_get_can_be_pickled(tmp_path):
     """As under the start methods spawn and forkserver."""
     counts = counter()
+    counts.training = Training([counts], lambda: None)
     stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
     loop = host()
     accepts = getattr(importlib.import_module(loop.shards), loop.sample_filter)
     complete = usable.CountIncomplete(accepts() if loop.builds_filter else accepts, counts)
-    stages = pickle.loads(pickle.dumps([stage, complete, ShardRows(None, counts.skip_shard)]))
+    stages = pickle.loads(pickle.dumps([stage, complete, rows_of_shards(None, counts.skip_shard, counts.end_shard)]))
     tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
     decode, complete, shard_rows = stages
     assert not list(decode(filter(complete, shard_rows([{"url": str(tmp_path / "0.tar")}]))))
@@ -535,16 +534,11 @@ def test_the_share_that_a_refusal_names_is_enough(refused, run, shards, tmp_path
 def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     """Of 2 x 32 samples 4 are 6 %, though 4 of this process's 32 are more than 10 %."""
     args = Namespace(
-        max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2,
-        accum_freq=1,
+        max_bad_samples=0.1, workers=0, batch_size=8, world_size=2, train_data=None, dataset_type="synthetic"
     )
     counts = BadSamples(args)
-    samples = Samples(args, counts)
-    samples.attend(lambda scope: nullcontext(), None, None, None)
-    info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4), set_epoch=None)
-    build = samples.dataset_fn(lambda path, kind: lambda *args, **kwargs: info, "0.tar", "webdataset")
-    assert build(args, None, True) is info
-    samples.workers.close()
+    counts.training = Training([counts], None)
+    counts.data_built({"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))})
     for _ in range(7):
         counts.skip(usable.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):

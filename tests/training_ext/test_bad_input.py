@@ -164,7 +164,8 @@ def test_an_experiment_that_exists(refused, tmp_path):
         ("fastclip-v3", "--loss neuclip --normalizer table --encoder-objective compositional", ["--loss fastclip-v3"]),
         ("fastclip-v3", f"{LOSSES['fastclip-v3']} --negatives both", ["--negatives: both, but"]),
         ("fastclip-v3", "", ["--loss fastclip-v3", "not with OpenCLIP's own loss"]),
-        ("siglip", LOSSES["neuclip"], ["with OpenCLIP's own loss, not with --loss neuclip"]),  # whose model trains other tensors
+        # Whose model trains other tensors
+        ("siglip", LOSSES["neuclip"], ["with OpenCLIP's own loss, not with --loss neuclip"]),
     ],
 )
 def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arguments, parts):

@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -217,6 +218,17 @@ def test_what_the_machine_did_is_one_line_of_any_command(capsys):
     text = "Caught RuntimeError in DataLoader worker process 0.\nunable to write to file </torch_12_3_4>: "
     assert exit_code(raises(RuntimeError(f"{text}No space left on device (28)"))) == 2
     assert "error: </torch_12_3_4>: No space left on device; where nobody ended it" in capsys.readouterr().err
+    on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+    no_memory = {
+        "you tried to allocate": lambda: torch.empty(1 << 50), "Unable to allocate": lambda: np.empty(1 << 50),
+        "error: CUDA out of memory. Tried to allocate 2.00 GiB; lower": raises(on_gpu),
+        "Cannot allocate memory": raises(OSError(errno.ENOMEM, "Cannot allocate memory")),
+        "error: out of memory": raises(MemoryError()),
+    }
+    for part, command in no_memory.items():
+        assert exit_code(command) == 2
+        error = capsys.readouterr().err
+        assert part in error and error.count("\n") == 1 and error.endswith("; lower --batch-size or --workers\n")
     for other in (RuntimeError("a bug"), PermissionError(errno.EACCES, "Permission denied", "x")):
         with pytest.raises(type(other)):
             exit_code(raises(other))

@@ -19,9 +19,10 @@ import training_ext.core
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.core import component, hosts, run, seam
+from training_ext.core.checks import check_optimizer
 from training_ext.core.component import Component
 from training_ext.core.seam import Seam
-from training_ext.core.state import KEY, check_optimizer
+from training_ext.core.state import KEY
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24
@@ -374,7 +375,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),
         ("--bare --loss fastclip-v3 --resume {folder}/text.pt", "cannot be resumed: "),
         ("--bare --loss fastclip-v3 --resume {folder}/plain.pt", "trained with OpenCLIP's own loss, not with --loss "),
-        ("--bare --loss clip --resume {folder}/ours.pt", "--normalizer table --temperature learnable, not with OpenCLIP's own loss"),
+        ("--bare --loss clip --resume {folder}/ours.pt", "--temperature learnable, not with OpenCLIP's own loss"),
         ("--with spy --loss fastclip-v3 --resume {folder}/with.pt", "with the component head; train with it"),
         ("--bare --loss fastclip-v3 --resume {folder}/within.pt", "was saved within an epoch"),
     ],

@@ -21,10 +21,10 @@ from open_clip_ext.metrics_file import read_metrics
 from training_ext.components import retrieval
 from training_ext.components.exact_resume import stopping
 from training_ext.components.exact_resume.stopping import StopRequest
+from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
 from training_ext.components.recovery.recovery import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
-from training_ext.data.loader import RowLoader
-from training_ext.data.workers import WorkersIgnoreSigterm
+from training_ext.core.rows import RowLoader
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -289,7 +289,7 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
     number = signal.SIGINT if loss == "neuclip" else signal.SIGTERM
     flags = LOSSES.get(loss, f"--loss {loss}")
     common = f"{datasets[data]} {flags} --epochs 2 --force-patch-dropout 0.25 {extra}"
-    place = "training_ext.data.loader.RowLoader.__iter__"
+    place = "training_ext.core.rows.RowLoader.__iter__"
     codes = [
         [process.code for process in pair(f"{common} --name {name}", tmp_path, **patches)]
         for name, patches in (
@@ -306,7 +306,7 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
 def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --workers 1"
     stopped("x", common, StopAt(3))
-    patches = {"training_ext.data.loader.RowLoader.__iter__": StopAt(3)}
+    patches = {"training_ext.core.rows.RowLoader.__iter__": StopAt(3)}
     assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log

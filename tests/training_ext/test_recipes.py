@@ -270,6 +270,17 @@ def test_a_plan_has_the_steps_of_the_training(flags, part, capsys):
     assert part in plan_of(capsys, f"--dataset-type shapes --name x {flags}")
 
 
+def test_a_plan_shows_what_was_set_for_the_user_and_what_was_not_found(capsys):
+    flags = "--train-data no.tar --val-data none.tar --imagenet-val nowhere"
+    text = plan_of(capsys, flags)
+    shown, _, problems = text.partition("Not found, so that a training would end here")
+    for flag, path in zip(*[iter(flags.split())] * 2, strict=True):
+        assert re.search(rf"{flag}: [^-]*'{path}'", problems), problems
+    own = shown.partition("set for you")[2].partition(" Training ")[0]
+    assert "--rho " in own and "--lr-tau 0.0" in own and "--save-frequency" not in shown and "--loss-eps" not in shown
+    assert "Not found" not in plan_of(capsys, "--dataset-type shapes --val-num-samples 8")
+
+
 def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, datasets):
     """The table has a row for each of the 48 samples, though an epoch has 24."""
     shards = f"{datasets['shards']} --train-num-samples 24 --workers 1".split()

@@ -32,7 +32,8 @@ def inner_seams() -> Iterator:
     for kind in registry().values():
         yield from ((kind, seam) for seam in kind.seams if (seam.module, seam.path) not in outer)
     for hook, seam in hosts.installed().EVENTS.items():
-        yield next(kind for kind in registry().values() if hook.__name__ in vars(kind)), seam
+        owners = (kind for kind in registry().values() if hook.__name__ in vars(kind) and kind.switch is None)
+        yield next(owners), seam
 
 
 INNER = [pytest.param(*pair, id=f"{pair[0].name}-{pair[1].name}") for pair in inner_seams()]

@@ -12,8 +12,8 @@ from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
 from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
-from training_ext.data.loader import RowLoader
 
 SPLIT = "--split-rows-above 0"
 
@@ -25,14 +25,15 @@ def folders(experiment):
 def named(experiment):
     """The folders that the checkpoints name."""
     files = (experiment.path / "checkpoints").glob("*.pt")
-    return {path.with_name(torch.load(path, weights_only=True)["open_clip_ext"]["components"]["row_files"]["folder"]) for path in files}
+    components = {path: torch.load(path, weights_only=True)["open_clip_ext"]["components"] for path in files}
+    return {path.with_name(component["row_files"]["folder"]) for path, component in components.items()}
 
 
 def whole(experiment, epoch):
     """The checkpoint as if its rows were in the file."""
     checkpoint = experiment.checkpoint(epoch)
     entry = checkpoint["open_clip_ext"]
-    folder = experiment.path / "checkpoints" / entry["rows"]
+    folder = experiment.path / "checkpoints" / entry["components"].pop("row_files")["folder"]
     for name, value in [*entry["state"].items()]:
         if isinstance(value, dict):
             files = row_files.RowFiles(folder)
@@ -45,7 +46,6 @@ def whole(experiment, epoch):
         names = ("tau", "first_moment", "second_moment")
         entry["state"] |= {f"temperature.{name}": part for name, part in zip(names, rows.split(2, dim=1), strict=False)}
     entry["state"].pop("state.unvisited", None)
-    entry |= {"rows": None, "format": 3}
     return checkpoint
 
 

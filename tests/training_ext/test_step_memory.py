@@ -43,9 +43,9 @@ def test_the_loss_takes_more_for_more_pairs_and_processes():
 
 def test_a_torch_without_the_private_parts_predicts_nothing(monkeypatch):
     """They are imported for the prediction alone, so that no training needs them."""
-    import training_ext.flags
+    import training_ext.tools
 
-    monkeypatch.delattr(training_ext.flags, "step_memory")
+    monkeypatch.delattr(training_ext.tools, "step_memory")
     monkeypatch.setitem(sys.modules, "training_ext.tools.step_memory", None)
     args = params.parse_args([*TINY.split(), "--loss", "clip"])
     assert dry_run.predicted_step(args, torch.nn.Linear(1, 1), 1, 64) is None

@@ -18,8 +18,8 @@ from open_clip_ext.files import whole_file
 from open_clip_ext.options import option
 from training_ext.core import hosts
 from training_ext.core.component import Component
+from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.core.files import atomic_save
-from training_ext.core.training import Epoch, Evaluation
 from training_ext.data.metrics import COUNTS, evaluated_metrics, is_better, num_items, smaller_is_better, standard_error
 from training_ext.data.seeding import kept_random_state
 from training_ext.openclip.hosts import starts_from_weights

@@ -18,7 +18,7 @@ from open_clip_ext.options import flag_of, option
 from open_clip_ext.surrogates import PowerHinge
 from training_ext.core import hosts
 from training_ext.core.component import Component
-from training_ext.core.training import Epoch, Evaluation
+from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.data.metrics import duration, ranks_at_chance
 from training_ext.data.usual import unusual
 from training_ext.openclip.loading import take_warnings

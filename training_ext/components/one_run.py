@@ -3,7 +3,6 @@
 import os
 from argparse import Namespace
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from open_clip_train.distributed import broadcast_object
@@ -12,30 +11,29 @@ from open_clip_ext.errors import InputError
 from open_clip_ext.files import InUseError, only_user
 from training_ext.core.component import Component
 from training_ext.core.plan import Plan, world_info
-from training_ext.openclip.machine import check_writable
+from training_ext.openclip.machine import check_name, check_writable
 
 
 class OneRun(Component):
-    """Locks the folder of a run that gets its name from OpenCLIP, see `keep_others_out`.
-
-    Attributes:
-        until: the folder is locked until it ends.
-    """
+    """Locks the run's folder on process 0: at the start, or once OpenCLIP has given it a name."""
 
     name = "one_run"
-    until: ExitStack | None = None
 
     def __init__(self, args: Namespace):
         super().__init__(args)
         self._is_named = args.name is not None
 
+    def prepare(self, until: ExitStack) -> None:
+        keep_others_out(self.args, until)
+        self._until = until
+
     def model_built(self, model: torch.nn.Module) -> None:
         """Refuse on every process, if process 0 finds another run in the folder."""
-        if self._is_named or self.until is None:
+        if self._is_named:
             return
         refused = None
         try:
-            keep_others_out(self.args, self.until)
+            keep_others_out(self.args, self._until)
         except InputError as error:
             refused = str(error)
         if self.args.distributed:
@@ -53,7 +51,7 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
         InputError: another run uses the folder, or it cannot be written.
     """
     # Processes of horovod do not know their rank yet.
-    if world_info()[1] > 0 or not Plan(args).keeps_files or args.horovod:
+    if world_info()[1] > 0 or not Plan(args).keeps_files or getattr(args, "horovod", False):
         return
     check_writable("--logs", args.logs)
     if args.name is None:
@@ -69,9 +67,3 @@ def keep_others_out(args: Namespace, until: ExitStack) -> None:
         ) from None
     except OSError as error:
         raise InputError(f"{folder!r} cannot be locked: {error.strerror}: {error.filename!r}", "--name") from None
-
-
-def check_name(args: Namespace) -> None:
-    below = Path(args.name)
-    if below.anchor or ".." in below.parts or not below.parts:
-        raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")

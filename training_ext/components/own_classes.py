@@ -10,7 +10,7 @@ import torch
 from open_clip_ext.errors import InputError, last_line
 from open_clip_ext.options import option
 from training_ext.core.component import Component
-from training_ext.core.training import Evaluation
+from training_ext.core.epoch import Evaluation
 from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES, is_due
 from training_ext.openclip.loading import load_tokenizer
 from training_ext.tools.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
@@ -58,7 +58,7 @@ class OwnClasses(Component):
         assert self.zeroshot_data is not None
         encoder = Encoder(
             evaluation.model, self.training.transform, evaluation.tokenizer, torch.device(args.device), args.precision,
-            args.batch_size, args.workers, worker_init_fn=self.training.data.workers,
+            args.batch_size, args.workers, worker_init_fn=self.training.data.worker_init,
         )
         task = own_task(self.zeroshot_data)
         try:

@@ -7,7 +7,7 @@ from typing import Any
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import AT_LEAST_0, option
 from training_ext.core.component import Component
-from training_ext.core.training import Epoch
+from training_ext.core.epoch import Epoch
 from training_ext.data import checkpoint_files, row_folders
 
 

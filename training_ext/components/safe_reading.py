@@ -1,17 +1,14 @@
 """Read what others may have written without executing anything in it: weights, tokenizers, members of shards."""
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from open_clip_ext.errors import InputError
 from training_ext.core.component import Component
 from training_ext.core.hosts import release
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
-
-PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
-"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
+from training_ext.data.tars import decode_pairs
+from training_ext.openclip.loading import load_plain, one_line, verify, without_remote_code
 
 DECODE = Seam(
     "open_clip_train.data", "wds.decode",
@@ -71,45 +68,8 @@ def load_weights(path: Any, **options: Any) -> Any:
     Raises:
         InputError: the file cannot be read, or has more than tensors, numbers and strings.
     """
-    from training_ext.openclip.loading import load_plain, one_line, verify
-
     try:
         verify(path)
         return load_plain(path, **options)
     except Exception as error:
         raise InputError(f"pretrained weights: {os.fspath(path)!r} cannot be read: {one_line(error)}") from None
-
-
-def decode_pairs(decode: Callable) -> Callable:
-    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
-
-    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
-    """
-    return partial(decode, only=PAIR_MEMBERS)
-
-
-def without_remote_code(tokenizer: Callable) -> Callable:
-    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
-
-    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
-    """
-    from training_ext.openclip.loading import one_line
-
-    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        if trust_remote_code:
-            raise InputError(
-                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
-                "refused; give a model with a tokenizer of transformers",
-                "--model",
-            )
-        try:
-            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
-        except Exception as error:  # transformers may raise anything
-            reason = one_line(error).rstrip(".") or repr(error)
-            raise InputError(
-                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
-                "or a model of the hub that has one",
-                "--model",
-            ) from None
-
-    return build

@@ -1,6 +1,5 @@
 """Refuse to resume on other train data, or with another reference model, than those of the checkpoint."""
 
-import logging
 from argparse import Namespace
 from typing import Any
 
@@ -11,6 +10,7 @@ from open_clip_ext.recovery import digest_of
 from training_ext.core.component import Component
 from training_ext.core.state import INSTEAD
 from training_ext.data.rows import DataRows, needs_index
+from training_ext.openclip.loading import warn_once
 
 
 class SameData(Component):
@@ -29,7 +29,9 @@ class SameData(Component):
         self._reference = digest_of(model.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        rows: DataRows = self.training.data.rows
+        rows: DataRows | None = self.training.data.rows
+        if rows is None:
+            return {}
         keys = {} if rows.shards is None else rows.shards.counted
         state = {"digest": rows.digest, "listing": rows.listing, "num_rows": rows.num_rows, "shard_keys": keys}
         return {**state, "reference": self._reference}
@@ -47,7 +49,7 @@ class SameData(Component):
         if rows is not None:
             check_rows(state, rows, path, self.args)
             if self.plan.is_first and state["digest"] == rows.captions:
-                logging.warning(f"{path!r} does not say which images its captions had; check that they are the same")
+                warn_once(f"{path!r} does not say which images its captions had; check that they are the same")
         if self.training.model is not None and state.get("reference", self._reference) != self._reference:
             raise InputError(
                 f"{self.args.distill_pretrained!r} has other weights than the reference model with which "

@@ -1,8 +1,9 @@
-"""Zero-shot classification of generated scenes during training, as OpenCLIP has it for ImageNet."""
+"""Generated scenes, and their zero-shot classification during training, as OpenCLIP has it for ImageNet."""
 
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import Any
 
@@ -13,8 +14,10 @@ from open_clip_train.precision import get_autocast
 from open_clip_ext.data.scenes import BACKGROUNDS, COLOURS, Scene, describe_scene
 from open_clip_ext.options import option
 from training_ext.core.component import Component
-from training_ext.core.training import Evaluation
+from training_ext.core.epoch import Evaluation
+from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
 from training_ext.data.metrics import SCENES, is_due
+from training_ext.data.scenes import shapes_dataset
 from training_ext.openclip.hosts import host, taken
 
 # The 180 classes: the colours of the two objects, in any order, and the background.
@@ -64,8 +67,25 @@ def classify_scenes(model: torch.nn.Module, dataloader: Any, args: Namespace, to
     return {SCENES: right / seen}
 
 
-class SceneClasses(Component):
-    """Zero-shot classification of the validation scenes of `--dataset-type shapes`."""
+def generated(scope: str) -> Seam:
+    return Seam(
+        "open_clip_train.data", "SyntheticDataset",
+        why="generated scenes stand in for it",
+        contract="get_synthetic_dataset builds SyntheticDataset(transform=, image_size=, dataset_size=, tokenizer=)",
+        replacement=lambda original, own: shapes_dataset(own.args, scope == TRAIN_DATA),
+        used_by="open_clip_train.data:get_synthetic_dataset",
+        scopes=(scope,),
+        layer=-1,
+    )  # fmt: skip
+
+
+def of_shapes(original: Callable, path: str, kind: str) -> Callable:
+    """`get_dataset_fn` that knows the kind shapes."""
+    return original(path, "synthetic" if kind == "shapes" else kind)
+
+
+class GeneratedScenes(Component):
+    """The data of `--dataset-type shapes`, and zero-shot classification of the validation scenes."""
 
     name = "scenes"
     topic = "data"
@@ -78,6 +98,20 @@ class SceneClasses(Component):
     shapes_shifted: bool = option(
         False, "train on scenes in other colours and with noisy captions; the validation scenes are the same"
     )
+
+    seams = (
+        Seam(
+            "open_clip_train.data", "get_dataset_fn",
+            why="builds generated scenes as OpenCLIP's synthetic data",
+            contract="get_data builds each data set by get_dataset_fn(path, type)(args, transform, is_train=, "
+            "tokenizer=)",
+            replacement=lambda original, own: partial(of_shapes, original),
+            used_by="open_clip_train.data:get_data",
+            layer=-1,
+        ),
+        generated(TRAIN_DATA),
+        generated(VAL_DATA),
+    )  # fmt: skip
 
     def wanted(self) -> bool:
         return self.args.dataset_type == "shapes"

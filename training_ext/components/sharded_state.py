@@ -10,9 +10,9 @@ import torch
 from training_ext.core.component import Component
 from training_ext.core.files import atomic_save
 from training_ext.core.hosts import release
+from training_ext.core.older import of_today
 from training_ext.core.plan import trains
 from training_ext.core.seam import Seam
-from training_ext.core.state import of_today
 from training_ext.data import checkpoint, checkpoint_files
 
 SEAMS = (

@@ -9,6 +9,7 @@ import logging
 import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -21,9 +22,10 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
 from training_ext.core import hosts
+from training_ext.core.epoch import Epoch, Evaluation
 from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch, Evaluation, Training
+from training_ext.core.training import Training
 
 GROUP = "open_clip_ext.components"
 LOG = logging.getLogger(__name__)  # not the root, which logging.warning would set up before OpenCLIP does
@@ -51,6 +53,7 @@ class Component(WithOptions):
             a seam's contract; else the run is refused until --without names it.
         state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
         needs_loss: whether its flags are refused without --loss.
+        needs_ext_loss: whether they are refused with OpenCLIP's own losses, too.
         topic: heading of its flags in --help, if not its name.
         layer: hooks are called in this order, and of equal layers by name.
 
@@ -66,6 +69,7 @@ class Component(WithOptions):
     may_be_off: ClassVar[bool] = True
     state_is_needed: bool = True
     needs_loss: ClassVar[bool] = False
+    needs_ext_loss: ClassVar[bool] = False
     topic: ClassVar[str | None] = None
     layer: ClassVar[int] = 0
 
@@ -75,6 +79,20 @@ class Component(WithOptions):
         super().__init__(**{option.name: getattr(args, option.name, None) for option in self.options})
         self.args = args
         self.plan = Plan(args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loader workers that get a copy get it without what is trained."""
+        return {name: value for name, value in vars(self).items() if name != "training"}
+
+    @classmethod
+    def answers(cls, hook: str) -> bool:
+        """Whether it has its own method of this name in place of the one here."""
+        return getattr(cls, hook) is not getattr(Component, hook)
+
+    @classmethod
+    def is_resumed(cls) -> bool:
+        """Whether a checkpoint needs it to be resumed: it changes the model or its groups, or has a state."""
+        return any(map(cls.answers, ("wrap_model", "param_groups", "state_dict")))
 
     # Before anything is written
 
@@ -106,6 +124,9 @@ class Component(WithOptions):
     def check_rows(self, rows: Any, resumes: bool) -> None:
         """The same for the train data, as `DataRows`; `resumes`: a training goes on."""
 
+    def prepare(self, until: ExitStack) -> None:
+        """Every process, before anything is read or written: take what the run needs for itself until `until` ends."""
+
     # In the order in which they are called
 
     def wrap_model(self, model: nn.Module) -> None:
@@ -126,8 +147,29 @@ class Component(WithOptions):
         """
         return groups
 
+    def columns(self) -> Sequence[str]:
+        """Names of the int64 numbers that samples of shards carry besides their row, see `tags.Tags`."""
+        return ()
+
+    def raw_sample(self, sample: dict[str, Any]) -> dict[str, int] | None:
+        """In a loader worker: a sample of train shards is read, bytes by suffix, and may be changed.
+
+        Returns:
+            Those of its `columns` that are known by now; None to leave the sample out.
+        """
+        return {}
+
+    def for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a loss of this package gets of a batch's samples besides their rows, by argument, (b,) int64 each.
+
+        Args:
+            tokens: of the captions, (b, L).
+            numbers: rows and `columns` of the samples, by name, (b,) each.
+        """
+        return {}
+
     def data_built(self, data: dict[str, Any]) -> None:
-        """Every process has OpenCLIP's data sets, by name."""
+        """Every process has OpenCLIP's data sets, by name; the `loader` of the train loader may be replaced."""
 
     def begin(self, resumed: bool) -> None:
         """The first epoch of this run is about to begin; `resumed`: an earlier run has begun the training."""
@@ -200,17 +242,6 @@ class Component(WithOptions):
 
 
 warn_early = cache(LOG.warning)  # once, before OpenCLIP sets up the log
-
-
-def overrides(component: Component, hook: Any) -> bool:
-    """Whether the component has its own `hook`, a method of `Component`."""
-    return getattr(type(component), hook.__name__) is not hook
-
-
-def is_resumed(component: Component) -> bool:
-    """Whether a checkpoint needs the component to be resumed: it changes the model or its groups, or has a state."""
-    hooks = Component.wrap_model, Component.param_groups, Component.state_dict
-    return any(overrides(component, hook) for hook in hooks)
 
 
 @cache
@@ -295,7 +326,7 @@ class Components(list[Component]):
 
     @staticmethod
     def _can_run(component: Component) -> bool:
-        events = (seam for hook, seam in hosts.installed().EVENTS.items() if overrides(component, hook))
+        events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue

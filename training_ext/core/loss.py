@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from open_clip_ext import create_loss, factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
-from training_ext.core.component import Component, overrides
+
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 ADDED = "open_clip_ext."  # before the name of a component's loss in the model's output
 
@@ -49,19 +51,21 @@ def build_loss(
     return loss
 
 
-def add_losses(model: nn.Module, components: Iterable[Component]) -> bool:
+def add_losses(model: nn.Module, components: "Iterable[Component]") -> bool:
     """Compute the components' losses within the model's forward in training, and return whether there are any.
 
     They travel in the model's output, one number for each micro-batch. With --accum-freq OpenCLIP's loop concatenates
     those of the micro-batches, of which one has a gradient; so their mean has the step's value and its gradient.
     """
-    adding = [component for component in components if overrides(component, Component.losses)]
+    adding = [component for component in components if component.answers("losses")]
     if adding:
         model.register_forward_hook(partial(_add, adding), with_kwargs=True)
     return bool(adding)
 
 
-def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _add(
+    components: "list[Component]", model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
     if not model.training:
         return output
     batch = dict(zip(("image", "text"), args, strict=False)) | kwargs

@@ -1,13 +1,12 @@
 """`Run`: one training, and the functions that replace OpenCLIP's (see `hosts`)."""
 
-import logging
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import open_clip
 import torch
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import is_full
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
-from training_ext.core.component import Components, overrides
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
 from training_ext.core.loss import LossItems, TrainingLoss, add_losses, build_loss
 from training_ext.core.optimizer import GivenSettings, regroup
@@ -26,9 +23,10 @@ from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
-from training_ext.core.training import Epoch, Evaluation, Training
+from training_ext.core.training import Training
 
-IMAGENET_V2 = "imagenet-v2"  # OpenCLIP's name of the data
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 
 class Run:
@@ -36,35 +34,44 @@ class Run:
 
     Args:
         args: the command line, see `flags.parse`.
-        components: what it can do besides training.
+        components: what it can do besides training, a `component.Components`.
         host: the module of `hosts` with the seams of the installed OpenCLIP.
-        data: the train data; by default read by the core alone.
 
     Attributes:
         by_epoch: metrics of every evaluation on process 0, where a component takes part in evaluations.
+        is_besides: whether the epoch is not of the training, but one of a component's.
     """
 
-    def __init__(self, args: Namespace, components: Components, host: ModuleType, data: TrainData | None = None):
+    def __init__(self, args: Namespace, components: "Sequence[Component]", host: ModuleType):
         self.args = args
         self.components = components
         self.host = host
-        self.data = TrainData(args) if data is None else data
+        self.data = TrainData(args, components)
         self.data.attend(partial(in_place, list(self.seams())), self.begin_epoch, self.end_step, self.end_epoch)
         self.state = State(args, components, host.HAS_TASKS)
         self.training = Training(components, self._build_loss, self.data, self.state)
         for component in components:
             component.training = self.training
         self.by_epoch: list[dict[str, float]] = []
+        if components:
+            from training_ext.core.events import Events
+
+            self.events = Events(self)
         self.temperature: TemperatureGroup | None = None
-        self.adds_losses = self._has_begun = self._is_besides = False
+        self.adds_losses = self._has_begun = self.is_besides = False
         self._settings: GivenSettings
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """Every seam of the run with its owner."""
         yield from ((seam, self) for seam in self.host.SEAMS)
-        hooks = [hook for hook in self.host.EVENTS if any(overrides(one, hook) for one in self.components)]
-        yield from ((self.host.EVENTS[hook], self) for hook in hooks)
+        events = hosts.events().items() if self.components else ()
+        yield from ((seam, self) for hook, seam in events if any(one.answers(hook) for one in self.components))
         yield from ((seam, component) for component in self.components for seam in component.seams)
+
+    def prepare(self, until: ExitStack) -> None:
+        """Let components take what the run needs for itself until `until` ends, before anything is read or written."""
+        for component in self.components:
+            component.prepare(until)
 
     # Model and optimizer
 
@@ -130,7 +137,7 @@ class Run:
 
     def highest_scale(self) -> float | None:
         """Where logit_scale is clamped after each step, log(1 / tau); None if the step does not change it."""
-        if self._is_besides:
+        if self.is_besides:
             return None
         if not self.args.uses_ext_loss:
             return -math.log(OPEN_CLIP_TAU_MIN)
@@ -161,17 +168,7 @@ class Run:
         batch = args.batch_size * args.accum_freq * args.world_size
         return build_loss(args, self.data.num_rows, args.device, self.data.samples_per_epoch, batch)
 
-    # Data, epochs and evaluations
-
-    def get_data(self, original: Callable, args: Namespace, transforms: Any, *rest: Any, **kwargs: Any) -> Any:
-        self.training.transform, self.training.tokenizer = transforms[1], kwargs.get("tokenizer")
-        data = original(args, transforms, *rest, **kwargs)
-        for component in self.components:
-            component.data_built(data)
-        if any(component.metrics() for component in self.components):
-            need_evaluation(data)
-        return data
-
+    # Epochs
     def begin(self) -> None:
         """The first epoch of the run is about to begin: load what it resumes from."""
         if self._has_begun:
@@ -186,22 +183,10 @@ class Run:
         for component in self.components:
             component.begin(self.state.is_resumed)
 
-    def train_one_epoch(self, train: Callable[[Epoch], Any], epoch: Epoch) -> None:
-        """An epoch of OpenCLIP's, run by `train`, within the components' `epoch`."""
-
-        def run(epoch: Epoch) -> None:
-            self._is_besides = not epoch.is_training
-            train(epoch)
-
-        for component in reversed(self.components):
-            run = partial(component.epoch, train=run)
-        self.begin()
-        run(replace(epoch, run=run))
-
     def begin_epoch(self, epoch: int) -> None:
         self.begin()
         self._epoch = epoch
-        if self.training.loss is not None and not self._is_besides:
+        if self.training.loss is not None and not self.is_besides:
             self.training.loss.set_epoch(math.ceil(self.args.epochs_before) + epoch)
 
     def end_step(self, step: int) -> None:
@@ -223,35 +208,8 @@ class Run:
         Raises:
             NonFiniteError: a value of an earlier step, or a parameter, is not finite.
         """
-        if not self._is_besides:
+        if not self.is_besides:
             self.state.gather(self.training, self._epoch + 1)
-
-    def evaluate(
-        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, **kwargs: Any
-    ) -> dict[str, Any]:
-        try:
-            metrics = original(model, data, epoch, args, **kwargs)
-        except OSError as error:  # do not lose the training for a log
-            if not is_full(error):
-                raise
-            logging.warning(f"The evaluation after epoch {epoch} is lost: {error.strerror}: {error.filename or ''}")
-            return {}
-        if metrics:
-            self.by_epoch.append({name: float(value) for name, value in metrics.items()})
-            evaluation = Evaluation(epoch, self.host.without_wrapper(model), data, kwargs.get("tokenizer"))
-            for component in self.components:
-                component.evaluated(evaluation, metrics)
-        return metrics
-
-    def zero_shot(
-        self, original: Callable, model: Any, data: dict[str, Any], epoch: int, args: Namespace, tokenizer: Any = None
-    ) -> dict[str, float]:
-        data = {name: info for name, info in data.items() if info is not None}  # see `need_evaluation`
-        metrics = original(model, data, epoch, args, tokenizer=tokenizer)
-        evaluation = Evaluation(epoch, self.host.without_wrapper(model), data, tokenizer)
-        for component in self.components:
-            metrics = metrics | component.scores(evaluation)
-        return metrics
 
     def train(self) -> None:
         """Run OpenCLIP's main with the names of the seams replaced.
@@ -269,12 +227,6 @@ class Run:
         finally:
             for component in self.components:
                 component.end(completed)
-
-
-def need_evaluation(data: dict[str, Any]) -> None:
-    """Let OpenCLIP evaluate, which it does only with validation data or ImageNet."""
-    if not data.keys() & {"val", "imagenet-val", IMAGENET_V2}:
-        data[IMAGENET_V2] = None
 
 
 def check_seams(host: ModuleType) -> None:
@@ -296,14 +248,21 @@ def start(argv: list[str]) -> Run | None:
     check_seams(host)
     open_clip.add_model_config(MODEL_CONFIGS)
     args, classes = parse(argv)
-    run = Run(args, Components(classes, args, named=True), host)
+    components: Sequence[Component] = ()
+    if classes:
+        from training_ext.core.component import Components
+
+        components = Components(classes, args, named=True)
+    run = Run(args, components, host)
     if args.seams:
         print(listing(run))
         return None
     if args.uses_ext_loss:
         host.check_flags(args)
-    run.state.check()
-    run.train()
+    with ExitStack() as until:
+        run.prepare(until)
+        run.state.check()
+        run.train()
     return run
 
 

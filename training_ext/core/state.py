@@ -4,9 +4,9 @@ import logging
 import math
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,14 @@ from open_clip_ext import factory
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss, NonFiniteError
-from open_clip_ext.options import Option, default_value
-from training_ext.core.component import Component, Components, is_resumed, overrides
+from open_clip_ext.options import Option
 from training_ext.core.files import atomic_save
 from training_ext.core.plan import Plan, trains
 from training_ext.core.temperature import whole
 from training_ext.core.training import Training
+
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 KEY = "open_clip_ext"
 FORMAT = 5  # before it the entry was in the optimizer's state
@@ -41,7 +43,7 @@ class State:
         entry: of the next checkpoint, on the processes that write it; None: it has none.
     """
 
-    def __init__(self, args: Namespace, components: Components, has_tasks: bool):
+    def __init__(self, args: Namespace, components: "Sequence[Component]", has_tasks: bool):
         self.args = args
         self.has_tasks = has_tasks
         self.components = components
@@ -60,7 +62,7 @@ class State:
             InputError: see `check_content`; or there is no such file; or this run's checkpoints would lack its state.
         """
         args, path = self.args, self.args.resume
-        has_state = args.uses_ext_loss or any(is_resumed(one) and one.state_is_needed for one in self.components)
+        has_state = args.uses_ext_loss or any(one.is_resumed() and one.state_is_needed for one in self.components)
         if has_state and getattr(args, "fsdp", False) and args.fsdp_checkpoint == "sharded":
             raise InputError("'sharded' would leave out the state of the loss; give full", "--fsdp-checkpoint")
         if path in (None, "latest") or "://" in path:
@@ -102,19 +104,23 @@ class State:
         """
         if not isinstance(loaded, dict) or "epoch" not in loaded:
             for one in self.components:
-                if overrides(one, Component.wrap_model):
+                if one.answers("wrap_model"):
                     raise InputError(f"{path!r} has no weights of {one.name}; give it as --pretrained", "--resume")
             return
+        from training_ext.core.checks import check_optimizer
+
         check_optimizer(path, loaded, self.has_tasks, self.has_tasks and Plan(self.args).shards_model)
         self.check_entry(path, entry_of(loaded))
 
     def check_entry(self, path: str, entry: dict[str, Any] | None) -> None:
         """The same for our entry of it, if it has one."""
+        from training_ext.core.checks import check_loss
+
         check_loss(path, entry, self.args)
-        check_older(path, entry or {}, self.components)
-        check_components(path, entry or {}, self.components)
-        for component in self.components:
-            component.check_state(state_of(entry, component), path)
+        if self.components or (entry or {}).keys() & {"components", "older"}:
+            from training_ext.core.component_state import check_states
+
+            check_states(path, entry or {}, self.components)
 
     def _fit(self, loaded: dict[str, Any]) -> None:
         """Let the weights' names fit the model, and --tau-init hold for weights alone."""
@@ -142,15 +148,16 @@ class State:
         if entry is None:
             return
         path = self._path
+        if self.components:
+            from training_ext.core.component_state import load_rows, load_states
         if loss is not None:
             if loss.needs_index and entry["num_rows"] != num_rows:
                 raise InputError(f"{path!r} was trained on {entry['num_rows']} rows, not on {num_rows}", "--resume")
             with in_one_line(path):
-                if not any(one.load_rows(loss, entry["state"], state_of(entry, one), path) for one in self.components):
+                if not (self.components and load_rows(loss, entry, path, self.components)):
                     loss.load_full_state(entry["state"])
-        for component in self.components:
-            if state := state_of(entry, component):
-                component.load_state_dict(state)
+        if self.components:
+            load_states(entry, self.components)
 
     # Saving
 
@@ -178,7 +185,11 @@ class State:
             file = os.path.join(args.checkpoint_path, name or f"epoch_{epochs}")
             found = (component.save_rows(loss, file) for component in self.components)
             state = next((state for state in found if state is not None), None) or loss.full_state()
-        of_components = gather_components(self.components)
+        of_components = {}
+        if self.components:
+            from training_ext.core.component_state import gather_states
+
+            of_components = gather_states(self.components)
         if loss is not None or of_components:
             self.entry = {
                 "format": FORMAT, "loss": args.loss, "num_rows": training.data.num_rows, "parts": parts_of(args),
@@ -190,7 +201,10 @@ class State:
         if not isinstance(content, dict) or "optimizer" not in content:
             return original(content, path, *args, **kwargs)
         atomic_save(original, content if self.entry is None else {**content, KEY: self.entry}, path)
-        export(original, content, path, self.components)
+        if self.components:
+            from training_ext.core.component_state import export
+
+            export(original, content, path, self.components)
         for component in self.components:
             component.saved(path)
 
@@ -211,35 +225,11 @@ def entry_of(loaded: Any) -> dict[str, Any] | None:
     if KEY in loaded:
         return loaded[KEY]
     optimizer = loaded.get("optimizer")
-    return of_today(optimizer[KEY]) if isinstance(optimizer, dict) and KEY in optimizer else None
+    if not isinstance(optimizer, dict) or KEY not in optimizer:
+        return None
+    from training_ext.core.older import of_today
 
-
-def of_today(entry: dict[str, Any]) -> dict[str, Any]:
-    """An entry of version 0.1 in the form of today; components find their state in `older`."""
-    if entry.get("format") == FORMAT:
-        return entry
-    known = {*PARTS, *(option.name for option in factory.all_options() if option.in_state)}
-    parts = {name: entry[name] for name in entry if name in known}
-    own = {name: entry.get(name) for name in ("format", "loss", "num_rows", "state")}
-    return {**own, "parts": parts, "older": entry}
-
-
-def state_of(entry: dict[str, Any] | None, component: Component) -> dict[str, Any]:
-    """The component's state in our entry; {} if it has none."""
-    if entry is None:
-        return {}
-    if "older" in entry:
-        return component.older_state(entry["older"])
-    return entry.get("components", {}).get(component.name, {})
-
-
-def check_older(path: str, entry: dict[str, Any], components: Components) -> None:
-    """Raise InputError if only a component that the run lacks can go on from an entry of version 0.1."""
-    older = entry.get("older", {})
-    known = [id(value) for component in components for value in component.older_state(older).values()] if older else []
-    for name, where in (("position", "within an epoch"), ("rows", "with its rows in files of their own")):
-        if older.get(name) is not None and id(older[name]) not in known:
-            raise InputError(f"{path!r} was saved {where}, which the run's components cannot resume", "--resume")
+    return of_today(optimizer[KEY])
 
 
 def parts_of(args: Namespace) -> dict[str, Any]:
@@ -250,105 +240,6 @@ def parts_of(args: Namespace) -> dict[str, Any]:
 def state_options(args: Namespace) -> list[Option]:
     """Options of the run's loss on which the form of its state depends."""
     return [option for option in factory.options_of(factory.parts_of(args.loss, vars(args))) if option.in_state]
-
-
-def check_loss(path: str, entry: dict[str, Any] | None, args: Namespace) -> None:
-    """Raise InputError unless our entry of a checkpoint is of this run's loss."""
-    own = "OpenCLIP's own loss"
-    given = f"--loss {args.loss}" if args.uses_ext_loss else own
-    if entry is None or not entry.get("state"):
-        if args.uses_ext_loss:
-            raise InputError(f"{path!r} was trained with {own}, not with {given}; {INSTEAD}", "--resume")
-        return
-    if entry["format"] not in READABLE:
-        age = "a newer" if entry["format"] > FORMAT else "an older"
-        wrong = f"{path!r} was written by {age} open_clip_ext (format {entry['format']})"
-        raise InputError(f"{wrong}; {INSTEAD}", "--resume")
-    saved = entry.get("parts", {})
-    if entry["loss"] != args.loss or any(saved.get(name) != getattr(args, name) for name in PARTS):
-        given += words(vars(args)) if args.uses_ext_loss else ""
-        text = f"{path!r} was trained with --loss {entry['loss']}{words(saved)}, not with {given}; {INSTEAD}"
-        raise InputError(text, "--resume")
-    for option in state_options(args):
-        # A file from before an option existed was trained with its default.
-        value, before = getattr(args, option.name), saved.get(option.name, default_value(option.default))
-        if value != before:
-            own = option.flag
-            right = f"give {before}" if not isinstance(before, bool) else f"give {own}" if before else "leave it out"
-            raise InputError(f"{value}, but {path!r} has {before}; {right}", own)
-    if (surrogate := entry["state"].get("surrogate", args.surrogate)) != args.surrogate:
-        raise InputError(f"{args.surrogate}, but the table of {path!r} is of {surrogate}; give it", "--surrogate")
-
-
-def words(parts: Mapping[str, Any]) -> str:
-    return "".join(f" --{name} {parts[name]}" for name in PARTS if parts.get(name) is not None)
-
-
-def check_components(path: str, entry: dict[str, Any], components: Components) -> None:
-    """Raise InputError if a checkpoint with this entry was trained with other components that it needs."""
-    had, resumed = entry.get("components", {}), {one.name: one for one in components if is_resumed(one)}
-    missing = [("with", name) for name in had if name not in resumed and name not in entry.get("optional", ())]
-    new = [("without", name) for name, one in resumed.items() if name not in had and one.state_is_needed]
-    for was, name in [*missing, *new]:
-        raise InputError(f"{path!r} was trained {was} the component {name}; train {was} it", "--resume")
-    given = settings_of(components)
-    for flag, value in entry.get("settings", {}).items():
-        if given.get(flag, value) != value:
-            raise InputError(f"{path!r} was trained with {value}, which --resume keeps", flag)
-
-
-def settings_of(components: Components) -> dict[str, Any]:
-    """What a resumed run needs alike, by flag: the components' options that their weights or state depend on."""
-    return {o.flag: getattr(component, o.name) for component in components for o in component.options if o.in_state}
-
-
-def gather_components(components: Components) -> dict[str, Any]:
-    """What a checkpoint has of components; empty without any. Every process calls this."""
-    having = [component for component in components if is_resumed(component)]
-    states = {component.name: component.state_dict() for component in having}
-    states = {one.name: states[one.name] for one in having if states[one.name] or one.state_is_needed}
-    optional = [component.name for component in having if not component.state_is_needed]
-    return {"components": states, "optional": optional, "settings": settings_of(components)} if states else {}
-
-
-def export(save: Callable, content: dict[str, Any], path: str, components: Components) -> None:
-    """Write weights that plain OpenCLIP loads, in the folder `weights` beside the checkpoint's, if a component changes
-    the model."""
-    exporting = [component for component in components if overrides(component, Component.export)]
-    if exporting:
-        weights = {name.removeprefix("module."): value for name, value in content["state_dict"].items()}
-        for component in exporting:
-            weights = component.export(weights)
-        folder, name = os.path.split(path)
-        folder = os.path.join(os.path.dirname(folder), WEIGHTS)
-        os.makedirs(folder, exist_ok=True)
-        # OpenCLIP renames its tmp.pt when it is written.
-        atomic_save(save, weights, os.path.join(folder, "epoch_latest.pt" if name == "tmp.pt" else name))
-
-
-def check_optimizer(path: str, loaded: dict[str, Any], has_tasks: bool, by_name: bool) -> None:
-    """Raise InputError unless the optimizer of a checkpoint has this loop's order of parameters.
-
-    Args:
-        has_tasks: whether the loop is that of tasks.
-        by_name: whether FSDP gives the parameters by their names.
-    """
-    from_tasks = "global_step" in loaded
-    if from_tasks != has_tasks:
-        raise InputError(
-            f"{path!r} was written with open_clip_torch {4 if from_tasks else 3}, whose optimizer has another order; "
-            "resume it with that, or give it as --pretrained for its weights only",
-            "--resume",
-        )
-    groups = loaded.get("optimizer", {}).get("param_groups", [])
-    sharded = any(isinstance(name, str) for group in groups for name in group["params"])
-    if sharded != by_name:
-        right = "train with it on several processes" if sharded else "leave it out"
-        raise InputError(
-            f"{path!r} was written {'with' if sharded else 'without'} --fsdp; {right}, or give the file as "
-            "--pretrained for its weights only",
-            "--resume",
-        )
 
 
 def check_finite(model: Any, when: str) -> None:

@@ -8,9 +8,9 @@ key.
 import hashlib
 from argparse import Namespace
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, islice, repeat
 from typing import Any
 
@@ -21,7 +21,6 @@ from open_clip_train.data import SharedEpoch
 from open_clip_ext.errors import InputError
 from training_ext.data.seeding import CAPTION, seed_of
 from training_ext.data.tars import fields_of
-from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
 
@@ -99,26 +98,6 @@ class Pictures:
             )
 
 
-class DigestLoader:
-    """OpenCLIP's loader of validation pairs without paths, whose equal images are told by the pixels for the model.
-
-    Attributes:
-        digests: of the images of the latest pass, in their order.
-    """
-
-    def __init__(self, loader: Any):
-        self.loader = loader
-        self.num_samples, self.num_batches = loader.num_samples, loader.num_batches
-        self.digests: list[bytes] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self.digests.clear()
-        for batch in self.loader:
-            images, _ = host().pair(batch)
-            self.digests += [hashlib.blake2b(image.contiguous().numpy(), digest_size=16).digest() for image in images]
-            yield batch
-
-
 @dataclass
 class DrawnCaptions:
     """The caption of each image in the present epoch, as a sequence; an empty one only if the image has no other."""
@@ -143,9 +122,13 @@ class DrawnCaptions:
 
 
 def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
-    """Change OpenCLIP's data set of lines, by position, into one of images; returns the grouping."""
+    """Change OpenCLIP's data set of lines, by position, into one of images; returns the grouping.
+
+    `first_lines` of it is the first line of each image.
+    """
     pictures = Pictures(list(csv.images))
     csv.captions = DrawnCaptions(csv.captions, pictures, seed, epoch)
+    csv.first_lines = pictures.first.tolist()
     csv.images = pd.Series([csv.images[line] for line in pictures.first], dtype=object)
     return pictures
 
@@ -180,15 +163,13 @@ class JsonCaptions:
         flag = "--captions-field" if self.weights is None else "--json-text-key"
         return f"no captions in the field {self.named!r} of a .json ({flag})"
 
-    def __call__(self, sample: dict) -> None:
-        """Change the sample, a dict of bytes by suffix with its "__key__", in place."""
+    def __call__(self, sample: dict) -> dict[str, int]:
+        """Change the sample, a dict of bytes by suffix with its "__key__", in place; as `Component.raw_sample`."""
         sample.pop("txt", None)
-        try:
-            fields = fields_of(sample)
-        except ValueError:
-            return
-        if caption := self._caption(fields, str(sample["__key__"])):
-            sample["txt"] = caption.encode(errors="replace")
+        with suppress(ValueError):
+            if caption := self._caption(fields_of(sample), str(sample["__key__"])):
+                sample["txt"] = caption.encode(errors="replace")
+        return {}
 
     def _caption(self, fields: dict[str, Any], key: str) -> str | None:
         if self.weights is None:
@@ -210,19 +191,8 @@ class JsonCaptions:
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
     """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
     epoch = epoch or SharedEpoch()
-    if args.captions_field:
-        return JsonCaptions(args.captions_field, args.seed, epoch)
+    if field := getattr(args, "captions_field", None):
+        return JsonCaptions(field, args.seed, epoch)
     if key := getattr(args, "json_text_key", None):  # of OpenCLIP 4
         return JsonCaptions(key, args.seed, epoch, args.json_text_key_probs or ())
     return None
-
-
-def with_captions_in_txt(get_dataset_fn: Callable) -> Callable:
-    """OpenCLIP's `get_dataset_fn` for train data whose captions are in .txt, where `JsonCaptions` puts them."""
-
-    def build(built_by: Callable, args: Namespace, transform: Any, is_train: bool, **more: Any) -> Any:
-        if is_train and getattr(args, "json_text_key", None):
-            args = Namespace(**{**vars(args), "json_text_key": None})
-        return built_by(args, transform, is_train, **more)
-
-    return lambda path, kind: partial(build, get_dataset_fn(path, kind))

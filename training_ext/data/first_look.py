@@ -11,13 +11,12 @@ import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import PAIR_MEMBERS
 from training_ext.data.captions import JsonCaptions, SeenCaptions, see
 from training_ext.data.images import COMPARED, spread, warn_of_images
 from training_ext.data.pair_folders import place_of
 from training_ext.data.shards import local_path
 from training_ext.data.tars import headers_of_samples, one_line, read_samples
-from training_ext.openclip.loading import missing_of
+from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
 SHARDS, PASSED = 20, 2000  # over which the images that are looked at are spread: shards, and samples in all of these

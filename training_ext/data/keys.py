@@ -37,7 +37,8 @@ def key_name(args: Namespace) -> str | None:
 
 
 def has_keys(args: Namespace) -> bool:
-    return key_name(args) is not None or bool(args.same_caption) or args.positives is not None
+    of_captions = getattr(args, "same_caption", None) or getattr(args, "positives", None) == CAPTION
+    return bool(of_captions) or key_name(args) is not None
 
 
 def key_flag(args: Namespace) -> str:
@@ -120,17 +121,17 @@ def check_columns(args: Namespace, names: list[str], path: str) -> None:
         raise InputError(f"{path!r} has no column {column!r}; its columns{separated} are {columns}", key)
 
 
-def find_keys(args: Namespace, kind: str) -> Keys | None:
+def find_keys(args: Namespace, in_shards: bool) -> Keys | None:
     """The function that finds the keys of a batch; None without keys, or if `JsonKey` finds them as shards are read."""
     name = key_name(args)
     if has_keys(args) and name is None:
         return lambda tokens, rows: keys_of_captions(tokens)
-    if name is None or kind == "webdataset":
+    if name is None or in_shards:
         return None
     columns = [name, args.csv_img_key]
     table = read_table(args, args.train_data, sep=args.csv_separator, usecols=columns)
     cells = table[name]
-    if args.several_captions:
+    if getattr(args, "several_captions", None):
         cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
     of_rows = keys_of_cells(cells)
     return lambda tokens, rows: of_rows[rows]

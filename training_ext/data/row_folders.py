@@ -13,6 +13,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import nullcontext
+from math import inf
 from typing import Any
 
 from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
@@ -35,7 +36,8 @@ def splits(args: Namespace, num_bytes: int) -> bool:
     """Whether `num_bytes` of rows per sample, over all processes, are saved by each process in its own files."""
     if args.remote_sync is not None:
         return False
-    return num_bytes > (SPLIT_ABOVE if args.split_rows_above is None else args.split_rows_above) * MIB
+    above = getattr(args, "split_rows_above", inf)  # a flag of what splits them
+    return num_bytes > (SPLIT_ABOVE if above is None else above) * MIB
 
 
 def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], str | None]:

@@ -260,7 +260,7 @@ def _file_name(url: str) -> str:
 
 def _read_sizes(path: str, flag: str) -> dict:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             sizes = json.load(file)
     except OSError as err:
         raise InputError(f"{path!r} cannot be read: {one_line(err)}", flag) from err

@@ -17,7 +17,7 @@ PART_HELP = {
     "encoder_objective": "objective of the encoders",
 }
 COLUMN = 34  # start of the second column
-REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."
+REST = "Every other flag, OpenCLIP's and ours: --help all. Every loss with its paper: --list-losses."
 
 
 def default_texts() -> dict[str, str]:
@@ -82,7 +82,7 @@ def loss_help(given: Mapping[str, Any]) -> str:
     if preset.training_defaults:
         flags = " ".join(f"{flag_of(name)} {value}" for name, value in preset.training_defaults.items())
         rows.append(("the training, by default:", flags))
-    lines = _lines(rows) or ["It has no flags of its own."]
+    lines = columns(rows) or ["It has no flags of its own."]
     return "\n".join([f"--loss {preset.name}: {preset.summary}", preset.paper, "", *lines, "", REST])
 
 
@@ -115,11 +115,11 @@ def _has_effect(option: Option, parts: Sequence[type[Part]], settings: dict[str,
     return True
 
 
-def _lines(rows: list[tuple[str, str]]) -> list[str]:
-    """The two columns, the second wrapped to the terminal."""
-    width = max(80, shutil.get_terminal_size().columns) - COLUMN
+def columns(rows: list[tuple[str, str]], start: int = COLUMN) -> list[str]:
+    """The two columns, the second from `start` on and wrapped to the terminal."""
+    width = max(80, shutil.get_terminal_size().columns) - start
     lines = []
     for left, right in rows:
         first, *others = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
-        lines += [f"{left:<{COLUMN - 1}} {first}".rstrip(), *(" " * COLUMN + other for other in others)]
+        lines += [f"{left:<{start - 1}} {first}".rstrip(), *(" " * start + other for other in others)]
     return lines

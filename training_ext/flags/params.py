@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,12 +12,12 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
-from training_ext.core.component import choose, names_of, registry
+from training_ext.core.component import Component, choose, names_of, registry
 from training_ext.core.flags import NEEDS_LOSS, add_option, settle
 from training_ext.core.patching import replaced
 from training_ext.core.plan import world_info
 from training_ext.flags import recipes
-from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
+from training_ext.flags.loss_help import PART_HELP, columns, default_texts, loss_help
 from training_ext.openclip.hosts import complete
 
 
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
             prog="open_clip_ext.main",
-            usage="python -m open_clip_ext.main --loss NAME [flags]; the flags of one loss: --loss NAME --help",
+            usage="python -m open_clip_ext.main --loss NAME [flags]",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
@@ -42,12 +42,13 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "folder", "shapes"]
-        theirs, their_groups = len(self._actions), list(self._action_groups)
-        self._add_ours()
-        self._ours = self._actions[theirs:]
+        theirs = len(self._actions)
         self._optionals.title = "OpenCLIP's flags"
-        self._action_groups.sort(key=their_groups.__contains__)  # in --help, OpenCLIP's come last
-        others = [word for word in args if word not in ("-h", "--help")]
+        self._topics: dict[str, list[Any]] = {}
+        self._add_ours()
+        self._topics["openclip"] = [self._optionals]
+        self._ours = self._actions[theirs:]
+        others, topic = without_help(args)
         first = self._parse_known(others)[0]
         for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
             if name in first:
@@ -55,13 +56,15 @@ class Parser(argparse.ArgumentParser):
                 self.exit(0)
         recipe = None if first.recipe is None else recipes.find(first.recipe)
         from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
-        if len(others) < len(args):
+        if topic is not None:
             given = [*from_recipe, *others]
             if self._parse_known(given)[0].loss is not None:
                 settings = self._given(given)
                 check_given(settings)
                 print(loss_help(settings))
-                self.exit(0)
+            else:
+                print(self._help_on(topic))
+            self.exit(0)
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -77,6 +80,36 @@ class Parser(argparse.ArgumentParser):
                 parsed.given_flags |= {"batch_size"}
         parsed.recipe_flags = parsed.given_flags - on_command_line
         return parsed
+
+    def _help_on(self, topic: str) -> str:
+        """The flags of one topic, or of "" or "all".
+
+        Raises:
+            InputError: there is no such topic.
+        """
+        if topic not in (*self._topics, "all"):
+            topics = [name for name in (*self._topics, "all") if name]
+            self.error(f"--help: no topic is called {topic!r}{did_you_mean(topic, topics, 'see --help')}")
+        formatter = self._get_formatter()
+        if topic in ("", "all"):
+            formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+            formatter.add_text(self.description)
+        for group in sum(self._topics.values(), []) if topic == "all" else self._topics[topic]:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if topic:
+            return formatter.format_help().rstrip()
+        rows = [("--loss NAME --help", "the flags of one loss, with the values that it would use")]
+        for name, about in {"losses": "the flags of all losses", "openclip": self._optionals.title}.items():
+            rows.append((f"--help {name}", f"{about}, such as {', '.join(MOST_USED[name])}"))
+        for name, found in self._topics.items():
+            if name not in ("", *MOST_USED):
+                flags = (action.option_strings[0] for action in found[0]._group_actions)
+                rows.append((f"--help {name}", " ".join(flags)))
+        rows.append(("--help all", "everything"))
+        lines = columns([(f"  {words}", text) for words, text in rows], 28)
+        return "\n".join([formatter.format_help(), "more help:", *lines])
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
@@ -119,8 +152,12 @@ class Parser(argparse.ArgumentParser):
     def _add_ours(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}
 
-        def under(topic: str) -> argparse._ArgumentGroup:
-            return groups.get(topic) or groups.setdefault(topic, self.add_argument_group(topic))
+        def under(title: str, topic: str | None = None) -> argparse._ArgumentGroup:
+            """The group of that title; `topic`: where --help shows it, or None for its first screens."""
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+                self._topics.setdefault(topic or "", []).append(groups[title])
+            return groups[title]
 
         group = under("which training")
         prints: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
@@ -143,7 +180,8 @@ class Parser(argparse.ArgumentParser):
         )
         for kind in registry().values():
             for option in kind.options:
-                add_option(under(kind.topic or kind.name.replace("_", " ")), option)
+                topic = None if kind.topic in FIRST_SCREENS else kind.name
+                add_option(under(kind.topic or kind.name.replace("_", " "), topic), option)
         group = under("the run")
         group.add_argument(
             "--seams", action="store_true", help="print what is replaced in OpenCLIP, and by which component"
@@ -155,11 +193,30 @@ class Parser(argparse.ArgumentParser):
         )
         notes = default_texts()
         for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
-            names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part])
+            names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part], "losses")
             group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
             for option in factory.options_of(found for found in factory.all_parts() if issubclass(found, base)):
                 if option.name in notes:
                     add_option(group, option, notes.pop(option.name))
+
+
+FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that --help shows
+# Flags that --help names of the topics that it does not show.
+MOST_USED = {
+    "losses": ("--rho", "--lr-tau", "--normalizer"),
+    "openclip": ("--train-data", "--model", "--batch-size", "--lr", "--epochs", "--precision", "--accum-freq"),
+}
+
+
+def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
+    words = list(args)
+    topic = None
+    for place in sorted((place for place, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
+        has_topic = place + 1 < len(words) and not words[place + 1].startswith("-")
+        topic = words.pop(place + 1) if has_topic else ""
+        del words[place]
+    return words, topic
 
 
 # Flags of FastCLIP's code, by what to give instead; for others the closest name is.
@@ -212,8 +269,7 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        needing_loss = [option.name for kind in registry().values() if kind.needs_loss for option in kind.options]
-        for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
+        for name in [*given, *given_of(args, lambda kind: kind.needs_loss or kind.needs_ext_loss)]:
             raise InputError(NEEDS_LOSS, flag_of(name))
         settle(args, given)
         return args
@@ -228,10 +284,15 @@ def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     for kind in choose(registry(), names_of(args.without)):
         kind.resolve(args)
     settle(args, given)
-    for name in ("shard_sizes", "same_key", "same_caption", "positives"):
-        if getattr(args, name) and not args.uses_ext_loss:
-            raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
+    for name in [] if args.uses_ext_loss else given_of(args, lambda kind: kind.needs_ext_loss):
+        raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     return args
+
+
+def given_of(args: argparse.Namespace, chosen: Callable[[type[Component]], bool]) -> list[str]:
+    """Names of the options of the chosen components that are given."""
+    names = [option.name for kind in registry().values() if chosen(kind) for option in kind.options]
+    return [name for name in names if getattr(args, name) is not None]
 
 
 def check_given(settings: dict[str, Any]) -> None:

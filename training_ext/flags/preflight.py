@@ -14,15 +14,14 @@ from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.components.one_run import check_name
-from training_ext.core.component import is_resumed
 from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.run import Run
 from training_ext.data import row_folders
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.data.loss import build_loss, samples_per_epoch
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.rows import HELD_OUT_SCENES, check_usable, find_rows
+from training_ext.data.rows import check_usable, find_rows
+from training_ext.data.scenes import HELD_OUT_SCENES
 from training_ext.flags.data_checks import (
     check_imagenet,
     check_num_samples,
@@ -36,7 +35,7 @@ from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, processes_here
+from training_ext.openclip.machine import check_device, check_name, processes_here
 
 
 def check(run: Run) -> None:
@@ -61,6 +60,8 @@ def check(run: Run) -> None:
     needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
     if rank == 0:
         check_first(run, needs_rows)
+    elif not counts_rows(run):
+        return
     elif local_rank == 0 and needs_rows:  # another machine may have other data; `processes_alike` compares them
         run.data.rows = find_rows(args)
     elif local_rank == 0 and trains(args):
@@ -81,7 +82,7 @@ def check_first(run: Run, needs_rows: bool) -> None:
         check_resumed(path, args)
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
-    if trains(args):
+    if trains(args) and counts_rows(run):
         processes = world_info()[2]
         check_size_known(args)
         rows = find_rows(args)
@@ -98,6 +99,11 @@ def check_first(run: Run, needs_rows: bool) -> None:
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
     bring_up_to_date(args)
+
+
+def counts_rows(run: Run) -> bool:
+    """Whether rows are counted here; otherwise OpenCLIP and the core find out what the data are as they build them."""
+    return any(component.name == "counted_rows" for component in run.components)
 
 
 def check_open_clips_own(run: Run) -> None:
@@ -130,7 +136,7 @@ def check_flags(run: Run) -> tuple[str, dict | None] | None:
     if args.uses_ext_loss:
         build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
     check_rules(args)
-    if any(is_resumed(one) and one.state_is_needed for one in run.components):
+    if any(one.is_resumed() and one.state_is_needed for one in run.components):
         if getattr(args, "fsdp_checkpoint", "full") == "sharded":
             raise InputError("'sharded' would leave out the state of components; give full", "--fsdp-checkpoint")
     path = resumed_path(args)
@@ -145,7 +151,8 @@ def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
     if args.dataset_type != "shapes":
         return
-    args.shapes_seed = args.shapes_seed or 0
+    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
+    args.shapes_shifted = getattr(args, "shapes_shifted", None) or False
     if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):

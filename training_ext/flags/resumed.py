@@ -7,9 +7,10 @@ from typing import Any
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
+from training_ext.core.older import of_today
 from training_ext.core.plan import Plan, trains
 from training_ext.core.run import Run
-from training_ext.core.state import entry_of, of_today
+from training_ext.core.state import entry_of
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.checkpoint import read_sharded_entry
 from training_ext.openclip.hosts import LEGACY, host

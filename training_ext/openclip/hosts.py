@@ -85,7 +85,7 @@ class Host:
             raise InputError(f"{args.dataset_type} has no images; give webdataset or csv", "--dataset-type")
 
 
-# They rename the members of shards, which `ShardRows` and `safe_reading.PAIR_MEMBERS` fix.
+# They rename the members of shards, which `ShardRows` and `loading.PAIR_MEMBERS` fix.
 OTHER_MEMBERS = ("image_key", "text_key")
 
 HOSTS = (

@@ -17,10 +17,12 @@ import open_clip
 import torch
 
 from open_clip_ext.errors import InputError, one_line
-from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
 from training_ext.core.patching import replaced
 from training_ext.core.plan import world_info
 from training_ext.openclip.hosts import taken
+
+PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
+"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
 
 
 def suffixes_of(sample: dict) -> str:
@@ -229,3 +231,28 @@ def load_tokenizer(args: Namespace) -> Any:
     options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
     with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
         return open_clip.get_tokenizer(args.model, **options)
+
+
+def without_remote_code(tokenizer: Callable) -> Callable:
+    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
+
+    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
+    """
+    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+        if trust_remote_code:
+            raise InputError(
+                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
+                "refused; give a model with a tokenizer of transformers",
+                "--model",
+            )
+        try:
+            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
+        except Exception as error:  # transformers may raise anything
+            reason = one_line(error).rstrip(".") or repr(error)
+            raise InputError(
+                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
+                "or a model of the hub that has one",
+                "--model",
+            ) from None
+
+    return build

@@ -12,8 +12,9 @@ from typing import Any
 
 import open_clip
 import torch
+from open_clip_train import params as open_clip_params
 
-from open_clip_ext import MODEL_CONFIGS
+from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
@@ -56,7 +57,7 @@ def lines(args: Namespace) -> list[str]:
         args.train_data = "DATA.tar"
     if args.loss is not None:
         preflight.check_flags(launch.build(args))
-    samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
+    samples, num_rows, seen, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
     step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
@@ -88,23 +89,48 @@ def lines(args: Namespace) -> list[str]:
         parts["a checkpoint"] = saved
     text += ["State of each process"]
     text += [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in parts.items()]
-    return [*text, *(f"  not counted: {what}" for what in left_out(args, parts))]
+    text += [f"  not counted: {what}" for what in left_out(args, parts)]
+    if not_found := [*not_found, *problems_of_evaluation(args)]:
+        text += ["", "Not found, so that a training would end here"]
+        text += [_wrapped(sentence, "  ", " " * 4) for sentence in not_found]
+    return text
 
 
-def counted(args: Namespace, in_recipe: int | None, has_data: bool) -> tuple[int, int, SeenCaptions | None]:
-    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number."""
+def counted(
+    args: Namespace, in_recipe: int | None, has_data: bool
+) -> tuple[int, int, SeenCaptions | None, list[str]]:
+    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number.
+
+    Last comes what is wrong with the train data.
+    """
+    problems: list[str] = []
     declared = args.train_num_samples or in_recipe
     if has_data:
         try:
             data_checks.check_size_known(args)
             rows = find_rows(args)
-            return samples_per_epoch(args, rows), rows.num_rows, rows.seen
-        except InputError:
+            return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
+        except InputError as error:
             if declared is None:
                 raise
+            problems.append(str(error))
     if declared is None:
         raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
-    return declared, declared, None
+    return declared, declared, None, problems
+
+
+def problems_of_evaluation(args: Namespace) -> list[str]:
+    """What a training would say of the data to evaluate on."""
+    problems = []
+    checks = [data_checks.check_imagenet]
+    if args.val_data and args.dataset_type != "shapes":
+        checks.append(data_checks.check_val_data)
+    for check in checks:
+        try:
+            check(args)
+        except InputError as error:
+            problems.append(str(error))
+    return problems
 
 
 def about(recipe: Recipe) -> list[str]:
@@ -114,11 +140,15 @@ def about(recipe: Recipe) -> list[str]:
 
 
 def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
-    """The flags, grouped by the origin of their values; flags that are not listed are at OpenCLIP's defaults."""
+    """The flags by the origin of their values, without those at a default that no other flag changes."""
     given = args.given_flags - args.recipe_flags
-    groups: dict[str, list[str]] = {"given": [], "recipe": [], "default": []}
+    defaults = vars(open_clip_params.parse_args([]))
+    defaults |= {option.name: option.default for option in factory.all_options()}
+    groups: dict[str, list[str]] = {"given": [], "recipe": [], "set for you": []}
     for name, value in {**flags, "batch_size": args.batch_size}.items():
-        origin = "given" if name in given else "recipe" if name in args.recipe_flags else "default"
+        origin = "given" if name in given else "recipe" if name in args.recipe_flags else "set for you"
+        if origin == "set for you" and (name in factory.PARTS or value == (defaults.get(name) or type(value)())):
+            continue
         several = isinstance(value, (list, dict))
         words = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
         words = [shlex.quote(str(word).replace("\t", "\\t")) for word in (words if several else [value])]

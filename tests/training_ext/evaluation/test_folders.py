@@ -64,7 +64,7 @@ def test_labels_and_captions(shards):
 def test_names_and_templates_are_lines(shards, tmp_path):
     shards()
     source, names = tmp_path / "folder", tmp_path / "folder/classnames.txt"
-    names.write_text("red\nblue\n\n")
+    names.write_text("red\nblue\n\n", encoding="utf-8-sig")
     assert Shards("--data", str(source)).classes == ["red", "blue"]
     for text, message in (("red\n\nblue\n", "classnames.txt' has no name in line 2"), ("\n", "is missing or empty")):
         names.write_text(text)

@@ -15,29 +15,58 @@ uninterrupted run: a sampler skips indices, a worker's stream skips samples befo
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from open_clip_train.data import SharedEpoch
+from torch.utils.data import IterableDataset
 
 from open_clip_ext.distributed import all_gather
 from open_clip_ext.errors import InputError, Stopped
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import option
+from training_ext.components.exact_resume.order import (
+    NUMBER,
+    LateSampler,
+    ResumableLoader,
+    SampleStream,
+    SeededEpochs,
+    SeededItems,
+    Start,
+    seed_of_shards,
+)
 from training_ext.components.exact_resume.stopping import StopRequest
+from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
 from training_ext.core import hosts
 from training_ext.core.component import Component
-from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch
+from training_ext.core.epoch import Epoch
+from training_ext.core.seam import TRAIN_DATA, Seam
 from training_ext.data import checkpoint_files
 from training_ext.data.checkpoint import order_of
 from training_ext.data.metrics import evaluated_metrics
-from training_ext.data.seeding import Start
+from training_ext.data.seeding import seed_all
+
+DATA = "open_clip_train.data"
+IN_SHARDS = f"{DATA}:get_wds_dataset"
+
+
+def items(name: str, user: str) -> Seam:
+    return Seam(
+        DATA, name,
+        why="the augmentation of a sample depends on what its loader worker did before",
+        contract=f"{user} builds {name}(...), whose items draw from the global generators only",
+        replacement=lambda original, own: own.seeded_items(original) if own.args.uses_ext_loss else original,
+        used_by=f"{DATA}:{user}",
+        scopes=(TRAIN_DATA,),
+        layer=1,
+    )  # fmt: skip
 
 
 class ExactResume(Component):
-    """Saves checkpoints within epochs, and ends the run at one after SIGTERM or Ctrl-C."""
+    """Seeds the order of the data, saves checkpoints within epochs, and ends the run at one after SIGTERM or Ctrl-C."""
 
     name = "exact_resume"
     topic = "the run"
@@ -53,6 +82,36 @@ class ExactResume(Component):
             replacement=lambda original, own: own.numbered(original),
             used_by="open_clip_train.train:train_one_epoch",
         ),
+        Seam(
+            DATA, "wds.shuffle",
+            why="webdataset seeds its shuffle buffer by time and process number; after the buffer and before decoding, "
+            "a resumed epoch drops the samples that it has used",
+            contract="get_wds_dataset uses wds.shuffle(bufsize=, initial=) for samples, dicts with txt; the stages "
+            "that follow take one sample at a time",
+            replacement=lambda original, own: own.seeded_shuffle(original) if own.args.uses_ext_loss else original,
+            used_by=IN_SHARDS,
+            scopes=(TRAIN_DATA,),
+        ),
+        Seam(
+            DATA, "wds.WebLoader",
+            why="loader workers outlive an epoch, and with them the state of their generators; a resumed epoch is "
+            "shorter",
+            contract="get_wds_dataset builds wds.WebLoader(dataset, ...), whose workers take turns from 0 on with a "
+            "batch each, and returns a DataInfo with shared_epoch",
+            replacement=lambda original, own: own.seeded_loader(original) if own.args.uses_ext_loss else original,
+            used_by=IN_SHARDS,
+            scopes=(TRAIN_DATA,),
+        ),
+        Seam(
+            DATA, "ResampledShards2",
+            why="its seed comes from the loader's workers, which differ in a resumed run",
+            contract="get_wds_dataset builds ResampledShards2(urls, ...), which seeds itself by worker_seed() + epoch",
+            replacement=lambda original, own: own.seeded_shards(original) if own.args.uses_ext_loss else original,
+            used_by=IN_SHARDS,
+            scopes=(TRAIN_DATA,),
+        ),
+        items("CsvDataset", "get_csv_dataset"),
+        items("SyntheticDataset", "get_synthetic_dataset"),
     )  # fmt: skip
 
     save_every_steps: int | None = option(
@@ -67,6 +126,10 @@ class ExactResume(Component):
         self._shown: dict[str, Any] | None = None  # state of the diagnostics, for the epoch that is resumed
         self._place: dict[str, Any] | None = None  # the same of the one that is written within an epoch
         self._epoch: Epoch
+        self._shared_epoch = SharedEpoch()
+        self._workers = WorkersIgnoreSigterm()
+        self._stream: SampleStream
+        self._seeded_epochs: SeededEpochs | None = None
 
     def check_plan(self, metrics: list[str]) -> None:
         if self.save_every_steps is None:
@@ -81,6 +144,49 @@ class ExactResume(Component):
         else:
             return
         raise InputError(f"{self.save_every_steps} with {wrong}", "--save-every-steps")
+
+    def columns(self) -> Sequence[str]:
+        return (NUMBER,) if self.args.uses_ext_loss else ()
+
+    def seeded_shuffle(self, original: Callable) -> Callable:
+        self._stream = SampleStream(self.args.seed, self.args.rank)
+        return lambda **kwargs: self._stream.shuffled_by(original(**kwargs, rng=self._stream.rng))
+
+    def seeded_loader(self, original: Callable) -> Callable:
+        def build(dataset: IterableDataset, **kwargs: Any) -> Any:
+            self._seeded_epochs = SeededEpochs(dataset, self.args.seed, self.args.rank, self._stream)
+            return original(self._seeded_epochs, **kwargs)
+
+        return build
+
+    def seeded_shards(self, original: Callable) -> Callable:
+        return partial(original, worker_seed=partial(seed_of_shards, self.args.seed, self.args.rank))
+
+    def seeded_items(self, original: Callable) -> Callable:
+        return lambda *args, **kwargs: SeededItems(original(*args, **kwargs), self.args.seed, self._shared_epoch)
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        if not self.args.uses_ext_loss:
+            return
+        if "train" in data:
+            self._make_resumable(data["train"])
+        self.training.data.worker_init = self._workers
+        for info in data.values():
+            self._workers.workers_of(info.dataloader)
+
+    def _make_resumable(self, info: Any) -> None:
+        args, inner = self.args, info.dataloader.loader
+        order = self._seeded_epochs or LateSampler(inner.sampler, args.batch_size)
+        if isinstance(order, SeededEpochs):
+            order.shared_epoch = info.shared_epoch
+            streams = max(1, args.workers)
+        else:
+            inner.batch_sampler.sampler = order
+            streams = 0
+        info.dataloader.loader = ResumableLoader(inner, order, streams, self.training.data.tags, self._seed)
+
+    def _seed(self, use: int, *place: int) -> None:
+        seed_all(self.args.seed, use, self._shared_epoch.get_value(), self.args.rank, *place)
 
     def begin(self, resumed: bool) -> None:
         if self.training.loss is not None and self.plan.keeps_files:
@@ -100,6 +206,7 @@ class ExactResume(Component):
 
     def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
         self._epoch = epoch
+        self._shared_epoch.set_value(epoch.seed)
         if self.training.loss is None:
             train(epoch)
             if self._saves_first(epoch) and self.plan.is_first and not self.plan.shards_model:
@@ -214,5 +321,6 @@ class ExactResume(Component):
             checkpoint_files.remove_older(path)
 
     def end(self, completed: bool) -> None:
+        self._workers.close()
         if self._request is not None:
             self._request.close()

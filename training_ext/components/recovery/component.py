@@ -15,7 +15,7 @@ from open_clip_ext.options import flag_of, option
 from training_ext.components.recovery import recovered
 from training_ext.components.recovery.recovery import StatisticsRecovery, read_unfinished, unfinished_path
 from training_ext.core.component import Component
-from training_ext.core.training import Epoch
+from training_ext.core.epoch import Epoch
 from training_ext.data import row_folders
 from training_ext.data.rows import DataRows
 from training_ext.data.seeding import kept_random_state

@@ -27,21 +27,24 @@ SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
 FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
 
 
-def identity(args: Namespace, rows: DataRows) -> dict[str, Any]:
-    """What the statistics belong to, from the command line: model, data, loss and optimizer, as text.
+def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
+    """What the statistics belong to, from the command line: model, data if known, loss and optimizer, as text.
 
     The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
     """
     names = (*factory.PARTS, *(option.name for option in state_options(args)))
     parts = [name for name in names if getattr(args, name) is not None]
-    data = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
-    if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
-        data = f"shards, digest {rows.listing[:16]}"
+    data: dict[str, str] = {}
+    if rows is not None:
+        data["data"] = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
+        if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
+            data["data"] = f"shards, digest {rows.listing[:16]}"
+        if rows.captions is not None:
+            data["set of image paths"] = f"digest {rows.digest[:16]}"
     forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
     return {
         "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
-        "data": data,
-        **({} if rows.captions is None else {"set of image paths": f"digest {rows.digest[:16]}"}),
+        **data,
         "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
         "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
     }

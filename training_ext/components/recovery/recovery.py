@@ -23,8 +23,9 @@ from open_clip_ext.metrics_file import RECOVERY
 from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
 from open_clip_ext.surrogates import Identity
 from training_ext.components.recovery import recovered
+from training_ext.core.epoch import Epoch
 from training_ext.core.plan import Plan
-from training_ext.core.training import Epoch, Training
+from training_ext.core.training import Training
 from training_ext.data import row_folders
 from training_ext.data.rows import DataRows
 from training_ext.data.seeding import AT_EPOCH, seed_all
@@ -69,7 +70,7 @@ class StatisticsRecovery:
     def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
         self.plan, self.args = plan, plan.args
         self.training, self.first, self.reference = training, first, reference
-        self.rows: DataRows = training.data.rows
+        self.rows: DataRows | None = training.data.rows
         self.optimizer, self.scaler = first.optimizer, first.scaler
         self.weights = FrozenWeights(first.model)
         self._unfinished = unfinished_path(plan)

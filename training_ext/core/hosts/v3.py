@@ -10,15 +10,13 @@ import torch
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.core.component import Component
 from training_ext.core.hosts import range_of, release
-from training_ext.core.hosts.both import EVALUATE, GET_DATA, IN_MAIN, MAIN, TRAIN, data_parallel, main, zero_shot
+from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch
 
 __all__ = [
-    "EVENTS", "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
+    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
 ]
 
 RANGE = range_of("v3")
@@ -56,54 +54,6 @@ def without_wrapper(model: Any) -> torch.nn.Module:
     """The model within the DistributedDataParallel that is evaluated, if any."""
     return getattr(model, "module", model)
 
-
-def train_one_epoch(original: Callable, run: Any) -> Callable:
-    def train(
-        model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int, optimizer: torch.optim.Optimizer,
-        scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace, tb_writer: Any = None,
-    ) -> Any:
-        def run_epoch(own: Epoch) -> Any:
-            rest = optimizer, scaler, own.scheduler, dist_model, own.args
-            return original(model, own.data, loss, own.seed, *rest, tb_writer=own.writer)
-
-        def content(epochs: int) -> dict[str, Any]:
-            whole = {
-                "epoch": epochs,
-                "name": args.name,
-                "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
-                "optimizer": optimizer.state_dict(),
-            }
-            return whole if scaler is None else {**whole, "scaler": scaler.state_dict()}
-
-        steps = data["train"].dataloader.num_batches // args.accum_freq
-        return run.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=model, optimizer=optimizer, scaler=scaler, task=model,
-                scheduler=scheduler, args=args, writer=tb_writer, content=content,
-            ),
-        )
-
-    return train
-
-
-EVENTS = {
-    Component.data_built: GET_DATA,
-    Component.epoch: Seam(
-        MAIN, "train_one_epoch",
-        why="components do something before and after an epoch, and run epochs of their own",
-        contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
-        "tb_writer=), before optimizer.state_dict() is saved; it calls set_epoch of data['train'], goes through its "
-        "dataloader, calls scheduler(step), and gives the numbers of each step that it logs to "
-        "tb_writer.add_scalar('train/' + name, number, step)",
-        replacement=train_one_epoch,
-        used_by=IN_MAIN,
-    ),
-    Component.evaluated: EVALUATE,
-    Component.scores: zero_shot("zero_shot_eval"),
-}
-"""What is replaced for a hook, if a component has it."""
 
 TIMM = Seam(
     "timm.optim", "create_optimizer_v2",

@@ -2,26 +2,22 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from open_clip.task import CLIPTask, get_model_from_task, save_checkpoint, unwrap_model
-from open_clip_train.train import TrainState
+from open_clip.task import CLIPTask, get_model_from_task, unwrap_model
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.core.component import Component
 from training_ext.core.hosts import range_of
-from training_ext.core.hosts.both import EVALUATE, GET_DATA, IN_MAIN, MAIN, TRAIN, data_parallel, main, zero_shot
+from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, main
 from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.loss import TrainingLoss
 from training_ext.core.seam import Seam
-from training_ext.core.training import Epoch
 
 __all__ = [
-    "EVENTS", "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
+    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
 ]
 
 RANGE = range_of("v4")
@@ -129,50 +125,6 @@ def without_wrapper(model: Any) -> torch.nn.Module:
     """The model within the task that is evaluated."""
     return get_model_from_task(model)
 
-
-def train_one_epoch(original: Callable, run: Any) -> Callable:
-    def train(state: TrainState, data: dict[str, Any], args: Namespace, tb_writer: Any = None) -> Any:
-        def run_epoch(own: Epoch) -> Any:
-            # A component's own epoch gets its own counters, not the training's.
-            besides = replace(state, epoch=own.seed, scheduler=own.scheduler, losses_ema={})
-            return original(state if own.is_training else besides, own.data, own.args, tb_writer=own.writer)
-
-        def content(epochs: int) -> dict[str, Any]:
-            counters = {"global_step": state.global_step, "samples_seen": state.samples_seen}
-            rest = {"scaler": state.scaler, "name": args.name, **counters}
-            return save_checkpoint(state.task, state.optimizer, epochs, **rest)
-
-        steps, epoch = data["train"].dataloader.num_batches // args.accum_freq, state.epoch
-        return run.train_one_epoch(
-            run_epoch,
-            Epoch(
-                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
-                ahead=(args.epochs - epoch - 1) * steps, model=state.task.trainable_module, optimizer=state.optimizer,
-                scaler=state.scaler, task=state.task, scheduler=state.scheduler, args=args, writer=tb_writer,
-                content=content,
-            ),
-        )
-
-    return train
-
-
-EVENTS = {
-    Component.data_built: GET_DATA,
-    Component.epoch: Seam(
-        MAIN, "train_one_epoch",
-        why="components do something before and after an epoch, and run epochs of their own",
-        contract="called once per epoch as (state, data, args, tb_writer=) before the state's optimizer is saved; "
-        "takes the epoch's number, task, optimizer, scaler and scheduler from the state and counts in it; calls "
-        "set_epoch of data['train'], goes through its dataloader, calls scheduler(step), and gives the numbers of a "
-        "step, on those of --log-metric-every-n-steps, too, to tb_writer.add_scalar('train/' + name, number, step); of "
-        "the losses it takes what items() gives, on every process",
-        replacement=train_one_epoch,
-        used_by=IN_MAIN,
-    ),
-    Component.evaluated: EVALUATE,
-    Component.scores: zero_shot("zero_shot_eval_all"),
-}
-"""What is replaced for a hook, if a component has it."""
 
 SEAMS = (
     *BOTH,

@@ -83,8 +83,8 @@ def run(argv: list[str]) -> None:
     with checked_by_first(args, lambda: check(args)) as (device, plan):
         if args.rank == 0:
             logging.getLogger().setLevel(logging.WARNING)
-            for column in plan.columns:
-                os.makedirs(os.path.dirname(column.results.path) or ".", exist_ok=True)
+            for path in (*(column.results.path for column in plan.columns), args.save_best or ""):
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         for column in plan.columns:
             if column.todo:
                 evaluate(args, device, column, plan.folders)

@@ -1,6 +1,7 @@
 """Read evaluation data sets from folders.
 
 Nothing in them is executed. A sample that cannot be read is an error: without it the score would be another one.
+Text files may begin with a byte order mark, which Windows writes.
 """
 
 import csv
@@ -12,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from tarfile import TarFile
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from open_clip_ext.errors import InputError
 from training_ext.data.first_look import images_of_shards
 from training_ext.data.images import spread, warn_of_images
-from training_ext.data.tars import headers_of_samples, one_line
+from training_ext.data.tars import one_line, stored_samples
 
 CLASSNAMES, TEMPLATES, TYPE = "classnames.txt", "zeroshot_classification_templates.txt", "dataset_type.txt"
 CLASSIFICATION = "classification"  # the type of a folder that does not say
@@ -44,7 +44,7 @@ def type_of(folder: str) -> str:
     path = os.path.join(folder, TYPE)
     if not os.path.exists(path):
         return CLASSIFICATION
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         return next((line.strip().lower() for line in file if line.strip()), CLASSIFICATION)
 
 
@@ -138,7 +138,7 @@ class Source:
         """The lines of a file of the folder; none where there is no such file, unless it is `needed`."""
         path, lines = os.path.join(self.folder, name), [""]
         if os.path.exists(path):
-            with self.reading(repr(path)), open(path, encoding="utf-8") as file:
+            with self.reading(repr(path)), open(path, encoding="utf-8-sig") as file:
                 # Not splitlines, which also cuts at characters such as U+2028.
                 lines = [line.strip() for line in file.read().rstrip().split("\n")]
         if lines == [""] and needed:
@@ -163,7 +163,7 @@ class Shards(Source):
         super().__init__(flag, folder)
         path = os.path.join(folder, "test", "nshards.txt")
         what = "must have the number of shards, at least 1"
-        with self.reading(repr(path), what), open(path, encoding="utf-8") as file:
+        with self.reading(repr(path), what), open(path, encoding="utf-8-sig") as file:
             number = int(file.read(32))
             if number < 1:
                 raise ValueError(f"it has {number}")
@@ -190,21 +190,19 @@ class Shards(Source):
         number = 0
         for path in self.shards:
             with self.reading(repr(path), "is damaged"):
-                for tar, members in headers_of_samples(path):
+                for read, members in stored_samples(path):
                     if own(number):
-                        yield number, self._sample(tar, members, path)
+                        yield number, self._sample(read, members, path)
                     number += 1
 
-    def _sample(self, tar: TarFile, members: dict[str, Any], path: str) -> Sample:
-        first, *_ = (member.name for suffix, member in members.items() if not suffix.startswith("__"))
-        place = f"{path}: {first}"
+    def _sample(self, read_member: Callable[[Any], bytes], members: dict[str, Any], path: str) -> Sample:
+        first, *_ = (suffix for suffix in members if not suffix.startswith("__"))
+        place = f"{path}: {members['__key__']}.{first}"
 
         def read(suffix: str) -> bytes:
             if suffix not in members:
                 raise self.wrong(f"{place!r} has no .{suffix} beside it")
-            file = tar.extractfile(members[suffix])
-            assert file is not None
-            return file.read()
+            return read_member(members[suffix])
 
         image = read(next((kind for kind in SHARD_IMAGES if kind in members), "jpg"))
         if self.type == "retrieval":
@@ -249,7 +247,7 @@ class Candidates(Source):
         number_of: dict[str, int] = {}
         self.table = os.path.join(folder, WINOGAVIL)
         wrong_table = "cannot be read as cue, candidates, associations"
-        with self.reading(repr(self.table), wrong_table), open(self.table, encoding="utf-8", newline="") as file:
+        with self.reading(repr(self.table), wrong_table), open(self.table, encoding="utf-8-sig", newline="") as file:
             for row in csv.DictReader(file):
                 candidates, associations = (json.loads(row[name]) for name in ("candidates", "associations"))
                 numbers = [number_of.setdefault(str(name), len(number_of)) for name in candidates]

@@ -17,11 +17,10 @@ from safetensors import safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import without_remote_code
 from training_ext.core.patching import replaced
 from training_ext.core.state import CHECKPOINTS, WEIGHTS
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_warnings
+from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
 
 PARAMS = "params.txt"
 CPU = Namespace(precision="fp32", device="cpu")
@@ -41,7 +40,8 @@ class Checkpoint:
         label: short name for tables, such as `NAME/epoch_3`.
         model: OpenCLIP's name of the model.
         digest: SHA-256 (hex) of the file.
-        has_logit_bias: whether the weights have SigLIP's logit_bias.
+        has_logit_bias: whether the weights, or those of the start, have SigLIP's logit_bias; OpenCLIP takes 0 for one
+            that a file lacks.
         flags: the training's values of `MODEL_FLAGS`, and the preprocessing of the pretrained weights it started from.
         start: the file of weights to interpolate with, or None.
         alpha: share of `path` in every weight, in [0, 1]; the rest is `start`'s.
@@ -74,6 +74,7 @@ def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Ch
     return [
         replace(
             end, start=path, alpha=alpha, label=f"{end.label}@{alpha:g}",
+            has_logit_bias=end.has_logit_bias or start.has_logit_bias,
             digest=f"{alpha!r} of {end.digest}, else {start.digest}",
         )
         for alpha in alphas

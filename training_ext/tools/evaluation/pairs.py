@@ -3,12 +3,14 @@
 import hashlib
 import logging
 import os
+import re
 from argparse import Namespace
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from open_clip_ext.errors import InputError
 from training_ext.data.captions import is_empty
 from training_ext.data.keys import open_csv
 from training_ext.data.pair_folders import find_pairs
@@ -16,6 +18,8 @@ from training_ext.data.shards import local_path, shard_urls
 from training_ext.tools.evaluation.folders import Sample, Shards, Source
 
 FLAG = "--val-data"
+CSV = re.compile(r"\.(csv|tsv|txt)(\.(gz|bz2|xz|zip))?$", re.IGNORECASE)
+SHARDS = re.compile(r"\.(tar(\.(gz|bz2|xz))?|tgz|tbz2|txz)$", re.IGNORECASE)
 
 
 class CsvPairs(Source):
@@ -93,5 +97,12 @@ def open_pairs(args: Namespace) -> Source:
         if source.type != "retrieval":
             raise source.wrong(f"{args.val_data!r} is of type {source.type}; give images with captions")
         return source
-    # OpenCLIP's rule, but for what it cannot tell.
-    return CsvPairs(args) if args.val_data.endswith((".csv", ".tsv", ".txt")) else PairShards(args.val_data)
+    if CSV.search(args.val_data):
+        return CsvPairs(args)
+    if SHARDS.search(args.val_data):
+        return PairShards(args.val_data)
+    raise InputError(
+        f"{args.val_data!r} is neither a folder, a .csv, .tsv or .txt nor a .tar, which may be compressed, as .tar.gz; "
+        "make_shards writes shards of a .parquet",
+        FLAG,
+    )

@@ -137,7 +137,7 @@ def read_tasks(folder: str) -> tuple[str, tuple[Task, ...]]:
     if not os.path.exists(path):
         return DATACOMP, DATACOMP_TASKS
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             content = json.load(file)
         name = str(content.get("name", os.path.basename(os.path.abspath(folder))))
         tasks = tuple(task_of(row, folder) for row in content["tasks"])

@@ -48,8 +48,16 @@ class Pair:
             with open(self.path, "rb") as file:
                 return file.read()
         with _reading:  # once, whatever the number of threads
-            cell = _images(self.path, self.column)[self.row]
-        return cell["bytes"] if isinstance(cell, dict) else cell
+            content = _contents(_images(self.path, self.column)[self.row])
+        assert content is not None  # lines without an image are no pairs
+        return content
+
+    def file_size(self) -> int:
+        """Bytes of the file that has the image; 0 if there is none."""
+        try:
+            return os.path.getsize(self.path)
+        except OSError:
+            return 0
 
     def order(self, seed: int) -> tuple[bytes, bytes]:
         """By which pairs are shuffled; those whose images are in one parquet stay together, since it is read whole."""
@@ -77,9 +85,9 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
             pairs += [Pair(PurePath(os.path.relpath(one, path)).as_posix(), texts, one) for one, texts in found.pairs]
             for why, names in found.left_out.items():
                 left_out.setdefault(why, []).extend(names)
-        elif path.endswith(".parquet"):
+        elif path.lower().endswith(".parquet"):
             pairs += _of_parquet(path, args, flag, left_out)
-        elif path.endswith((".csv", ".tsv")):
+        elif path.lower().endswith((".csv", ".tsv")):
             table = open_csv(args, path, flag)
             captions = ([cell] for cell in table[args.csv_caption_key])
             pairs += _of_table(table[args.csv_img_key], captions, path, left_out)
@@ -139,13 +147,17 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
         raise
     except Exception as error:  # pyarrow's own kinds
         raise InputError(f"{path!r} cannot be read: {' '.join(str(error).split())[:200]}", flag) from None
+    if is_struct and not any(map(_contents, images)):
+        images, holds_images = [cell and cell.get("path") for cell in images], False
     if not holds_images:
         return _of_table(images, captions, path, left_out)
     pairs: dict[bytes, Pair] = {}  # by image
     for row, (image, cells) in enumerate(zip(images, captions, strict=True)):
-        if texts := _texts(cells):
-            content = image["bytes"] if isinstance(image, dict) else image
-            key = hashlib.sha256(content or str(row).encode()).digest()
+        content = _contents(image)
+        if not content:
+            left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, row))
+        elif texts := _texts(cells):
+            key = hashlib.sha256(content).digest()
             pair = Pair(f"{os.path.basename(path)}:{row}", [], path, row, args.csv_img_key)
             pairs.setdefault(key, pair).captions.extend(texts)
         else:
@@ -188,6 +200,11 @@ def _at(cell: Any, steps: Steps) -> Iterator[Any]:
     elif cell is not None:
         for one in cell if steps[0] is None else [cell[steps[0]]]:
             yield from _at(one, steps[1:])
+
+
+def _contents(cell: Any) -> bytes | None:
+    """The image file in a cell of a parquet, which may be a struct with `bytes`; None if it has none."""
+    return cell["bytes"] if isinstance(cell, dict) else cell
 
 
 def _texts(cells: Iterable[Any]) -> list[str]:

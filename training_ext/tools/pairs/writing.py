@@ -45,7 +45,7 @@ class Report:
     """What was written and left out, kept beside the shards as `REPORT`.
 
     Args:
-        made_of: digest of the pairs and the settings.
+        made_of: digest of the settings and the pairs, whose images count by their size in bytes.
         shards: samples of each complete shard.
         file_sizes: bytes of each.
         left_out, changed: by reason, how many and the first of them; changed are those in the shards that reach the

@@ -42,7 +42,7 @@ def draw(file: IO[bytes], result: Result) -> None:
         *_, shown = axis.hist2d(
             true.numpy(), given.numpy(), bins=80, range=[limits, limits], cmin=1, norm="log", cmap="viridis_r"
         )
-        figure.colorbar(shown, ax=axis, label="anchors")
+        figure.colorbar(shown, ax=axis, label="anchors", format="{x:,.0f}")
         axis.plot(limits, limits, color="black", linewidth=1, linestyle="--")
         axis.set(xlabel="true log-normalizer", ylabel=f"estimate: {names[0]}", aspect="equal")
         axis.grid(color="#d9d9d9", linewidth=0.6)
@@ -77,6 +77,6 @@ def table(result: Result, folder: str) -> str:
         if missing := estimator["both"]["without_estimate"]:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
     if "rho_of_tau" in summary:
-        held = ", ".join(f"{one['tau']:g} with {one['rho']:.2f}" for one in summary["rho_of_tau"])
-        lines.append(f"A learned temperature would rest at tau {held} as --rho")
+        lines += ["", "A learned temperature rests at", f"{'tau':>8}{'with --rho':>14}"]
+        lines += [*(f"{one['tau']:8g}{one['rho']:14.2f}" for one in summary["rho_of_tau"]), ""]
     return "\n".join([*lines, summary["verdict"], os.path.join(folder, REPORT)])

@@ -1,58 +1,46 @@
-"""Leave unusable samples out of shards and csv files, in the loader's workers, and tell a `SampleWatch`."""
+"""Leave unusable samples out of shards and csv files, in the loader's workers, and tell a `Watch`."""
 
-import logging
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-from torch.utils.data import Dataset
+from typing import Any, Protocol
 
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import PAIR_MEMBERS
+from training_ext.core.rows import Wrapped
 from training_ext.data.captions import JsonCaptions, is_empty
 from training_ext.data.pair_folders import place_of
 from training_ext.data.tars import one_line
-from training_ext.openclip.loading import missing_of
+from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 NO_CAPTION, NO_IMAGE, UNREADABLE, SURPLUS = range(4)
 """Why a sample is left out."""
+EMPTY = "__empty__"  # of a sample whose caption is white space
 
 
-class SampleWatch:
-    """Is told of the train samples in each loader worker; this one logs what is left out, as OpenCLIP does.
+class Watch(Protocol):
+    """What is told of the train samples in each loader worker.
 
     Attributes:
         latest: name of the latest sample with image and caption, which is the one that is decoded.
     """
 
-    latest = ""
+    latest: str
 
-    def expect(self, of_epoch: int, of_data: int) -> None:
-        """Samples that all processes use in an epoch; n, if an epoch goes over all samples, else 0."""
+    def begin_pass(self) -> None:
+        """A worker begins with its shards."""
 
-    def of_shards(self, numbers: dict[str, int]) -> None:
-        """The numbers of the shards, by url; called before the workers start."""
+    def meet(self) -> None:
+        """A sample has come to the filter."""
 
     def use(self, is_new: bool = True) -> None:
-        """A sample is used; `is_new`: no other line of a csv stands for it."""
+        """A sample is used; `is_new`: False if it replaces an unreadable sample."""
 
     def skip(self, kind: int, what: str, why: str, is_new: bool = True) -> None:
-        logging.warning(f"Left out of the train data: {what}: {why}")
-
-    def skip_shard(self, url: str, error: Exception, position: int, size: int | None) -> None:
-        """A shard is damaged after `position` of its `size` samples, which may be unknown."""
-        logging.warning(f"Left out of the train data: shard {url!r} after {position} samples: {one_line(error)}")
-
-    def end_shard(self, url: str, samples: int) -> None:
-        """A shard was read to its end."""
-
-    def pass_over(self) -> None:
-        """A resumed epoch has had this sample; it is not decoded again."""
+        """A sample is left out."""
 
     def end_pass(self, used: int, batch_size: int) -> None:
-        """A worker has been through all its shards, and begins again."""
+        """A worker has been through all its shards."""
 
 
 @dataclass
@@ -62,14 +50,15 @@ class CountIncomplete:
 
     Args:
         accepts: OpenCLIP's filter.
-        recaption: as in `ShardRows`, which the captions have been through.
+        recaption: what has put the captions in their place.
     """
 
     accepts: Callable[[dict], bool]
-    watch: SampleWatch
+    watch: Watch
     recaption: JsonCaptions | None = None
 
     def __call__(self, sample: dict) -> bool:
+        self.watch.meet()
         caption, lacks = ("txt", ()) if self.recaption is None else ("json", (self.recaption.missing,))
         name = f"sample {sample['__key__']!r} of shard {sample['__url__']!r}"
         surplus = [
@@ -80,7 +69,9 @@ class CountIncomplete:
             why = f"it has another pair of an image and a .{stem}.{caption}, as a name ends at its first dot"
             self.watch.skip(SURPLUS, name, f"{why}; rename them")
         if not self.accepts(sample):
-            if not surplus:
+            if not surplus and EMPTY in sample:
+                self.watch.skip(NO_CAPTION, name, "its caption is empty")
+            elif not surplus:
                 kind = NO_IMAGE if "txt" in sample else NO_CAPTION
                 self.watch.skip(kind, name, f"it has {missing_of(sample, *lacks)}")
             return False
@@ -88,9 +79,6 @@ class CountIncomplete:
             sample["txt"].decode()
         except UnicodeDecodeError:
             self.watch.skip(UNREADABLE, name, "its caption is not UTF-8")
-            return False
-        if not sample["txt"]:
-            self.watch.skip(NO_CAPTION, name, "its caption is empty")
             return False
         self.watch.latest = name
         return True
@@ -101,7 +89,7 @@ class Decode:
     """webdataset's `decode` for the members of OpenCLIP's pairs, with a count of what cannot be decoded."""
 
     decode: Callable
-    watch: SampleWatch
+    watch: Watch
     batch_size: int
 
     def __call__(self, *handlers: Any, handler: Callable | None = None) -> Callable:
@@ -113,6 +101,7 @@ class Decode:
             self.watch.skip(UNREADABLE, self.watch.latest, one_line(error))
             return True
 
+        self.watch.begin_pass()
         used = 0
         for sample in decode(handler=skip)(samples):
             used += 1
@@ -130,26 +119,21 @@ class DecodeImages(Decode):
         return partial(self._run, partial(self.decode, **functions))
 
 
-@dataclass
-class UsableLines(Dataset):
+class UsableLines(Wrapped):
     """The lines of a csv, with each unusable line replaced by another.
 
     Args:
-        csv: OpenCLIP's data set, with the cells as `images` and `captions`, by position.
-        dataset: the same lines, as they reach the loader.
+        dataset: with OpenCLIP's cells as `images` and `captions`, by position; where a sample is not a line,
+            `first_lines` are those of the samples.
         watch: is told of the train data; None for validation data, where a bad line raises InputError, since metrics
             must cover all lines.
-        line_of: the first line of each sample, (n,), where a sample is not a line.
     """
 
-    csv: Any
-    dataset: Dataset
-    path: str
-    watch: SampleWatch | None
-    line_of: Sequence[int] | None = None
-
-    def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]  # torch's class does not declare the length
+    def __init__(self, dataset: Any, path: str, watch: Watch | None):
+        super().__init__(dataset)
+        self.path = path
+        self.watch = watch
+        self._lines: Sequence[int] = getattr(dataset, "first_lines", range(len(dataset)))
 
     def __getitem__(self, row: int) -> Any:
         item = self._read(row)
@@ -160,20 +144,20 @@ class UsableLines(Dataset):
         return item
 
     def _read(self, row: int, is_new: bool = True) -> Any:
-        if is_empty(self.csv.captions[row]):
+        if is_empty(self.captions[row]):
             return self._skip(row, NO_CAPTION, "its caption is empty", is_new)
-        if is_empty(self.csv.images[row]):
+        if is_empty(self.images[row]):
             return self._skip(row, NO_IMAGE, "its image is empty", is_new)
         try:
             item = self.dataset[row]
         except Exception as error:  # image libraries may raise anything
-            return self._skip(row, UNREADABLE, f"{self.csv.images[row]!r}: {one_line(error)}", is_new)
+            return self._skip(row, UNREADABLE, f"{self.images[row]!r}: {one_line(error)}", is_new)
         if self.watch is not None:
             self.watch.use(is_new)
         return item
 
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
-        what = place_of(self.path, row if self.line_of is None else self.line_of[row])
+        what = place_of(self.path, self._lines[row])
         if self.watch is None:
             raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
         self.watch.skip(kind, what, why, is_new)

@@ -1,4 +1,4 @@
-"""Count the samples that cannot be used, in the loader's workers, and report them per epoch.
+"""Leave out samples that cannot be used, count them in the loader's workers, and report them per epoch.
 
 A run ends with one line if no more samples are usable, or if the fraction that is not exceeds --max-bad-samples.
 """
@@ -7,6 +7,8 @@ import json
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,13 +17,33 @@ from open_clip_train import train as open_clip_train
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
+from training_ext.components.bad_samples.usable import (
+    EMPTY,
+    NO_CAPTION,
+    NO_IMAGE,
+    SURPLUS,
+    UNREADABLE,
+    CountIncomplete,
+    Decode,
+    DecodeImages,
+    UsableLines,
+)
 from training_ext.core.component import Component
-from training_ext.core.training import Epoch
+from training_ext.core.epoch import Epoch
+from training_ext.core.hosts import release
+from training_ext.core.rows import has_caption
+from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
+from training_ext.data.captions import captions_of_samples
+from training_ext.data.rows import kind_of
 from training_ext.data.seeding import worker_id
+from training_ext.data.shard_rows import UndamagedParts, leave_out_broken, read_to_damage
+from training_ext.data.shards import shard_urls
 from training_ext.data.tars import one_line
-from training_ext.data.usable import NO_CAPTION, NO_IMAGE, SURPLUS, UNREADABLE, SampleWatch
 
 FILE = "data.jsonl"  # a line for each epoch
+DATA = "open_clip_train.data"
+SHARDS = f"{DATA}:get_wds_dataset"
+HAS_TASKS = release() >= (4, 0)
 SHARDS_IN_A_ROW, SAMPLES_IN_A_ROW = 100, 10_000  # unusable, after which a worker gives up
 
 # Columns of the counts after those of `usable`. PASSES: over all shards of a worker. SEEN: distinct, used or not.
@@ -39,12 +61,69 @@ NAMES = {
 }  # fmt: skip
 
 
-class BadSamples(Component, SampleWatch):
+def lines(scope: str) -> Seam:
+    return Seam(
+        DATA, "CsvDataset",
+        why="one image that cannot be read would end the run",
+        contract="get_csv_dataset builds CsvDataset(path, ...), whose items are (image, tokens) by line, with the "
+        "cells in images and captions",
+        replacement=lambda original, own: partial(own.usable_lines, original, scope == TRAIN_DATA),
+        used_by=f"{DATA}:get_csv_dataset",
+        scopes=(scope,),
+        layer=2,
+    )  # fmt: skip
+
+
+def reader(layer: int, replacement: Callable, why: str) -> Seam:
+    return Seam(
+        DATA, "tarfile_to_samples_nothrow",
+        why=why,
+        contract="get_wds_dataset uses it for train data as the stage from shards, dicts with url, to raw samples",
+        replacement=replacement,
+        used_by=SHARDS,
+        scopes=(TRAIN_DATA,),
+        layer=layer,
+    )  # fmt: skip
+
+
+class BadSamples(Component):
     """Counts of used and skipped train samples of one process, over all workers of its loader."""
 
     name = "bad_samples"
     topic = "data"
-
+    may_be_off = False
+    latest = ""  # name of the sample that is decoded, in its worker
+    seams = (
+        lines(TRAIN_DATA),
+        lines(VAL_DATA),
+        reader(-3, lambda original, own: read_to_damage, "takes a damaged header for the end of a shard"),
+        reader(
+            -1, lambda original, own: UndamagedParts(original, own.skip_shard, own.end_shard, own.training.data.sizes),
+            "the rest of a damaged shard is lost, which must be counted",
+        ),
+        Seam(
+            DATA, "FilterValidSample" if HAS_TASKS else "filter_no_caption_or_no_image",
+            why="counts what it leaves out",
+            contract="get_wds_dataset selects the samples that have a caption and an image by this function, or by "
+            "what this class builds",
+            replacement=lambda original, own: own.complete(original),
+            used_by=SHARDS,
+            scopes=(TRAIN_DATA,),
+        ),
+        Seam(
+            DATA, "wds.map_dict" if HAS_TASKS else "wds.decode",
+            why="counts what cannot be decoded",
+            contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by "
+            "name; from 4.0 on the images of renamed samples by wds.map_dict(image=..., handler=), the only such stage "
+            "with a handler",
+            replacement=lambda original, own: (DecodeImages if HAS_TASKS else Decode)(
+                original, own, own.args.batch_size
+            ),
+            used_by=SHARDS,
+            scopes=(TRAIN_DATA,),
+            layer=1,
+        ),
+    )  # fmt: skip
     max_bad_samples: float | None = option(
         None,
         "fraction of the shards, and of the samples in the others, that may be missing or unusable, 0 to 1; above it "
@@ -59,16 +138,60 @@ class BadSamples(Component, SampleWatch):
         self._named = torch.zeros(10, dtype=torch.int64).share_memory_()
         self.expect(0, 0)
         self.of_shards({})
-        self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._passed_over = 0
+        self._shards_in_a_row = self._samples_in_a_row = self._empty_passes = self._read = self._met = 0
 
-    # In the loader's workers
+    # Before the loader's workers start
 
     def expect(self, of_epoch: int, of_data: int) -> None:
+        """Set how many samples all processes use in an epoch, and n, if an epoch goes over all samples, else 0."""
         self._of_epoch, self._of_data = of_epoch, of_data
 
     def of_shards(self, numbers: dict[str, int]) -> None:
+        """Set the numbers of the shards, by url."""
         self._numbers = numbers
         self._bad_shards = torch.zeros(len(numbers), dtype=torch.int64).share_memory_()  # 0 or one of BAD_SHARDS
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        if "train" not in data:
+            return
+        args, training = self.args, self.training
+        of_epoch, of_data = data["train"].dataloader.num_batches * args.batch_size * args.world_size, 0
+        kind = kind_of(args, args.train_data)
+        if kind == "csv":
+            of_data = training.data.num_rows
+        elif kind == "webdataset":
+            self.of_shards({url: number for number, url in enumerate(shard_urls(args.train_data))})
+            shards = getattr(training.data.rows, "shards", None)
+            if shards is not None and not args.dataset_resampled:
+                listed = shards.num_listed(args.train_data)
+                of_data = listed if listed <= of_epoch else 0
+        self.expect(of_epoch, of_data)
+
+    def usable_lines(self, original: Callable, is_train: bool, path: str, *args: Any, **kwargs: Any) -> UsableLines:
+        """Replaces OpenCLIP's data set of a csv."""
+        return UsableLines(original(path, *args, **kwargs), path, self if is_train else None)
+
+    def complete(self, original: Callable) -> Callable:
+        """Replaces OpenCLIP's filter of samples, or its class."""
+        recaption = captions_of_samples(self.args)
+        if HAS_TASKS:
+            return lambda **keys: CountIncomplete(original(**keys), self, recaption)
+        return CountIncomplete(original, self, recaption)
+
+    # In the loader's workers
+
+    def raw_sample(self, sample: dict[str, Any]) -> dict[str, int] | None:
+        if "txt" in sample and not has_caption(sample):
+            sample[EMPTY] = True
+        numbers = leave_out_broken(sample)
+        self._read += numbers is not None
+        return numbers
+
+    def begin_pass(self) -> None:
+        self._read = self._met = 0
+
+    def meet(self) -> None:
+        self._met += 1
 
     def use(self, is_new: bool = True) -> None:
         own = self._own()
@@ -126,9 +249,6 @@ class BadSamples(Component, SampleWatch):
         if self._shards_in_a_row >= SHARDS_IN_A_ROW:
             raise InputError(f"{SHARDS_IN_A_ROW} shards in a row cannot be read; the last is {last}", "--train-data")
 
-    def pass_over(self) -> None:
-        self._passed_over += 1
-
     def end_pass(self, used: int, batch_size: int) -> None:
         """Count a pass of a worker over all its shards, which it then repeats.
 
@@ -136,9 +256,8 @@ class BadSamples(Component, SampleWatch):
             InputError: two passes in a row gave no full batch, so none ever will.
         """
         self._own()[PASSES] += 1
-        is_full = used + self._passed_over >= batch_size
-        self._empty_passes = 0 if is_full else self._empty_passes + 1
-        self._passed_over = 0
+        passed_over = self._read - self._met  # before they are decoded, by an epoch that is resumed
+        self._empty_passes = 0 if used + passed_over >= batch_size else self._empty_passes + 1
         # After one, storage that failed for a moment may serve the next.
         if self._empty_passes < 2:
             return
