@@ -50,7 +50,7 @@ def one_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """The message of an error that a loader worker may have raised, whose text is then the worker's traceback."""
+    """Message of an error; if a loader worker raised it, the last line of the traceback that is its text."""
     line = str(error).strip().splitlines()[-1]
     return line.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
 
@@ -63,7 +63,7 @@ class Stopped(Exception):
 
     Args:
         after: number of the signal.
-        where: the place in the training, and how to resume there.
+        where: the epoch and step at which it stopped, and how to resume.
     """
 
     def __init__(self, after: int, where: str):
@@ -72,17 +72,21 @@ class Stopped(Exception):
 
 
 def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = None) -> str | None:
-    """What the machine or its launcher did and what helps, one line: a full disk or memory, a worker that was killed, a
-    pipe that nobody reads, processes that cannot find one another. None for other errors.
+    """Describe a system error in one line, cause and remedy; None for other errors.
+
+    System errors are a full disk or memory, a killed loader worker, a pipe that nobody reads, and processes that cannot
+    find one another.
 
     Args:
-        folder: any error in using a file in it counts, too.
+        folder: every OSError of a file in this folder is a system error, too.
     """
     if isinstance(error, RuntimeError) and (ended := ENDED_WORKER.search(str(error))):
         return (
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
+    if isinstance(error, RuntimeError) and "unable to open shared memory object" in str(error):
+        return f"/dev/shm cannot be written: {str(error).rpartition(': ')[2]}; mount it writable, also for --workers 0"
     is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
     if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)
@@ -116,12 +120,12 @@ def lost_another_process(error: RuntimeError) -> bool:
 
 
 def did_you_mean(name: object, valid_names: Collection[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown name: the closest known name, or `otherwise` if none is close."""
+    """End of the message about an unknown name: suggests the closest valid one, or `otherwise` if none is close."""
     near = difflib.get_close_matches(str(name), valid_names, n=1)
     end = f"did you mean {near[0]!r}?" if near else otherwise
     return f"; {end}" if end else ""
 
 
 def not_one_of(value: object, valid_values: Collection[str]) -> str:
-    """A message about a value that should be one of the known names."""
+    """Message about a value that must be one of `valid_values`."""
     return f"{value!r} is not one of {', '.join(valid_values)}{did_you_mean(value, valid_values)}"

@@ -53,8 +53,8 @@ def add_entry_points(group: str, table: dict[str, Any], base: type[Part] | None 
     """Add the entry points of a group to its table: subclasses of `base`, or presets.
 
     Raises:
-        InputError: one cannot be imported, is of another type or name, or its name is taken; the message names the
-            package to fix or uninstall.
+        InputError: an entry point cannot be imported, has another type or name, or its name is taken; the message names
+            the package to fix or uninstall.
     """
     for point in entry_points(group=group):
         package = point.dist.name if point.dist is not None else point.value
@@ -81,7 +81,7 @@ def list_losses() -> list[LossPreset]:
 
 
 def find_preset(name: str) -> LossPreset:
-    """The preset of a name or alias; an unknown one raises InputError, which lists the valid names."""
+    """Preset with this name or alias; InputError, which lists the valid names, if there is none."""
     name = ALIASES.get(name, name)
     if name not in presets():
         raise InputError(not_one_of(name, presets()), "loss")
@@ -89,7 +89,7 @@ def find_preset(name: str) -> LossPreset:
 
 
 def options_of(parts: Iterable[type[Part]]) -> list[Option]:
-    """The options of `parts`, each name once, with those of logit_scale's optimizer group.
+    """List the options that the classes `parts` declare, without repeats, and those of logit_scale's optimizer group.
 
     Raises:
         InputError: two parts declare different options of the same name.
@@ -105,13 +105,13 @@ def options_of(parts: Iterable[type[Part]]) -> list[Option]:
 
 
 def all_parts() -> list[type[Part]]:
-    """Every class that has options."""
+    """All classes that declare options: losses, normalizers, temperatures and surrogates, also of other packages."""
     losses = dict.fromkeys(preset.loss for preset in list_losses() if preset.loss is not None)
     return [*losses, *(part for name in PART_CLASSES for part in PARTS[name].values())]
 
 
 def all_options() -> list[Option]:
-    """Every option of every part, each name once, for a command line."""
+    """All options of all parts, without repeats, for a command line."""
     return options_of(all_parts())
 
 
@@ -121,10 +121,10 @@ def setting_names() -> list[str]:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
-    """The classes that make up the loss `name` and have options; none for OpenCLIP's own losses.
+    """Classes with options that the loss `name` consists of; empty for OpenCLIP's own losses.
 
     Args:
-        settings: with the name of each part.
+        settings: contains the name of each part, such as `normalizer`.
     """
     preset = find_preset(name)
     if not preset.has_parts or preset.loss is None:
@@ -133,13 +133,13 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
 
 
 def defaults_of(name: str, parts: Iterable[type[Part]]) -> dict[str, Any]:
-    """Defaults of the loss `name` made of `parts`, by option; a value, or `Derived`."""
+    """Default of each option of the loss `name` with these `parts`: a value, or `Derived`."""
     preset = find_preset(name)
     return {option.name: preset.defaults.get(option.name, option.default) for option in options_of(parts)}
 
 
 def resolve_options(name: str, explicit: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
-    """Settings of the loss `name`: the given values, else the preset's, else the parts' defaults.
+    """Settings of the loss `name`: explicit values, then the preset's, then the parts' defaults.
 
     Args:
         explicit: option or part name to value; None means not given.

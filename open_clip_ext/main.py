@@ -3,6 +3,7 @@
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from PIL import EpsImagePlugin
 
 from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line, lost_another_process
+from open_clip_ext.keyboard import interrupt_by_exception
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -40,7 +42,7 @@ class Trained:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation; empty without one."""
+        """Metrics of the last evaluation; empty if there was none."""
         return self.by_epoch[-1] if self.by_epoch else {}
 
 
@@ -71,8 +73,25 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
-        return _run_core(argv)
+    with _forked_workers():
+        is_core = {"--bare", "--with"} & {word.partition("=")[0] for word in argv}
+        return _run_core(argv) if is_core else _run_whole(argv)
+
+
+@contextmanager
+def _forked_workers() -> Iterator[None]:
+    """Fork the loaders' workers on Linux, where Python 3.14 no longer does: OpenCLIP's pipeline of shards has lambdas,
+    which cannot be sent to a process that is started anew."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+def _run_whole(argv: list[str]) -> Trained:
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
@@ -87,6 +106,7 @@ def _run(argv: list[str]) -> Trained:
         run = launch.build(args)
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     if args.seams:
         print(listing(run))
         return Trained([], None, [])
@@ -112,13 +132,13 @@ def _run(argv: list[str]) -> Trained:
 
 
 def _whole_checkpoints(folder: Path) -> list[Path]:
-    """Those of whole epochs, in order."""
+    """Paths of the checkpoints `epoch_N.pt`, one per completed epoch, in the order of N."""
     paths = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
     return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def _run_core(argv: list[str]) -> Trained:
-    """Train with the components that --with names alone."""
+    """Train with `--bare` or `--with NAMES`: with no components, or with only those that are named."""
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
@@ -126,6 +146,7 @@ def _run_core(argv: list[str]) -> Trained:
         from training_ext.core import run
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     with _logging_as_before():
         training = run.start(argv)
     args = None if training is None else training.args
@@ -139,7 +160,7 @@ def _run_core(argv: list[str]) -> Trained:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show each text of a library's warning once; Python's own record of them is lost whenever a filter changes."""
+    """Show each distinct text of a warning once; Python's own record of them is lost whenever a filter changes."""
     messages, show = set(), warnings.showwarning
 
     def once(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
@@ -203,7 +224,7 @@ def exit_code(command: Callable[[], object]) -> int:
 
 
 def _print_error(line: str, code: int) -> int:
-    """Print the line on stderr, if somebody still reads it, and return the code."""
+    """Print the line on stderr, unless its reader has ended, and return the exit code."""
     try:
         print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -222,16 +243,17 @@ def run_module(name: str, argv: list[str] | None) -> int:
             module = importlib.import_module(name)
         except ImportError as error:
             raise InputError(cannot_import(error)) from None
+        interrupt_by_exception()
         module.run(_as_text(argv))
 
     return exit_code(run)
 
 
 def _as_text(argv: list[str] | None) -> list[str]:
-    """The command line, by default that of the process.
+    """Check the words of a command line, by default the process's, and return them.
 
     Raises:
-        InputError: a word of it, such as the name of a folder, can be written to no log.
+        InputError: a word, such as the name of a folder, is not valid UTF-8, so that no log could contain it.
     """
     words = sys.argv[1:] if argv is None else argv
     for word in words:

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every number that a training logs, one JSON object a line (docs/logs.md has the names)."""
+"""metrics.jsonl: every number that a training logs, one JSON object per line (docs/logs.md has the names)."""
 
 import errno
 import json

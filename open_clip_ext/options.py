@@ -22,14 +22,14 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Derived:
-    """A default that is computed from something else; the part gets None until that is known."""
+    """A default that is computed from something else, such as the number of epochs; None until that is known."""
 
     words: str  # description for `--help`
     from_epochs: Callable[[int], Any] | None = None  # of the training's length to the value; None: the part computes it
 
 
 def default_value(default: Any, epochs: int | None = None) -> Any:
-    """The value of an option that is not given; None for a `Derived` one that is not known yet."""
+    """Value of an option that the user did not set; None for a `Derived` default that is not known yet."""
     if not isinstance(default, Derived):
         return default
     return None if default.from_epochs is None or epochs is None else default.from_epochs(epochs)
@@ -106,8 +106,9 @@ AT_LEAST_1: dict[str, Any] = dict(valid=lambda value: value >= 1, expected="at l
 
 
 class WithOptions:
-    """Base of what declares options as class attributes, `lr: float = option(0.1, "learning rate")`, and takes them as
-    keyword arguments.
+    """Base of classes that declare options as class attributes and take them as keyword arguments.
+
+    A declaration is `lr: float = option(0.1, "learning rate")`.
 
     Class attributes:
         options: all options of the class and its bases, collected from their bodies.
@@ -192,7 +193,7 @@ class Part(WithOptions):
 
         Args:
             steps: optimizer steps in one pass over the data.
-            passes: in the training, if known; an epoch may be less or more than one.
+            passes: passes over the data in the whole training, None if unknown; an epoch need not be one pass.
         """
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
@@ -201,8 +202,10 @@ class Part(WithOptions):
         return {}
 
     def limit_to(self, num_samples: int) -> None:
-        """Limit every part to n = `num_samples` stored samples, so that none is stored twice; called before the first
-        step if n is known."""
+        """Limit the number of samples that a part stores to n = `num_samples`, so that none is stored twice.
+
+        Called before the first step if n is known.
+        """
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the state that depends on the embeddings' dimension, dtype or device.

@@ -154,7 +154,7 @@ class FrozenWeights:
 
     @contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Restore everything if the block raises; at learning rate 0 a NaN in a gradient still makes a weight NaN."""
+        """Restore all weights if the block raises; at learning rate 0 a NaN in a gradient still makes a weight NaN."""
         try:
             yield
         except BaseException:
@@ -163,7 +163,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def restore(self) -> str | None:
-        """Restore everything to the last bit; return the name of the first parameter that had changed, or None."""
+        """Restore all weights to the last bit; return the name of the first parameter that had changed, or None."""
         parameters = set(self.names.values())
         first_moved = None
         for name, tensor in self._now.items():
@@ -201,7 +201,7 @@ def zero_learning_rates(
     """Set every learning rate to 0; afterwards restore the groups' settings, except an optimizer's `step`.
 
     Args:
-        surrogate: the loss's within the block; None for its own.
+        surrogate: the surrogate that the loss uses within the block; None: its own.
     """
     groups = optimizer.param_groups
     settings = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
@@ -222,7 +222,7 @@ def check_frozen(
     name: str,
     remedy: str = "use AdamW",
 ) -> None:
-    """Restore the weights, and raise unless the last steps changed the moments and no weight.
+    """Restore the weights; raise if the last steps changed one of them or left all moments 0.
 
     Args:
         name, remedy: the optimizer's name and what to use instead, for the message.

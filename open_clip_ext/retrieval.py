@@ -26,7 +26,7 @@ NUM_IMAGES = "num_images"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the most similar positive of each query stands; each (q,) int64, on the CPU."""
+    """Rank of each query's most similar positive, by counts of candidates; each (q,) int64, on the CPU."""
 
     above: Tensor  # number of candidates that are more similar
     equal: Tensor  # number of other candidates as similar, positives not counted
@@ -80,12 +80,12 @@ def retrieval_ranks(
 def validation_metrics(
     image: Tensor, text: Tensor, image_of_text: Tensor | None = None, device: torch.device | str | None = None
 ) -> dict[str, float]:
-    """What OpenCLIP's `get_clip_metrics` gives for n pairs, and `ANY_CAPTION` and the number of images.
+    """Retrieval metrics of n pairs, named as in OpenCLIP's `get_clip_metrics`; `ANY_CAPTION`, `NUM_IMAGES`, too.
 
     Args:
         image: (n, d). text: (n, d).
-        image_of_text: (n,) int64, the number of each pair's image, of 0 to the number of images; None: without the
-            recalls that know an image's other captions.
+        image_of_text: (n,) int64, the index of each pair's image, counted from 0; None: without `ANY_CAPTION`, the
+            recalls at which each caption of an image counts as its positive, and without `NUM_IMAGES`.
         device: as of `retrieval_ranks`.
     """
     metrics: dict[str, float] = {}
@@ -106,7 +106,7 @@ def validation_metrics(
 
 
 class _Side:
-    """Counts the candidates of the queries of one direction.
+    """Counts, for the queries of one direction, the candidates that are more and less similar than the best positive.
 
     Args:
         level: similarity of each query and its best positive, (q,).

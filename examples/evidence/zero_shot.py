@@ -8,10 +8,10 @@ import open_clip
 import torch
 
 import open_clip_ext
-from training_ext.tools.evaluation.inference import Encoder
+from training_ext.scoring.inference import Encoder
+from training_ext.scoring.scores import open_task, score
+from training_ext.scoring.tasks import OWN, OWN_PAIRS, own_task
 from training_ext.tools.evaluation.models import find_checkpoint, load_model
-from training_ext.tools.evaluation.scores import open_task, score
-from training_ext.tools.evaluation.tasks import OWN, OWN_PAIRS, own_task
 
 open_clip.add_model_config(Path(open_clip_ext.__file__).parent / "model_configs")
 

@@ -123,7 +123,7 @@ _TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` as an int in `low..high`; raise ValueError, which names the argument, if it is none."""
+    """Return `value` as an int; raise ValueError, naming the argument, unless it is a whole number in `low..high`."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:

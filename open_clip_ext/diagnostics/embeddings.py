@@ -1,4 +1,4 @@
-"""The data set's embeddings, read in chunks; anchors among them; and sums over all as their negatives.
+"""Embeddings of a data set in chunks, anchors among its pairs, and log-sums over an anchor's negatives.
 
 Shapes as in `exact`: n = pairs of the data set, k = anchors, d = embedding dimension.
 """
@@ -47,7 +47,7 @@ class Pairs:
         return self._ends[-1]
 
     def chunks(self, size: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """Iterate over all pairs in order: the first row of a chunk, and its embeddings [image, text], (<= size, d)."""
+        """Yield all pairs in chunks, in order: the row of the first pair, and [image, text], (<= size, d) each."""
         start = 0
         for blocks in zip(*self.sides, strict=True):
             for chunk in zip(*(block.split(size) for block in blocks), strict=True):
@@ -96,7 +96,7 @@ class Anchors:
 
         Args:
             columns: embeddings [image, text] of c pairs, (c, d).
-            without: places of (k, c) to leave out, as a mask or an index.
+            without: entries of (k, c) that are no negatives, as a mask or an index.
         """
         total = self.tau.new_full((2, len(self.index)), -math.inf, dtype=torch.float64)
         for side, other in self.sides:
@@ -109,7 +109,7 @@ class Anchors:
         return total
 
     def positives_among(self, start: int, count: int) -> tuple[Tensor, Tensor]:
-        """Places of the anchors' own pairs, (anchor, column), among the pairs `start` .. `start + count - 1`."""
+        """Positions (anchor, column) of the anchors' positives among the pairs `start` .. `start + count - 1`."""
         column = self.index - start
         anchor = ((column >= 0) & (column < count)).nonzero()[:, 0]
         return anchor, column[anchor]

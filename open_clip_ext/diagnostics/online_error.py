@@ -20,18 +20,18 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class StoredAnchors:
-    """k stored anchors; images as anchors first."""
+    """k anchors stored for comparison, and sums over the negatives of the steps since; images as anchors first."""
 
     embeddings: Tensor  # (2, k, d)
     positives: Tensor  # s_ii, (k,)
     taus: Tensor  # (2, k), as the next four
     alpha: Tensor  # log-normalizers from the estimator in use
     log_batch: Tensor  # log-normalizers from their own batch alone
-    log_sum: Tensor  # of exp(l / tau) over the negatives seen so far
+    log_sum: Tensor  # of exp(l / tau) over the negatives of all steps so far
     mean: Tensor  # of l / tau over these negatives with the weights exp(l / tau)
     effective: Tensor  # effective number of negatives in their own batch, 0-d
-    negatives: int  # seen so far
-    steps: int = 1  # seen so far
+    negatives: int  # number of negatives per anchor so far
+    steps: int = 1  # number of steps so far
 
 
 class OnlineError:
@@ -64,7 +64,7 @@ class OnlineError:
 
     @torch.no_grad()
     def observe(self, batch: Batch, alpha: Tensor) -> None:
-        """Take in one step.
+        """Add a step's samples to the stored anchors' negatives; store new anchors where they are due.
 
         Args:
             batch: the global batch.

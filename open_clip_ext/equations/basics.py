@@ -1,4 +1,4 @@
-"""What all methods share: similarity gaps, the batch's normalizers, the global objective, CLIP and SigLIP."""
+"""Shared by all methods: similarity gaps, the batch's normalizers, the global objective, CLIP and SigLIP."""
 
 import torch
 from torch import Tensor

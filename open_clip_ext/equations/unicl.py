@@ -1,4 +1,4 @@
-"""UniCL, arXiv 2204.03610: several positives an anchor, those with its label.
+"""UniCL, arXiv 2204.03610: an anchor has several positives, the samples with its label.
 
 The mean over them stands outside the logarithm, as SupCon's (arXiv 2004.11362). The same in the global objective is not
 from a paper.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def _weights(y: Tensor) -> Tensor:
-    """1 / |P_i| where sample j has the label of i, itself included, else 0, (B, B)."""
+    """Weights of the positives, (B, B): 1 / |P_i| at (i, j) if i and j have the same label, else 0; P_i contains i."""
     same = (y[:, None] == y).double()
     return same / same.sum(dim=1, keepdim=True)
 

@@ -32,8 +32,14 @@ HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with
 
 @dataclass
 class Tile:
-    """A tile of a block: its `logits` (r, c), which may be overwritten, a buffer of that shape, its slices of rows and
-    columns, and where its positives are: `positives`, a slice of the block's rows, on the tile's diagonal `shift`."""
+    """A tile of a block of logits.
+
+    Attributes:
+        logits: (r, c), which may be overwritten.
+        buffer: memory of the same shape.
+        row, column: slices of the block's rows and columns.
+        positives: slice of the block's rows whose positives are in the tile; they lie on its diagonal `shift`.
+    """
 
     logits: Tensor
     buffer: Tensor
@@ -49,8 +55,8 @@ class Pairs:
     Args:
         batch: the embeddings; its temperatures are not used.
         scale: 0-d, of their dtype; `bias`: the same, or None.
-        low: whether products take their factors in bfloat16, with float32 sums. Where there is no such product, as on a
-            CPU, the factors are rounded all the same.
+        low: whether matrix products have bfloat16 factors and float32 sums. A device without such a product, as a CPU,
+            rounds the factors to bfloat16 and multiplies in their dtype.
     """
 
     def __init__(self, batch: Batch, scale: Tensor, bias: Tensor | None = None, low: bool = False):
@@ -74,7 +80,7 @@ class Pairs:
         return factor.bfloat16() if self.native else factor.bfloat16().to(factor.dtype)
 
     def tiles(self, side: int) -> Iterator[Tile]:
-        """The tiles of a block, one at a time in the same memory."""
+        """Yield the block's tiles; they share memory, so each is used before the next."""
         rows, columns = self.blocks[side]
         for row in self.slices[0]:
             row_vectors = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
@@ -109,7 +115,7 @@ class Pairs:
                 gradient.addmm_(coefficients, vectors)
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-        """This process's part of the gradient in image, text and scale, once all weights times 1 / `factor` are in."""
+        """Return this process's part of the gradient in image, text and scale: `factor` times the sums of `add`."""
         grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
         for gradient in self.gradients:
             gradient.mul_(self.scale * factor)
@@ -151,7 +157,7 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
 def unicl_loss(
     keys: Tensor, batch: Batch, scale: Tensor, low: bool = False
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """`clip_loss` with several positives an anchor, those with its key; `keys` are of this process's pairs, (b,).
+    """CLIP's loss and gradients where an anchor has several positives, the samples with its key; `keys`: (b,).
 
     In plain PyTorch: `equations.unicl`.
     """

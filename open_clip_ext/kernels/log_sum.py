@@ -31,14 +31,14 @@ Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int
 
 
 def constants_of(positives: Tensor, tau: Tensor, surrogate: Surrogate) -> Tensor:
-    """What `exponents_of` leaves out for each anchor, (..., r); the arguments are its."""
+    """The anchors' constants, (..., r), that `exponents_of` leaves out of the exponents; same arguments."""
     return -positives / tau if is_linear(surrogate) else torch.zeros_like(tau)
 
 
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
 ) -> tuple[Tensor, Tensor | float]:
-    """Exponents l(cos(e_i, q_j) - s_ii) / tau less the anchors' constants.
+    """Exponents l(cos(e_i, q_j) - s_ii) / tau minus the anchors' constants (`constants_of`).
 
     Args:
         similarities: the cosines, (..., r, k), divided by tau if l is linear; overwritten.
@@ -153,7 +153,7 @@ def _write(
 
 
 def number_of_equals(keys: Tensor, vector_keys: Tensor) -> Tensor:
-    """How often each of `keys` (b,) occurs among `vector_keys` (k,), (b,) int64."""
+    """Number of `vector_keys` (k,) that equal each of `keys` (b,), as (b,) int64."""
     ordered = vector_keys.sort().values
     return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
 

@@ -41,7 +41,7 @@ class SeveralPositives:
         self.gaps = torch.stack([(side * apart).sum(1) for side, apart in zip(self.sides, self.apart, strict=True)])
 
     def _less_mean(self, values: Tensor) -> Tensor:
-        """Each of `values` (B, d) less the mean over its key: exactly 0 where the key comes once."""
+        """Each of `values` (B, d) minus the mean over the samples with its key: exactly 0 where the key occurs once."""
         return values - self.equal.mean(values)
 
     def add_gradients(self, features: tuple[Tensor, Tensor], pulls: Tensor) -> None:

@@ -67,7 +67,7 @@ class SimilarityBlocks:
         return self.batch.positives.new_empty(rows * self.batch.size)
 
     def _similarities(self, block: Block, part: slice) -> Tensor:
-        """Similarities (rows of the part, B); those of the latest part are cached."""
+        """Similarities (rows of the part, B); the latest part's are cached."""
         if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
             return self._latest[2]
         rows = block.rows[part]
@@ -174,7 +174,7 @@ class SimilarityBlocks:
         anchors along the other one.
 
         Args:
-            shift: less alpha and less the log of the number of negatives, of the anchors.
+            shift: -alpha - log(number of negatives) of each anchor.
             gaps: buffer for intermediate values; may be the memory of `similarities`.
             out: buffer for the weights.
             sums: (2, anchors), for the sum of each anchor's weights and that of exp(l / tau - alpha) l / tau.

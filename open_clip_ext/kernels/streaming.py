@@ -50,7 +50,7 @@ def exp_(exponents: Tensor) -> Tensor:
 
 
 def highest(exponents: Tensor, dim: int) -> Tensor:
-    """The maximum along `dim`, kept with length 1; -inf if the dimension is empty."""
+    """Maximum along `dim`, which stays with length 1; -inf if the dimension is empty."""
     if exponents.shape[dim] == 0:
         return exponents.new_full([1 if at == dim else size for at, size in enumerate(exponents.shape)], -math.inf)
     return exponents.amax(dim, keepdim=True)

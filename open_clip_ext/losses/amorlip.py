@@ -99,7 +99,7 @@ class AmorLIPLoss(Amortization):
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
-        """The value estimates Eq. 5 with Appendix C's scale from this process's pairs."""
+        """AmorLIP's loss; its value estimates Eq. 5, with Appendix C's scale, from this process's pairs."""
         with torch.no_grad():
             scale = logit_scale.detach()
             batch = Batch.of_process(image, text, scale.reciprocal())

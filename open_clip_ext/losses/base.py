@@ -91,7 +91,7 @@ class Loss(LossState):
         self._first_call: FirstCall | None = None  # of accum_freq, until the last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
+        """Call `forward`; a caller's torch.compile breaks its graph here once, instead of dozens of times inside."""
         # Not as a decorator, which would import the compiler, two seconds, with this package.
         call = super().__call__
         return (torch.compiler.disable(call) if torch.compiler.is_compiling() else call)(*args, **kwargs)
@@ -228,7 +228,7 @@ class Loss(LossState):
         return (self.accum_freq - before if is_last else 1) / self.accum_freq
 
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
-        """`compute`, or where the calls of a step share its result that of the first call."""
+        """The result of `compute`, or that of the step's first call where its calls share it."""
         compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
         if not shares:
             return compute(**inputs)
@@ -262,7 +262,7 @@ class Loss(LossState):
         self._non_finite.note(self.CHECKED, self.steps, problems)
 
     def note_gradients(self, *gradients: Tensor) -> None:
-        """`note` a float32 gradient that overflows the features' float16; nothing else would show it."""
+        """Record a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
             problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)

@@ -1,4 +1,4 @@
-"""OpenCLIP's own two losses, block by block: `clip-chunked` and `siglip-chunked`."""
+"""OpenCLIP's own two losses, computed block by block: `clip-chunked` and `siglip-chunked`."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from open_clip_ext.temperatures import LearnedLogitScale
 
 
 class ChunkedLoss(Loss):
-    """Base of the two: a kernel gives value and gradients of the global batch, tile by tile."""
+    """Base of the chunked losses: a kernel gives value and gradients of the global batch, tile by tile."""
 
     optimizer_options = LearnedLogitScale.options
     loss_precision: str = option(
@@ -63,8 +63,9 @@ class ChunkedCLIPLoss(ChunkedLoss):
 
 
 class ChunkedSigLIPLoss(ChunkedLoss):
-    """Value and gradient of OpenCLIP's `SigLipLoss` for the global batch, in `ChunkedCLIPLoss`'s way. In plain
-    PyTorch: `equations.siglip`.
+    """Value and gradient of OpenCLIP's `SigLipLoss` for the global batch, whose matrix of similarities is never stored.
+
+    In plain PyTorch: `equations.siglip`. Gradients and memory are as in `ChunkedCLIPLoss`.
 
     `forward` takes the `logit_bias`, 0 by default.
     """

@@ -1,4 +1,4 @@
-"""A loss with replaceable parts: it tells them what it is told, and saves their state with its own."""
+"""A loss with replaceable parts: it passes calls on to the parts, and saves their state with its own."""
 
 from typing import Any
 

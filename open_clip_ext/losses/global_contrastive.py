@@ -38,7 +38,7 @@ from open_clip_ext.temperatures import Temperature
 
 
 class GlobalContrastiveLoss(ComposedLoss):
-    """All methods that minimize the global contrastive objective.
+    """Loss for the global contrastive objective (NeuCLIP, Eq. 1), made of four replaceable parts.
 
     Under torch.distributed each process passes its own b pairs. Once averaged over processes, as
     DistributedDataParallel does, the gradients are exact for the global batch of B pairs. They do not depend on
@@ -57,11 +57,11 @@ class GlobalContrastiveLoss(ComposedLoss):
             for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an image
             has its own row and temperature. `views`: the same, but with one s_i, u_i and tau_i per image, as in the
             paper: g_i and tau_i's gradient are means over the image's two views as anchors.
-        consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), as its lambdas, which the
-            objective gets times the constant 2 tau: the mean tau if each sample has its own, 1 if the objective lacks
-            the factor tau. In plain PyTorch: `equations.consistency`.
-        reference_gap: subtract from h_ij the same gap of a frozen reference model (DRRho-CLIP), whose features every
-            call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
+        consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), both lambdas. The terms are
+            multiplied by 2 tau, a constant; tau is the mean where each sample has its own, and 1 where the objective
+            lacks the factor tau. In plain PyTorch: `equations.consistency`.
+        reference_gap: subtract from each gap s_ij - s_ii that of a frozen reference model (DRRho-CLIP), whose features
+            every call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
         InputError: the parts do not fit together, or an argument is out of range.
@@ -206,7 +206,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         return attach_gradients(value + consistency, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
-        """Mix the batch's own L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
+        """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
         # Not torch.maximum, whose gradient would lack alpha's where the bound holds: the control variate of `unified`.
@@ -298,10 +298,8 @@ class GlobalContrastiveLoss(ComposedLoss):
         slopes = self.objective.slope(batch.log_batch, alpha.detach())
         slopes = slopes * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
-        gradients = torch.autograd.grad(
-            alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True
-        )
-        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = gradients
+        grads = torch.autograd.grad(alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True)
+        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = grads
         # Not in place: autograd may return the same tensor for several inputs.
         grad_image = torch.addcmul(grad_image, grad_positive[:, None], batch.text.detach())
         grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())

@@ -206,11 +206,11 @@ class NPN(Normalizer):
             self._undo_if(after > self.objective_before + self.npn_max_rise, before)
 
     def _objective_of(self, log_batch: Tensor, alpha: Tensor) -> Tensor:
-        """What the network minimizes, 0-d."""
+        """The network's objective over both directions, 0-d."""
         return self.objective.value(log_batch, alpha).mean(dim=1).sum()
 
     def _undo_if(self, undo: Tensor, before: list[Tensor]) -> None:
-        """Take back the parameters `before` the step's updates and halve AdaGrad's next ones if `undo`, 0-d bool."""
+        """Where `undo`, a 0-d bool, is True: restore the parameters from `before`, and halve AdaGrad's next steps."""
         if undo.device.type == "cpu" and not undo:  # elsewhere a look at it would wait for the device
             return
         for parameter, old in zip(self.network.named.values(), before, strict=True):
@@ -225,7 +225,7 @@ class NPN(Normalizer):
     # State
 
     def _state(self) -> dict[str, Tensor]:
-        """The state as `full_state`, but on its device, without copies and as this process has it."""
+        """This process's state under the names of `full_state`, on its device and without copies."""
         if not hasattr(self, "network"):
             return {}
         numbers = {"steps": torch.tensor(self.steps), "restart_every": torch.tensor(self.restart_every)}

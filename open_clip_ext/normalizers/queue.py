@@ -72,7 +72,7 @@ class Queue(RingNormalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> list[slice]:
-        """Push the batch into the ring; return its places there."""
+        """Push the batch into the ring; return the slices of the ring that it fills."""
         self.check_batch(batch.size)
         if self.follows_epochs and self.epoch != self._epoch_of_ring:
             self.ring.active = self.ring.head = 0
@@ -109,7 +109,7 @@ class Queue(RingNormalizer):
 
 
 def free_places(places: list[slice], size: int) -> list[slice]:
-    """The slices of `size` places that `places`, which must not overlap, leave free."""
+    """Slices of 0 .. size - 1 that are not in `places`, which are slices that do not overlap."""
     places = sorted(places, key=lambda some: some.start)
     ends, starts = [0, *(some.stop for some in places)], [*(some.start for some in places), size]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

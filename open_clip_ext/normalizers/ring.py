@@ -38,16 +38,16 @@ class EmbeddingRing(nn.Module):
         self.head = 0  # position of the next row
 
     def _num_local(self, places: int) -> int:
-        """How many of the first `places` are on this process."""
+        """Number of this process's positions among the first `places` of the ring."""
         return len(range(self._first, places, self._step))
 
     @property
     def own_active(self) -> int:
-        """Filled rows on this process; rows fill in order."""
+        """Number of filled rows on this process; rows fill in order."""
         return self._num_local(self.active)
 
     def push(self, batch: Batch) -> list[slice]:
-        """Replace the oldest pairs by the batch's last m; return the places here in order, as one slice or two.
+        """Replace the oldest pairs by the batch's last m; return this process's rows that it fills, one or two slices.
 
         Under a non-finite batch the rows stay, or become unit vectors where there are none yet.
         """
@@ -82,8 +82,10 @@ class EmbeddingRing(nn.Module):
         return places
 
     def unlike_keys(self, device: torch.device) -> Tensor:
-        """Keys of what has none, each like no other, for the places that are kept here; a data set numbers its cells
-        without a key -1, -2, ..."""
+        """Keys for pairs without one, for this process's rows: each differs from all others.
+
+        A data set gives samples without a key -1, -2, ...
+        """
         return torch.arange(self.rows.shape[1], device=device) - 2**62
 
     def state(self) -> dict[str, Tensor]:
@@ -120,7 +122,7 @@ class RingNormalizer(Normalizer):
 
     @property
     def _max_capacity(self) -> int:
-        """m, before `limit_to`."""
+        """m, as the option gives it, before `limit_to`."""
         return getattr(self, self.size)
 
     def limit_to(self, num_samples: int) -> None:

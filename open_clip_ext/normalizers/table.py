@@ -32,10 +32,10 @@ from open_clip_ext.row_state import RowState
 
 
 class RowNormalizer(RowState, Normalizer):
-    """Base of the estimators that keep a log-normalizer per image and per text, alpha: the first of their `columns`.
+    """Base of the estimators that store alpha, one per image and one per text, as the first of their `columns`.
 
-    It is -inf before the first visit, and L, the batch's estimate, stands for it. `new_rows` gets L as the estimate, of
-    equal rows the log of the mean of its exponentials.
+    Before a row's first visit alpha is -inf, and L, the batch's estimate, is used in its place. The estimate that
+    `new_rows` gets is L; samples with the same row get the log of the mean of their exp(L).
     """
 
     intra_modal = True

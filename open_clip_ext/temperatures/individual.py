@@ -126,7 +126,7 @@ class IndividualTemperature(RowState, Temperature):
         self.write(batch, rows, batch.equal_rows.mean(gradients.T))
 
     def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:
-        """Args: estimate: the gradient in tau_i, (B, 2)."""
+        """A step of `tau_optimizer` on tau_i; `estimate` is the gradient in tau_i, (B, 2)."""
         taus, *moments = (column.to(estimate.dtype) for column in old.values())
         gradient = estimate.clamp(-self.CLIP, self.CLIP)
         if self.tau_optimizer == "momentum":

@@ -36,8 +36,8 @@ FIRST_PHI = 0.01
 class NetworkTemperature(Temperature):
     """Predicts tau_i from the anchor's own embedding, with one network for images and one for texts.
 
-    The parameters and Adam's two moments are one vector each. The step of Adam is not torch's: one with a non-finite
-    batch changes neither, and one that is held changes the moments alone.
+    The parameters and Adam's two moments are one vector each. Adam is not torch's: a step with a non-finite
+    batch changes nothing, and under `hold` only the moments change.
     """
 
     name = "network"

@@ -35,7 +35,7 @@ from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
 from training_ext.data.shard_rows import rows_of_shards
 from training_ext.openclip.hosts import host
-from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
+from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
@@ -419,11 +419,20 @@ def ended(tmp_path, capfd):
 
 
 def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
-    data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
+    """That begins as an image; others are found before the start."""
+    data = csv(lambda row, path, caption: (f"{path}.cut" if row == 9 else path, caption))
+    (tmp_path / "9.png.cut").write_bytes((tmp_path / "9.png").read_bytes()[:200])
     val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
     line, log = ended(f"{COMMON} --loss clip {data} --val-data {val}")
-    assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.gone" in line
-    assert "Epoch 0 data: used 32 samples" in log
+    assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.cut" in line
+    assert "Epoch 0 data: used" in log
+
+
+def test_a_missing_image_of_a_csv_for_validation(refused, csv, tmp_path):
+    csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
+    val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
+    line = refused(f"{COMMON} --loss clip {csv()} --val-data {val}")
+    assert f"--val-data: line 11 of '{val}' cannot be used: '{tmp_path}/9.png.gone': No such file" in line
 
 
 def test_what_loader_workers_get_can_be_pickled(tmp_path):

@@ -1,6 +1,7 @@
 """What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
 
 import importlib.metadata
+import multiprocessing
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import json_shards
@@ -19,6 +21,7 @@ import pytest
 import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
+from open_clip_ext import main
 from training_ext.core import hosts
 from training_ext.data.rows import DataRows
 from training_ext.data.usual import likely_cause
@@ -69,6 +72,21 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
     assert "0 in each of 7 process(es) get 0 of the 6 shards each" in line
+
+
+def test_workers_that_are_not_forked(refused, run, datasets, monkeypatch):
+    """Python 3.14's default: they are forked all the same on Linux, and elsewhere shards are refused."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        common = f"{datasets['shards']} --loss fastclip-v3 --epochs 1"
+        run("forked", f"{common} --workers 1")
+        assert multiprocessing.get_start_method() == "forkserver"
+        monkeypatch.setattr(main, "_forked_workers", nullcontext)
+        line = refused(f"{common} --workers 1")
+        assert "--workers: 1 processes that read shards must be forked" in line and line.endswith("; give 0")
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_validation_data_that_are_trained_on(tmp_path, monkeypatch):

@@ -26,6 +26,19 @@ def test_a_training_without_a_component(datasets, tmp_path, name):
     assert (tmp_path / "x/checkpoints/epoch_1.pt").exists()
 
 
+DATA = ["bad_samples", "counted_rows", "exact_resume", "pair_tables", "retrieval"]
+
+
+@pytest.mark.parametrize("data", ["csv", "shards"])
+@pytest.mark.parametrize("without", ["counted_rows", ",".join(DATA)])
+def test_read_data_without_their_components(datasets, told, tmp_path, data, without):
+    """The core numbers the samples by itself: shards by their sizes.json."""
+    flags = f"{LOSSES['fastclip-v2']} --workers 0 --epochs 1 --name x --without {without}"
+    assert run_main(ext_main, f"{datasets[data]} {flags}", tmp_path) == 0
+    rows, _ = told()
+    assert sorted(rows.tolist()) == list(range(48))
+
+
 def train_without(paths, flags: str, folder: Path) -> None:
     """Train in a copy of both packages in `folder` that lacks these paths in `training_ext`."""
     for package in ("open_clip_ext", "training_ext"):

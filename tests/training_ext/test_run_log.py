@@ -128,7 +128,7 @@ def test_the_summary(run, loss):
     experiment = run("x", f"{FLAGS} {LOSSES[loss]} --val-num-samples 8")
     end = experiment.log.split("Done: ")[1]
     assert end.startswith(f"1 epoch(s) of {loss}; this run took ")
-    assert f"open_clip_ext.evaluate --checkpoint {experiment.path}/checkpoints/epoch_1.pt" in end
+    assert f"open_clip_ext.evaluate --checkpoint {experiment.path}/checkpoints/epoch_1.pt --data FOLDER --out" in end
     assert ("normalizers_report" in end) == (loss != "amorlip")
     (evaluated,) = read_metrics(experiment.path, "eval")
     value = f"{evaluated['image_to_text_R@1']:.4f}"
@@ -144,10 +144,12 @@ def test_the_best_of_the_summary(tmp_path):
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
-        positives=None, zeroshot_data="my classes", skip_scheduler=False,
+        positives=None, zeroshot_data="my classes", skip_scheduler=False, dataset_type="auto", val_data="val.csv",
+        csv_separator=",", given_flags={"csv_separator", "val_data"},
     )
     text = list(summary(args, 61.0))
-    assert any(line.endswith("epoch_3.pt --zeroshot-data 'my classes' --out scores.jsonl") for line in text)
+    data = "--zeroshot-data 'my classes' --val-data val.csv --csv-separator ,"
+    assert any(line.endswith(f"epoch_3.pt {data} --out scores.jsonl") for line in text)
     assert text[-1].startswith("  (--lr then follows its schedule over all N epochs")
     lines = [line.split() for line in text]
     assert lines[0][-1] == "1m01s"

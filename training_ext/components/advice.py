@@ -85,6 +85,8 @@ def _on_cut(args: Namespace, seen: SeenCaptions) -> Iterator[str]:
             lengths = (~is_padding * torch.arange(1, LONGER * length + 1)).amax(1).clamp(min=length + cut).double()
             lost = (1 - length / lengths[cut]).mean().item()
             enough = 8 * ceil(lengths.quantile(0.99).item() / 8)
+            if enough <= length:  # it reads so many whole
+                return
             yield (
                 f"--model: {100 * share:.2g} % of the first {len(cut)} captions are longer than the {length} tokens "
                 f"that {args.model} reads, and lose {100 * lost:.2g} % of theirs; --force-context-length {enough} "

@@ -13,11 +13,11 @@ from training_ext.core.component import Component
 from training_ext.core.epoch import Evaluation
 from training_ext.data.metrics import OWN_CLASSES, OWN_IMAGES, is_due
 from training_ext.openclip.loading import load_tokenizer
-from training_ext.tools.evaluation.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
-from training_ext.tools.evaluation.inference import Encoder
-from training_ext.tools.evaluation.pictures import write_confusion
-from training_ext.tools.evaluation.scores import open_task, score
-from training_ext.tools.evaluation.tasks import own_task
+from training_ext.scoring.class_folders import ClassFolders, open_own_classes, warn_of_equal_classes
+from training_ext.scoring.inference import Encoder
+from training_ext.scoring.pictures import write_confusion
+from training_ext.scoring.scores import open_task, score
+from training_ext.scoring.tasks import own_task
 
 FLAG = "--zeroshot-data"
 PICTURES = "confusion"  # folder of the run's

@@ -11,10 +11,12 @@ from typing import Any
 from open_clip_ext import factory
 from open_clip_ext.losses import AmorLIPLoss
 from open_clip_ext.metrics_file import EVAL, read_metrics
+from open_clip_ext.options import flag_of
 from training_ext.core.component import Component
 from training_ext.data.keys import has_keys
 from training_ext.data.metrics import COUNTS, duration, smaller_is_better
 
+CSV_FLAGS = ("csv_separator", "csv_img_key", "csv_caption_key")
 SHOWN = ("R@1", "top1", "clip_val_loss", "balanced")  # metrics whose names end so
 
 
@@ -50,9 +52,7 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     yield from _metrics(read_metrics(folder, EVAL))
     yield "Next:"
     module, given = "  python -m open_clip_ext", shlex.quote(f"{folder}/checkpoints/epoch_{args.epochs}.pt")
-    zeroshot_data = getattr(args, "zeroshot_data", None)
-    data = f"--zeroshot-data {shlex.quote(zeroshot_data)}" if zeroshot_data else "--data FOLDER"
-    yield f"{module}.evaluate --checkpoint {given} {data} --out scores.jsonl"
+    yield f"{module}.evaluate --checkpoint {given} {_data(args)} --out scores.jsonl"
     if has_report(args):
         yield f"{module}.normalizers_report --checkpoint {given}"
     recipe = shlex.quote(os.path.join(folder, "recipe.yaml"))
@@ -60,6 +60,16 @@ def summary(args: Namespace, seconds: float) -> Iterator[str]:
     yield f"{module}.main --recipe {recipe} {where} --resume latest --epochs N  (to train on, N > {args.epochs})"
     if not args.skip_scheduler:
         yield "  (--lr then follows its schedule over all N epochs and rises again; lengths in the recipe stay)"
+
+
+def _data(args: Namespace) -> str:
+    """The evaluation's flags for the data that the training was evaluated on; a placeholder if there are none."""
+    names = ["zeroshot_data"]
+    if args.dataset_type != "shapes" and args.val_data:
+        names += ["val_data", *(name for name in CSV_FLAGS if name in args.given_flags)]
+    given = {name: getattr(args, name, None) for name in names}
+    flags = [f"{flag_of(name)} {shlex.quote(value)}" for name, value in given.items() if value]
+    return " ".join(flags) or "--data FOLDER"
 
 
 def has_report(args: Namespace) -> bool:

@@ -115,7 +115,8 @@ def most_trained(folder: str, or_torn: bool = False) -> str | None:
     file = host().main_module.LATEST_CHECKPOINT_NAME
     names = (file, file.removesuffix(".pt"), BEFORE_RENAME, newest_numbered(folder))
     there = [name for name in names if name is not None and os.path.exists(os.path.join(folder, name))]
-    return furthest(folder, there) or (os.path.join(folder, there[-1]) if or_torn and there else None)
+    last = os.path.join(folder, there[-1]) if or_torn and there else None
+    return last if last and len(there) == 1 else furthest(folder, there) or last
 
 
 def last_saved(args: Namespace) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
+from open_clip_ext.errors import InputError
 from training_ext.core.plan import world_info
 from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
@@ -86,3 +87,8 @@ def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
 def place_of(path: str, row: int) -> str:
     """A row of a csv, whose first line is its header, or of a folder, in words."""
     return f"pair {row + 1} of {path!r}" if os.path.isdir(path) else f"line {row + 2} of {path!r}"
+
+
+def unusable_line(path: str, row: int, why: str) -> InputError:
+    """The error of a row of validation data, all of which metrics must cover."""
+    return InputError(f"{place_of(path, row)} cannot be used: {why}; repair or remove it", "--val-data")

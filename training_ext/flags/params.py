@@ -49,17 +49,16 @@ class Parser(argparse.ArgumentParser):
         self._topics["openclip"] = [self._optionals]
         self._ours = self._actions[theirs:]
         others, topic = without_help(args)
-        first = self._parse_known(others)[0]
+        on_command_line = self._given(others)
         for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
-            if name in first:
+            if name in on_command_line:
                 print(listing())
                 self.exit(0)
-        recipe = None if first.recipe is None else recipes.find(first.recipe)
-        from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
+        recipe = recipes.find(on_command_line["recipe"]) if "recipe" in on_command_line else None
+        from_recipe = [] if recipe is None else self._of_recipe(recipe, on_command_line.get("loss"))
         if topic is not None:
-            given = [*from_recipe, *others]
-            if self._parse_known(given)[0].loss is not None:
-                settings = self._given(given)
+            settings = self._given([*from_recipe, *others])
+            if "loss" in settings:
                 check_given(settings)
                 print(loss_help(settings))
             else:
@@ -71,14 +70,13 @@ class Parser(argparse.ArgumentParser):
             name = unknown[0].partition("=")[0]
             near = f"; {FASTCLIP[name]}" if name in FASTCLIP else did_you_mean(name, flags, "see --help")
             self.error(f"unknown: {' '.join(unknown)}{near}")
-        on_command_line = frozenset(self._given(args))
-        parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
+        parsed.given_flags = frozenset(on_command_line).union(self._given(from_recipe) if from_recipe else ())
         if recipe is not None and "batch_size" not in on_command_line:
             batch_size = recipe.batch_size(world_info()[2], max(1, parsed.accum_freq))
             if batch_size is not None:
                 parsed.batch_size = batch_size
                 parsed.given_flags |= {"batch_size"}
-        parsed.recipe_flags = parsed.given_flags - on_command_line
+        parsed.recipe_flags = parsed.given_flags - on_command_line.keys()
         return parsed
 
     def _help_on(self, topic: str) -> str:
@@ -145,9 +143,14 @@ class Parser(argparse.ArgumentParser):
 
     def _given(self, args: Sequence[str]) -> dict[str, Any]:
         """The flags given in the arguments, by name; a value equal to its default counts, too."""
+        defaults = [(action, action.default) for action in self._actions]
         for action in self._actions:
             action.default = argparse.SUPPRESS
-        return vars(self.parse_known_args(args)[0])
+        try:
+            return vars(self._parse_known(args)[0])
+        finally:
+            for action, default in defaults:
+                action.default = default
 
     def _add_ours(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}

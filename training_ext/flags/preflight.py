@@ -6,7 +6,6 @@ from math import ceil
 
 import open_clip
 import torch
-from open_clip_train import params as open_clip_params
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
@@ -30,7 +29,7 @@ from training_ext.flags.data_checks import (
     check_steps,
     check_val_data,
 )
-from training_ext.flags.resumed import check_folder, check_resumed, find_resumed
+from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
@@ -72,14 +71,11 @@ def check_first(run: Run, needs_rows: bool) -> None:
     """What process 0 checks of a run with --loss."""
     args = run.args
     # Quick checks come before the scan of shards.
-    resumed = check_flags(run)
+    loss, resumed = check_flags(run)
     check_device(args)
     check_imagenet(args)
     if not trains(args):
         resumed = None
-    if resumed is not None:
-        path, entry = resumed
-        check_resumed(path, args)
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
     if trains(args) and counts_rows(run):
@@ -89,12 +85,13 @@ def check_first(run: Run, needs_rows: bool) -> None:
         check_shards(args, rows, processes)
         check_num_samples(args, rows)
         check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
-        if args.uses_ext_loss:
-            check_memory(args, rows.num_rows, processes)
+        if loss is not None:
+            check_memory(args, loss, rows.num_rows, processes)
         for component in run.components:
             component.check_rows(rows, resumed is not None)
         run.data.rows = rows if needs_rows else None
     if resumed is not None:
+        path, entry = resumed
         run.state.check_entry(path, entry)  # the data, too
         if entry is not None:
             row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
@@ -126,15 +123,14 @@ def check_plan(run: Run) -> None:
         component.check_plan(metrics)
 
 
-def check_flags(run: Run) -> tuple[str, dict | None] | None:
-    """Check the flags, without reading the data; returns the result of `find_resumed`."""
+def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
+    """Check the flags, without reading the data; returns the loss with one row, and the result of `find_resumed`."""
     args = run.args
-    host().check_flags(args, open_clip_params.parse_args([]))
+    host().check_flags(args)
     if args.name is not None:
         check_name(args)
     check_experiment(args)
-    if args.uses_ext_loss:
-        build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
+    loss = build_loss(args, num_rows=1, device="cpu") if args.uses_ext_loss else None  # of parts that go together
     check_rules(args)
     if any(one.is_resumed() and one.state_is_needed for one in run.components):
         if getattr(args, "fsdp_checkpoint", "full") == "sharded":
@@ -144,7 +140,7 @@ def check_flags(run: Run) -> tuple[str, dict | None] | None:
     resumed = find_resumed(run, path)
     check_plan(run)
     try_start(args)
-    return resumed
+    return loss, resumed
 
 
 def prepare_shapes(args: Namespace) -> None:
@@ -180,12 +176,11 @@ def check_experiment(args: Namespace) -> None:
         )
 
 
-def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
+def check_memory(args: Namespace, loss: Loss, num_rows: int, world_size: int) -> None:
     """Check that the loss's state fits in memory.
 
     A table must also fit a second time on process 0's host, where a checkpoint gathers it.
     """
-    loss = build_loss(args, 1, "cpu")
     loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes

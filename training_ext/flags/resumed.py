@@ -14,7 +14,7 @@ from training_ext.core.state import entry_of
 from training_ext.core.temperature import trains_logit_scale
 from training_ext.data.checkpoint import read_sharded_entry
 from training_ext.openclip.hosts import LEGACY, host
-from training_ext.openclip.loading import load_checkpoint, load_mapped
+from training_ext.openclip.loading import load_checkpoint
 
 
 def check_folder(path: str | None, args: Namespace) -> None:
@@ -45,18 +45,13 @@ def find_resumed(run: Run, path: str | None) -> tuple[str, dict | None] | None:
         raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
     if trains(run.args):
         run.state.check_content(path, content)
+        if run.args.loss is not None and isinstance(content, dict) and "epoch" in content:
+            check_resumed(path, content, run.args)
     return (path, entry_of(content)) if isinstance(content, dict) and "epoch" in content else None
 
 
-def check_resumed(path: str, args: Namespace) -> None:
-    """Raise InputError for a training checkpoint that is done, or of another loop or another fixed temperature.
-
-    Args:
-        path: a local file or folder that `find_resumed` could read.
-    """
-    if os.path.isdir(path):
-        return
-    content = load_mapped(path)
+def check_resumed(path: str, content: dict[str, Any], args: Namespace) -> None:
+    """Raise InputError for the content of a training checkpoint that is done, or of another fixed temperature."""
     epoch = content["epoch"]
     if isinstance(epoch, int) and epoch >= args.epochs and args.resume != "latest":  # a requeued job may be done
         raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")

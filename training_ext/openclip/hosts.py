@@ -72,10 +72,12 @@ class Host:
         """The sample or batch of the loop with these image(s) and tokens."""
         return {"image": image, "text": text} if self.dict_batches else (image, text)
 
-    def check_flags(self, args: Namespace, defaults: Namespace) -> None:
+    def check_flags(self, args: Namespace) -> None:
         """Raise InputError for the first given flag that would be ignored, unless it has its default value."""
+        from open_clip_train import params
+
         for name in sorted(args.given_flags):
-            if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
+            if name.startswith(self.refused) and getattr(args, name) != getattr(params.parse_args([]), name):
                 raise InputError(
                     f"is not followed by open_clip_ext with {self.main} of open_clip_torch "
                     f"{open_clip_version()}; leave it out",

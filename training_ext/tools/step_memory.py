@@ -11,8 +11,8 @@ Attention and, under autocast, layer normalization are replaced by what CUDA kee
 
 import weakref
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from open_clip_ext.kernels import chunked, log_sum, prototype_gradient, similarities
 from open_clip_ext.losses import Loss
 
 MICRO_BATCHES = 2  # that are counted; of further ones only the inputs and features are added
@@ -159,7 +160,8 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
     if loss is None:
         columns = batch if getattr(args, "siglip", False) else batch * processes
         return 4 * 4 * batch * columns + 4 * 4 * batch * processes * dimension
-    with _pretended(processes), patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext()):
+    no_autocast = patch.object(torch, "autocast", lambda *args, **kwargs: nullcontext())
+    with _pretended(processes), no_autocast, _few_blocks():
         image, text = (torch.empty(batch, dimension, device="meta", requires_grad=True) for _ in range(2))
         scale = torch.empty((), device="meta", requires_grad=True)
         more = {}
@@ -173,6 +175,27 @@ def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: in
             with HeldBytes("meta") as counted:
                 loss(image, text, scale, index=index, **more).backward()
     return counted.peak
+
+
+@contextmanager
+def _few_blocks() -> Iterator[None]:
+    """The first two and the last of the blocks of similarities: all have the same memory in turn, and write into
+    tensors of all samples, so that millions of pairs take no longer than thousands."""
+
+    def few(split: Callable) -> Callable:
+        def shortened(*args: Any, **more: Any) -> Any:
+            found = split(*args, **more)
+            lists = found if isinstance(found, tuple) else (found,)
+            lists = tuple([*slices[:2], *slices[2:][-1:]] for slices in lists)
+            return lists if isinstance(found, tuple) else lists[0]
+
+        return shortened
+
+    users = {chunked: "tiles", log_sum: "tiles", prototype_gradient: "parts", similarities: "parts"}
+    with ExitStack() as patched:
+        for module, name in users.items():
+            patched.enter_context(patch.object(module, name, few(getattr(module, name))))
+        yield
 
 
 @contextmanager

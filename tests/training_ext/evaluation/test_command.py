@@ -15,10 +15,10 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.evaluate import main as evaluate
+from training_ext.scoring.tasks import DATACOMP_TASKS
 from training_ext.tools.evaluation import command
 from training_ext.tools.evaluation.models import find_checkpoint, interpolated, load_model
 from training_ext.tools.evaluation.results import Results, Row, table
-from training_ext.tools.evaluation.tasks import DATACOMP_TASKS
 
 
 def run(arguments: str) -> None:
@@ -169,7 +169,7 @@ def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path
     path.write_text("".join(others))
     scored = []
     monkeypatch.setattr(command, "score", lambda *given: scored.append(given[1].key) or score(*given))
-    from training_ext.tools.evaluation.scores import score
+    from training_ext.scoring.scores import score
 
     run(arguments)
     assert path.read_text() == whole and scored == [json.loads(last)["key"]]

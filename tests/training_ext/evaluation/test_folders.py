@@ -13,9 +13,9 @@ from PIL import Image
 
 from open_clip_ext import InputError
 from training_ext.components.own_classes import OwnClasses
-from training_ext.tools.evaluation.class_folders import open_own_classes
-from training_ext.tools.evaluation.folders import Candidates, Images, Shards
-from training_ext.tools.evaluation.scores import prompt_of
+from training_ext.scoring.class_folders import open_own_classes
+from training_ext.scoring.folders import Candidates, Images, Shards
+from training_ext.scoring.scores import prompt_of
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:

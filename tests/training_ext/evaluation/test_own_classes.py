@@ -18,7 +18,7 @@ from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.main import main as train
 from training_ext.components.own_classes import OwnClasses
 from training_ext.openclip.loading import warn_once
-from training_ext.tools.evaluation.folders import Shards
+from training_ext.scoring.folders import Shards
 from training_ext.tools.evaluation.models import find_checkpoint
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from open_clip_ext.evaluate import main as evaluate
-from training_ext.tools.evaluation.folders import Shards
+from training_ext.scoring.folders import Shards
 
 
 @pytest.fixture(scope="module")

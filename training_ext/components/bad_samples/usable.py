@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from open_clip_ext.errors import InputError
 from training_ext.core.rows import Wrapped
 from training_ext.data.captions import JsonCaptions, is_empty
-from training_ext.data.pair_folders import place_of
+from training_ext.data.pair_folders import place_of, unusable_line
 from training_ext.data.tars import one_line
 from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
@@ -159,6 +158,6 @@ class UsableLines(Wrapped):
     def _skip(self, row: int, kind: int, why: str, is_new: bool) -> Any:
         what = place_of(self.path, self._lines[row])
         if self.watch is None:
-            raise InputError(f"{what} cannot be used: {why}; repair or remove it", "--val-data")
+            raise unusable_line(self.path, row, why)
         self.watch.skip(kind, what, why, is_new)
         return None

@@ -11,14 +11,14 @@ import torch
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.files import whole_file
 from open_clip_ext.retrieval import RECALLS
+from training_ext.scoring.inference import Encoder
+from training_ext.scoring.pictures import write_confusion
+from training_ext.scoring.scores import open_task, score
+from training_ext.scoring.tasks import OWN, OWN_PAIRS, averages, own_task
 from training_ext.tools.evaluation.arguments import Parser, checked_by_first
-from training_ext.tools.evaluation.inference import Encoder
 from training_ext.tools.evaluation.models import load_model
-from training_ext.tools.evaluation.pictures import write_confusion
 from training_ext.tools.evaluation.plan import ALPHAS, LINES, Column, Plan, check, digest_of
 from training_ext.tools.evaluation.results import Row, table
-from training_ext.tools.evaluation.scores import open_task, score
-from training_ext.tools.evaluation.tasks import OWN, OWN_PAIRS, averages, own_task
 
 PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")

@@ -10,12 +10,12 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.openclip.machine import check_device, check_room, check_writable
+from training_ext.scoring.folders import Source
+from training_ext.scoring.scores import open_task
+from training_ext.scoring.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 from training_ext.tools.evaluation.arguments import numbers
-from training_ext.tools.evaluation.folders import Source
 from training_ext.tools.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
 from training_ext.tools.evaluation.results import Results
-from training_ext.tools.evaluation.scores import open_task
-from training_ext.tools.evaluation.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 
 LINES = ".jsonl"
 ALPHAS = "0,0.25,0.5,0.75,1"

@@ -9,7 +9,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import locked_folder, whole_file
 from training_ext.openclip.loading import one_line
-from training_ext.tools.evaluation.tasks import Task, averages
+from training_ext.scoring.tasks import Task, averages
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, get_origin
 
 from open_clip_ext.errors import InputError
-from training_ext.tools.evaluation.folders import CLASSIFICATION, type_of
+from training_ext.scoring.folders import CLASSIFICATION, type_of
 
 TASKS_FILE = "tasks.json"
 DATACOMP = "DataComp"

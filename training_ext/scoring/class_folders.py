@@ -10,7 +10,7 @@ from PIL import Image
 from open_clip_ext.errors import InputError
 from training_ext.data.folder_files import IMAGES, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
-from training_ext.tools.evaluation.folders import CLASSNAMES, FORMATS, Shards, Source
+from training_ext.scoring.folders import CLASSNAMES, FORMATS, Shards, Source
 
 NO_IMAGE = "files that are no image in a class folder"
 SHOWN_LETTERS = 60  # of a name

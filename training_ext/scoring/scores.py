@@ -13,12 +13,12 @@ from torch import Tensor
 from open_clip_ext.errors import InputError
 from open_clip_ext.retrieval import RECALLS, retrieval_ranks
 from training_ext.data.metrics import standard_error
-from training_ext.tools.evaluation import metrics
-from training_ext.tools.evaluation.class_folders import open_own_classes, warn_of_equal_classes
-from training_ext.tools.evaluation.folders import Candidates, Shards, Source
-from training_ext.tools.evaluation.inference import Encoder
-from training_ext.tools.evaluation.pairs import open_pairs
-from training_ext.tools.evaluation.tasks import OWN, OWN_PAIRS, Task
+from training_ext.scoring import metrics
+from training_ext.scoring.class_folders import open_own_classes, warn_of_equal_classes
+from training_ext.scoring.folders import Candidates, Shards, Source
+from training_ext.scoring.inference import Encoder
+from training_ext.scoring.pairs import open_pairs
+from training_ext.scoring.tasks import OWN, OWN_PAIRS, Task
 
 NO_FLAGS = Namespace()
 RANKED = 5  # top classes kept for each sample, or more if a task asks for them

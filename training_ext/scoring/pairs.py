@@ -15,7 +15,7 @@ from training_ext.data.captions import is_empty
 from training_ext.data.keys import open_csv
 from training_ext.data.pair_folders import find_pairs
 from training_ext.data.shards import local_path, shard_urls
-from training_ext.tools.evaluation.folders import Sample, Shards, Source
+from training_ext.scoring.folders import Sample, Shards, Source
 
 FLAG = "--val-data"
 CSV = re.compile(r"\.(csv|tsv|txt)(\.(gz|bz2|xz|zip))?$", re.IGNORECASE)

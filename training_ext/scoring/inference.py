@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
 from training_ext.openclip.hosts import taken
-from training_ext.tools.evaluation.folders import Images, Source
+from training_ext.scoring.folders import Images, Source
 
 
 @dataclass
