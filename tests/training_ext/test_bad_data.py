@@ -27,8 +27,9 @@ from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.components.bad_samples import BadSamples, usable
 from training_ext.components.bad_samples import component as skips
+from training_ext.core.epoch import Epoch
 from training_ext.core.rows import RowLoader
-from training_ext.core.training import Epoch, Training
+from training_ext.core.training import Training
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv

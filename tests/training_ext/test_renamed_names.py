@@ -31,8 +31,8 @@ def inner_seams() -> Iterator:
     outer = {(seam.module, seam.path) for seam in hosts.installed().SEAMS}
     for kind in registry().values():
         yield from ((kind, seam) for seam in kind.seams if (seam.module, seam.path) not in outer)
-    for hook, seam in hosts.installed().EVENTS.items():
-        owners = (kind for kind in registry().values() if hook.__name__ in vars(kind) and kind.switch is None)
+    for hook, seam in hosts.events().items():
+        owners = (kind for kind in registry().values() if hook in vars(kind) and kind.switch is None)
         yield next(owners), seam
 
 
@@ -116,7 +116,7 @@ def test_a_name_that_is_gone_costs_a_convenience_or_is_refused(without, caplog, 
     args = parse_args(WANTED.split())
     without(seam)
     warn_early.cache_clear()
-    if not (kind.may_be_off and kind.switch is None):
+    if not kind.may_be_off or kind.switch or kind.condition:
         with pytest.raises(InputError, match=re.escape(seam.path)):
             Components([kind], args)
         return

@@ -326,14 +326,14 @@ class Components(list[Component]):
 
     @staticmethod
     def _can_run(component: Component) -> bool:
+        asked_by = component.condition or (component.switch and flag_of(component.switch))
         events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
         for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue
-            if component.may_be_off and component.switch is None:
+            if component.may_be_off and asked_by is None:
                 warn_early(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
                 return False
-            switch = component.switch
-            remedy = f"give --without {component.name}" if switch is None else f"leave out {flag_of(switch)}"
+            remedy = f"give --without {component.name}" if asked_by is None else f"leave out {asked_by}"
             raise InputError(f"{component.name} cannot run with this OpenCLIP: {broken}; {remedy}")
         return True
