@@ -71,13 +71,12 @@ POSITIVE, BELOW_ONE, FINITE = sys.float_info.min, 1 - sys.float_info.epsilon, sy
 def within(name: str, low: float, high: float = FINITE, expected: str = "") -> Rule:
     """A rule on the range of a number, which a list has for each; None means that the flag is not given."""
 
-    def is_outside(run: Given) -> bool:
+    def outside(run: Given) -> bool:
         value = getattr(run, name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         return not all(low <= number <= high for number in numbers)
 
-    expected = expected or f"a number of at least {low:g}"
-    return Rule(name, is_outside, f"{{{name}}} is out of range; it must be {expected}")
+    return Rule(name, outside, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
 
 
 def of_another_type(name: str) -> Rule:
