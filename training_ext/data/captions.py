@@ -58,11 +58,11 @@ class SeenCaptions:
 
 def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:
     """The captions that were read, of these images if a caption may stand beside others of its image."""
-    known = captions[~captions.map(is_empty)]
-    first = [str(caption) for caption in islice(known, FIRST)]
+    non_empty = captions[~captions.map(is_empty)]
+    examples = [str(caption) for caption in islice(non_empty, FIRST)]
     if images is not None:
-        known = known[~pd.DataFrame({0: known, 1: images}).duplicated()]
-    return SeenCaptions(first, int(known.duplicated(keep=False).sum()), where.format(len(known)))
+        non_empty = non_empty[~pd.DataFrame({0: non_empty, 1: images}).duplicated()]
+    return SeenCaptions(examples, int(non_empty.duplicated(keep=False).sum()), where.format(len(non_empty)))
 
 
 class Pictures:
@@ -89,10 +89,10 @@ class Pictures:
     def check_alike(self, cells: pd.Series, images: pd.Series, flag: str) -> None:
         """Raise InputError, with the flag, for the first image whose lines differ in the column `cells`."""
         codes = pd.factorize(cells)[0]
-        others = (codes != codes[self.first][self.of]).nonzero()[0]
-        if len(others):
+        differing_rows = (codes != codes[self.first][self.of]).nonzero()[0]
+        if len(differing_rows):
             raise InputError(
-                f"the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
+                f"the lines of {images[differing_rows[0]]!r} differ in column {cells.name!r}; give them one entry "
                 "or leave out --several-captions",
                 flag,
             )

@@ -37,8 +37,8 @@ def batches_of(entry: dict[str, Any] | None) -> int:
     """Batches of the next epoch that a checkpoint with this entry has."""
     if entry is None:
         return 0
-    place = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
-    return (place.get("position") or {}).get("batches", 0)
+    resume_state = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
+    return (resume_state.get("position") or {}).get("batches", 0)
 
 
 def is_whole_folder(path: str) -> bool:

@@ -182,8 +182,8 @@ class JsonKey:
         text = json.dumps(value, sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
-    def _error(self, sample: dict, what: str) -> InputError:
-        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}", self.flag)
+    def _error(self, sample: dict, problem: str) -> InputError:
+        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {problem}", self.flag)
 
 
 def key_of_samples(args: Namespace) -> JsonKey | None:

@@ -47,7 +47,7 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
     if listed.are_splits() and len(listed.folders) > 1 and world_info()[1] == 0:
         splits = ", ".join(map(repr, listed.folders))
         warn_once(f"{folder!r} has the folders {splits}, and the pairs of all are read; for one of them give its path")
-    found = FolderPairs(left_out=listed.left_out)
+    folder_pairs = FolderPairs(left_out=listed.left_out)
     stems = [(*os.path.splitext(path), path) for path in listed.files]
     texts = {stem: path for stem, end, path in stems if end.lower() == CAPTIONS}
     images = [(stem, path) for stem, end, path in stems if end.lower() in IMAGES]
@@ -65,22 +65,22 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
             why = UNREADABLE_TEXT
         else:
             if captions:
-                found.pairs.append((path, captions))
+                folder_pairs.pairs.append((path, captions))
                 continue
             why = NO_CAPTION
-        found.left_out.setdefault(why, []).append(path)
-    known = dict(images)
-    if lonely := [path for stem, path in texts.items() if stem not in known]:
-        found.left_out[NO_PICTURE] = lonely
-    return found
+        folder_pairs.left_out.setdefault(why, []).append(path)
+    image_stems = dict(images)
+    if lonely := [path for stem, path in texts.items() if stem not in image_stems]:
+        folder_pairs.left_out[NO_PICTURE] = lonely
+    return folder_pairs
 
 
 def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
     """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
-    found = find_pairs(folder)
-    if found.left_out and world_info()[1] == 0:
-        warn_once(f"Left out of {folder!r}: {found.told()}")
-    lines = [(path, caption) for path, captions in found.pairs for caption in captions]
+    folder_pairs = find_pairs(folder)
+    if folder_pairs.left_out and world_info()[1] == 0:
+        warn_once(f"Left out of {folder!r}: {folder_pairs.told()}")
+    lines = [(path, caption) for path, captions in folder_pairs.pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)
 
 

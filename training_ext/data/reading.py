@@ -84,7 +84,7 @@ def _read_shards(
         return True
 
     def wanted(samples: Iterator[dict]) -> Iterator[dict]:
-        for row, sample in enumerate(samples, first):
+        for row, sample in enumerate(samples, first_row):
             if row >= stop:
                 return
             if row >= start and sample.get("txt") and open_clip_data.filter_no_caption_or_no_image(sample):
@@ -92,9 +92,9 @@ def _read_shards(
 
     wds = open_clip_data.wds
     hooks = () if recaption is None else (recaption,)
-    stage = rows_of_shards(shards, lambda url, error, *place: tell(error), hooks=hooks)
-    for url, first in shards.offsets.items():
-        if first >= stop or first + shards.size_of[url] <= start:
+    stage = rows_of_shards(shards, lambda url, error, *_: tell(error), hooks=hooks)
+    for url, first_row in shards.offsets.items():
+        if first_row >= stop or first_row + shards.size_of[url] <= start:
             continue
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(stage([{"url": url}])))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):

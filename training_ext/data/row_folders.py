@@ -65,13 +65,13 @@ def _all_see(file: str) -> bool:
     if rank() == 0:
         open(probe, "xb").close()
     probe = object_of_first(probe)
-    seen = all_gather_object(os.path.exists(probe))
+    visible = all_gather_object(os.path.exists(probe))
     if rank() == 0:
         os.remove(probe)
-        if not all(seen):
+        if not all(visible):
             where = f"'{os.path.dirname(file)}'"
-            logging.warning(f"Process {seen.index(False)} does not see {where}: process 0 gathers the rows")
-    return all(seen)
+            logging.warning(f"Process {visible.index(False)} does not see {where}: process 0 gathers the rows")
+    return all(visible)
 
 
 def load_state(loss: Loss, state: dict[str, Any], folder: str | None, path: str, flag: str) -> None:
@@ -130,9 +130,11 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
         begin: of the folders' names.
     """
     with os.scandir(folder) as entries:
-        found = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    found = [path for path in found if FOLDER.fullmatch(name := os.path.basename(path)) and name.startswith(begin)]
-    if not found:
+        row_folders = [
+            entry.path for entry in entries
+            if entry.is_dir(follow_symlinks=False) and FOLDER.fullmatch(entry.name) and entry.name.startswith(begin)
+        ]
+    if not row_folders:
         return
     named = set()
     for file in files:
@@ -143,7 +145,7 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
         except Exception as error:
             logging.warning(f"Folders of rows beside '{file}' are kept, as it cannot be read: {one_line(error)}")
             return
-    for path in found:
+    for path in row_folders:
         if os.path.basename(path) not in named:
             shutil.rmtree(path, ignore_errors=True)
 

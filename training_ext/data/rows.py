@@ -84,13 +84,14 @@ def find_rows(args: Namespace) -> DataRows:
         if args.train_num_samples is not None and not needs_index(args):
             if shard_sizes:
                 raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
-            seen = check_usable(args)
+            caption_summary = check_usable(args)
             listing = digest_of_list(args.train_data)
-            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
+            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=caption_summary)
         shards = find_shards(args.train_data, shard_sizes, max_bad=tolerated(args))
         urls = [url for url in shards.urls if shards.size_of[url]]
-        seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
+        caption_summary = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
+        listing = digest_of_list(args.train_data)
+        return DataRows(kind, shards.num_rows, shards.digest, shards, listing, seen=caption_summary)
     if shard_sizes:
         raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
     if kind == "csv":
@@ -113,8 +114,8 @@ def find_rows(args: Namespace) -> DataRows:
         for path in below_common_folder(table[args.csv_img_key]):
             lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
         images = table[args.csv_img_key] if several_captions else None
-        seen = see(captions, images, "the {} captions")
-        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
+        caption_summary = see(captions, images, "the {} captions")
+        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=caption_summary)
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
     seed = args.shapes_seed if kind == "shapes" else None
@@ -130,8 +131,8 @@ def tolerated(args: Namespace) -> float | None:
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:
     """Each path without the longest folder that all have, since moved images are the same data; "" of an empty cell."""
-    known = images.dropna()
-    folder = os.path.commonprefix([known.min(), known.max()]).rpartition("/")[0] if len(known) else ""
+    paths = images.dropna()
+    folder = os.path.commonprefix([paths.min(), paths.max()]).rpartition("/")[0] if len(paths) else ""
     return (path[len(folder):] for path in images.fillna(""))
 
 
@@ -164,10 +165,10 @@ def read_csv(
     empty = cells.any(axis=1).to_numpy().nonzero()[0]
     if len(empty) and len(empty) / len(table) > (max_bad or 0):
         column = cells.columns[cells.iloc[empty[0]]][0]
-        instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
+        remedy = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
         raise InputError(
             f"{len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
-            f"in column {column!r} (words such as NA and null count as empty); {instead}",
+            f"in column {column!r} (words such as NA and null count as empty); {remedy}",
             flag,
         )
     look_at_lines(table, args.csv_img_key, path, flag)

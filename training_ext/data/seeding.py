@@ -17,22 +17,22 @@ from torch.utils.data import get_worker_info
 AT_EPOCH, AT_BATCH, IN_WORKER, SHARDS, SHUFFLE, IN_SAMPLE, CAPTION = 1, 2, 3, 4, 5, 6, 7
 
 
-def seed_of(seed: int, *place: int) -> int:
-    """A 63-bit seed that differs for every (seed, *place), all non-negative."""
+def seed_of(seed: int, *coordinates: int) -> int:
+    """A 63-bit seed that differs for every (seed, *coordinates), all non-negative."""
     # The length comes first, since SeedSequence does not tell (1,) from (1, 0).
-    sequence = np.random.SeedSequence([len(place), seed, *place])
+    sequence = np.random.SeedSequence([len(coordinates), seed, *coordinates])
     return int(sequence.generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def seed_all(seed: int, *place: int) -> None:
+def seed_all(seed: int, *coordinates: int) -> None:
     """Seed Python's and NumPy's global generators, and torch's on every device."""
-    seed_host(seed, *place)
-    torch.manual_seed(seed_of(seed, *place))
+    seed_host(seed, *coordinates)
+    torch.manual_seed(seed_of(seed, *coordinates))
 
 
-def seed_host(seed: int, *place: int) -> None:
+def seed_host(seed: int, *coordinates: int) -> None:
     """Seed Python's, NumPy's and torch's generators of the host only, which is faster."""
-    value = seed_of(seed, *place)
+    value = seed_of(seed, *coordinates)
     random.seed(value)
     np.random.seed(value % 2**32)
     torch.default_generator.manual_seed(value)

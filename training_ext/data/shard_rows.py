@@ -53,8 +53,8 @@ class CountedShards:
         for shard in shards:
             url = shard["url"]
             if url not in self.shards.size_of:
-                known = len(self.shards.urls)
-                raise InputError(f"shard {url!r} is not one of the {known} that have rows", "--train-data")
+                num_shards = len(self.shards.urls)
+                raise InputError(f"shard {url!r} is not one of the {num_shards} that have rows", "--train-data")
             size, keys, samples = self.shards.size_of[url], KeyDigest(), 0
             for sample in self.read([shard]):
                 if samples >= size:

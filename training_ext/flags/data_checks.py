@@ -79,20 +79,21 @@ def check_num_samples(args: Namespace, rows: DataRows) -> None:
 
     Shards that were not counted are, if their sizes in bytes and a count of the largest say that it may be one.
     """
-    given, there = args.train_num_samples, rows.num_rows
-    if given is None or args.dataset_resampled or rows.kind not in ("csv", "webdataset"):
+    num_samples, there = args.train_num_samples, rows.num_rows
+    if num_samples is None or args.dataset_resampled or rows.kind not in ("csv", "webdataset"):
         return
     if rows.kind == "webdataset":
         shards = rows.shards
         if shards is None:
             about = estimated_samples(args.train_data)
-            if about is None or given <= MOST_PASSES * about:
+            if about is None or num_samples <= MOST_PASSES * about:
                 return
             shards = find_shards(args.train_data, max_bad=tolerated(args))
         there = shards.num_listed(args.train_data)
-    if given > MOST_PASSES * there:
+    if num_samples > MOST_PASSES * there:
         raise InputError(
-            f"{given}, but {args.train_data!r} has {there}; leave it out, or give more --epochs", "--train-num-samples"
+            f"{num_samples}, but {args.train_data!r} has {there}; leave it out, or give more --epochs",
+            "--train-num-samples",
         )
 
 
@@ -148,8 +149,9 @@ def check_val_data(args: Namespace) -> None:
 def check_imagenet(args: Namespace) -> None:
     """Refuse a folder of --imagenet-val that lacks classes: OpenCLIP compares the numbers of folders and classes."""
     folder, classes, flag = args.imagenet_val, len(IMAGENET_CLASSNAMES), "--imagenet-val"
-    if folder is not None and (found := sum(entry.is_dir() for entry in entries(folder, flag))) != classes:
+    if folder is not None and (num_folders := sum(entry.is_dir() for entry in entries(folder, flag))) != classes:
         raise InputError(
-            f"{folder!r} has {found} class folders; give a folder with ImageNet's {classes}, n01440764 to n15075141",
+            f"{folder!r} has {num_folders} class folders; give a folder with ImageNet's {classes}, "
+            "n01440764 to n15075141",
             flag,
         )

@@ -48,8 +48,8 @@ class Parser(argparse.ArgumentParser):
         self._add_ours()
         self._topics["openclip"] = [self._optionals]
         self._ours = self._actions[theirs:]
-        others, topic = without_help(args)
-        on_command_line = self._given(others)
+        words, topic = without_help(args)
+        on_command_line = self._given(words)
         for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
             if name in on_command_line:
                 print(listing())
@@ -57,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         recipe = recipes.find(on_command_line["recipe"]) if "recipe" in on_command_line else None
         from_recipe = [] if recipe is None else self._of_recipe(recipe, on_command_line.get("loss"))
         if topic is not None:
-            settings = self._given([*from_recipe, *others])
+            settings = self._given([*from_recipe, *words])
             if "loss" in settings:
                 check_given(settings)
                 print(loss_help(settings))
@@ -101,9 +101,9 @@ class Parser(argparse.ArgumentParser):
         rows = [("--loss NAME --help", "the flags of one loss, with the values that it would use")]
         for name, about in {"losses": "the flags of all losses", "openclip": self._optionals.title}.items():
             rows.append((f"--help {name}", f"{about}, such as {', '.join(MOST_USED[name])}"))
-        for name, found in self._topics.items():
+        for name, groups in self._topics.items():
             if name not in ("", *MOST_USED):
-                flags = (action.option_strings[0] for action in found[0]._group_actions)
+                flags = (action.option_strings[0] for action in groups[0]._group_actions)
                 rows.append((f"--help {name}", " ".join(flags)))
         rows.append(("--help all", "everything"))
         lines = columns([(f"  {words}", text) for words, text in rows], 28)
@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
-        return [found for found in super()._get_option_tuples(option_string) if found[0] not in self._ours]
+        return [match for match in super()._get_option_tuples(option_string) if match[0] not in self._ours]
 
     def _parse_known(
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
@@ -129,8 +129,8 @@ class Parser(argparse.ArgumentParser):
         Args:
             loss: that of the command line; another one than the recipe's has settings of its own.
         """
-        own = recipe.flags.get("loss")
-        if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
+        recipe_loss = recipe.flags.get("loss")
+        if loss and recipe_loss and factory.find_preset(loss).name != factory.find_preset(str(recipe_loss)).name:
             own_settings = factory.setting_names()
             flags = {name: value for name, value in recipe.flags.items() if name not in own_settings}
             recipe = replace(recipe, flags=flags)
@@ -198,7 +198,7 @@ class Parser(argparse.ArgumentParser):
         for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
             names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part], "losses")
             group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
-            for option in factory.options_of(found for found in factory.all_parts() if issubclass(found, base)):
+            for option in factory.options_of(cls for cls in factory.all_parts() if issubclass(cls, base)):
                 if option.name in notes:
                     add_option(group, option, notes.pop(option.name))
 
@@ -215,10 +215,10 @@ def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
     words = list(args)
     topic = None
-    for place in sorted((place for place, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
-        has_topic = place + 1 < len(words) and not words[place + 1].startswith("-")
-        topic = words.pop(place + 1) if has_topic else ""
-        del words[place]
+    for index in sorted((index for index, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
+        has_topic = index + 1 < len(words) and not words[index + 1].startswith("-")
+        topic = words.pop(index + 1) if has_topic else ""
+        del words[index]
     return words, topic
 
 
@@ -267,26 +267,26 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
     args.epochs_before = 0.0
-    given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
-    if re.fullmatch(r"[\d.e-]+", given.get("temperature", "")):
+    settings = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
+    if re.fullmatch(r"[\d.e-]+", settings.get("temperature", "")):
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        for name in [*given, *given_of(args, lambda kind: kind.needs_loss or kind.needs_ext_loss)]:
+        for name in [*settings, *given_of(args, lambda kind: kind.needs_loss or kind.needs_ext_loss)]:
             raise InputError(NEEDS_LOSS, flag_of(name))
-        settle(args, given)
+        settle(args, settings)
         return args
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
-    args.given_settings = given
+    args.given_settings = settings
     for name, value in preset.training_defaults.items():
         if name not in args.given_flags and hasattr(args, name):  # not that of a component that was taken out
             setattr(args, name, value)
     check_given(vars(args))  # before defaults are derived from them
     for kind in choose(registry(), names_of(args.without)):
         kind.resolve(args)
-    settle(args, given)
+    settle(args, settings)
     for name in [] if args.uses_ext_loss else given_of(args, lambda kind: kind.needs_ext_loss):
         raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     return args

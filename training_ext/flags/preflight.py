@@ -187,13 +187,13 @@ def check_memory(args: Namespace, loss: Loss, num_rows: int, world_size: int) ->
     local_processes = processes_here()
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
     rows_on_device = on_device and args.rows_on != "host"
-    what = f"{args.normalizer!r} with {num_rows} rows"
-    instead = "use more processes or a normalizer without rows"
+    table = f"{args.normalizer!r} with {num_rows} rows"
+    remedy = "use more processes or a normalizer without rows"
     gathered = 0 if row_folders.splits(args, num_rows * row_bytes) else num_rows * row_bytes
     on_host = gathered + (0 if rows_on_device else per_process * local_processes)
-    check_fits("normalizer", what, on_host, "cpu", instead)
+    check_fits("normalizer", table, on_host, "cpu", remedy)
     if rows_on_device:
-        check_fits("normalizer", what, per_process, args.device, instead)
+        check_fits("normalizer", table, per_process, args.device, remedy)
     dimension = (known_config(args.model) or {}).get("embed_dim")
     check_batch(loss, args)
     for module in loss.modules():

@@ -71,12 +71,12 @@ POSITIVE, BELOW_ONE, FINITE = sys.float_info.min, 1 - sys.float_info.epsilon, sy
 def within(name: str, low: float, high: float = FINITE, expected: str = "") -> Rule:
     """A rule on the range of a number, which a list has for each; None means that the flag is not given."""
 
-    def wrong(run: Given) -> bool:
+    def outside(run: Given) -> bool:
         value = getattr(run, name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         return not all(low <= number <= high for number in numbers)
 
-    return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
+    return Rule(name, outside, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
 
 
 def of_another_type(name: str) -> Rule:
@@ -88,20 +88,20 @@ def of_another_type(name: str) -> Rule:
     )
 
 
-def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
+def needs(name: str, other: Callable[[Given], Any], requirement: str) -> Rule:
     """A rule on a flag of OpenCLIP's that does nothing unless `other` holds."""
     return Rule(
         name,
         lambda run: getattr(run, name) and not other(run),
-        f"does nothing without {what}; add it, or leave this out",
+        f"does nothing without {requirement}; add it, or leave this out",
     )
 
 
-def needs_named_entries(name: str, instead: str) -> Rule:
+def needs_named_entries(name: str, alternative: str) -> Rule:
     return Rule(
         name,
         lambda run: getattr(run, name) == key_name(run) is not None and run.kind not in (None, "csv", "webdataset"),
-        f"{{{name}!r}} is a column or a field, and {{dataset_type}} has none; use {instead}",
+        f"{{{name}!r}} is a column or a field, and {{dataset_type}} has none; use {alternative}",
     )
 
 
@@ -346,8 +346,8 @@ def check_rules(args: Namespace) -> None:
     """Raise InputError for the first rule that the run breaks."""
     run = Given(args)
     for rule in RULES:
-        if wrong := rule.wrong(run):
-            raise InputError(rule.text.format_map({**vars(run), "wrong": wrong}), flag_of(rule.flag))
+        if violation := rule.wrong(run):
+            raise InputError(rule.text.format_map({**vars(run), "wrong": violation}), flag_of(rule.flag))
 
 
 def is_installed(logger: str) -> bool:

@@ -124,11 +124,11 @@ def host() -> Host:
     Raises:
         InputError: OpenCLIP is missing or not supported.
     """
-    found = next((host for host in HOSTS if host.versions[0] <= release() < host.versions[1]), None)
-    if found is None:
+    supported_host = next((host for host in HOSTS if host.versions[0] <= release() < host.versions[1]), None)
+    if supported_host is None:
         ranges = " or ".join(host.range for host in HOSTS)
         raise InputError(f"open_clip_torch {open_clip_version()} is installed; open_clip_ext needs {ranges}")
-    return found
+    return supported_host
 
 
 def complete(args: Namespace) -> None:

@@ -30,8 +30,8 @@ def suffixes_of(sample: dict) -> str:
     names = [f".{name}" for name in sample if not name.startswith("__")]
     if len(names) <= MOST_NAMED:
         return ", ".join(names)
-    others = len(names) - MOST_NAMED
-    return f"{', '.join(names[:MOST_NAMED])} and {others} others, as a sample's key ends at its first dot"
+    num_unnamed = len(names) - MOST_NAMED
+    return f"{', '.join(names[:MOST_NAMED])} and {num_unnamed} others, as a sample's key ends at its first dot"
 
 
 def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
@@ -46,8 +46,8 @@ def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
     suffixes = suffixes_of(sample)
     if has_image and "json" in sample:
-        asked = "" if "(--" in lacks else "; name the field of captions in it by --captions-field"
-        return f"{lacks} but {suffixes}{asked}"
+        advice = "" if "(--" in lacks else "; name the field of captions in it by --captions-field"
+        return f"{lacks} but {suffixes}{advice}"
     return (
         f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "
         "(tar --sort=name --hard-dereference)"
@@ -187,9 +187,9 @@ warn_once = cache(logging.warning)  # of data, which a run may look at several t
 def collected_warnings() -> Iterator[None]:
     """Keep the warnings of a block where a run begins until OpenCLIP has set up the log, see `take_warnings`."""
     warn_once.cache_clear()
-    with logged(logging.WARNING) as told:
+    with logged(logging.WARNING) as messages:
         yield
-    _collected[:] = told
+    _collected[:] = messages
 
 
 _collected: list[str] = []
@@ -197,20 +197,20 @@ _collected: list[str] = []
 
 def take_warnings() -> list[str]:
     """The warnings of `collected_warnings`, once."""
-    told = list(_collected)
+    messages = list(_collected)
     _collected.clear()
-    return told
+    return messages
 
 
 @contextmanager
 def logged(level: int) -> Iterator[list[str]]:
     """The messages of at least this level that are logged within the block; all are shown nowhere else."""
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(level)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     before, logging.root.handlers = logging.root.handlers, [handler]
     try:
-        yield told
+        yield messages
     finally:
         logging.root.handlers = before
 

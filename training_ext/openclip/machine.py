@@ -16,8 +16,8 @@ PER_MACHINE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # of torchrun and o
 
 def processes_here() -> int:
     """Number of processes on this machine; 1 if the launcher does not say."""
-    found = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")
-    return int(found) if is_using_distributed() else 1
+    process_count = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")
+    return int(process_count) if is_using_distributed() else 1
 
 
 def check_writable(flag: str, path: str) -> None:

@@ -87,10 +87,10 @@ class Source:
         self.templates: list[str] = []
         self.images: list[tuple[str, Any]] = []
 
-    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
-        """Number and sample for all numbers, 0, 1, ..., for which `own(number)` is true."""
+    def samples(self, includes: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+        """Number and sample for all numbers, 0, 1, ..., for which `includes(number)` is true."""
         for number, (path, target) in enumerate(self.images):
-            if own(number):
+            if includes(number):
                 with self.reading(repr(path)), open(path, "rb") as file:
                     image = file.read()
                 yield number, Sample(path, image, target)
@@ -105,33 +105,33 @@ class Source:
         Not of their contents, which may be gigabytes. A size alone says little: tars are padded, so a corrected label
         leaves it as it is.
         """
-        found = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
+        sha256 = hashlib.sha256(repr((self.type, self.classes, self.templates)).encode())
         for path in self.files():
             with self.reading(repr(path)):
                 file = os.stat(path)
             line = f"{os.path.relpath(path, self.folder)} {file.st_size} {file.st_mtime_ns}\n"
-            found.update(line.encode(errors="surrogateescape"))
-        return found.hexdigest()[:16]
+            sha256.update(line.encode(errors="surrogateescape"))
+        return sha256.hexdigest()[:16]
 
     def warn(self) -> None:
         """Warn of images that look otherwise than to the model, and of contents that may not be what is meant."""
         warn_of_images(((path, path) for path, _ in spread(self.images)), self.flag)
 
-    def wrong(self, what: str) -> InputError:
+    def wrong(self, message: str) -> InputError:
         """An error that names the flag."""
-        return InputError(what, self.flag)
+        return InputError(message, self.flag)
 
     @contextmanager
-    def reading(self, what: str, problem: str = "cannot be read") -> Iterator[None]:
-        """Raise InputError that names `what` for any error in the block, since decoders raise whatever they like."""
+    def reading(self, subject: str, problem: str = "cannot be read") -> Iterator[None]:
+        """Raise InputError that names `subject` for any error in the block, since decoders raise whatever they like."""
         try:
             yield
         except InputError:
             raise
         except UnidentifiedImageError:
-            raise self.wrong(f"{what} {problem}: it is not one of {', '.join(FORMATS)}") from None
+            raise self.wrong(f"{subject} {problem}: it is not one of {', '.join(FORMATS)}") from None
         except Exception as error:
-            name = repr(error.filename) if isinstance(error, OSError) and error.filename else what
+            name = repr(error.filename) if isinstance(error, OSError) and error.filename else subject
             raise self.wrong(f"{name} {problem}: {one_line(error)}") from None
 
     def lines(self, name: str, needed: bool = False) -> list[str]:
@@ -162,8 +162,8 @@ class Shards(Source):
     def __init__(self, flag: str, folder: str):
         super().__init__(flag, folder)
         path = os.path.join(folder, "test", "nshards.txt")
-        what = "must have the number of shards, at least 1"
-        with self.reading(repr(path), what), open(path, encoding="utf-8-sig") as file:
+        requirement = "must have the number of shards, at least 1"
+        with self.reading(repr(path), requirement), open(path, encoding="utf-8-sig") as file:
             number = int(file.read(32))
             if number < 1:
                 raise ValueError(f"it has {number}")
@@ -186,22 +186,22 @@ class Shards(Source):
     def warn(self) -> None:
         warn_of_images(images_of_shards(self.shards), self.flag)
 
-    def samples(self, own: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
+    def samples(self, includes: Callable[[int], bool]) -> Iterator[tuple[int, Sample]]:
         number = 0
         for path in self.shards:
             with self.reading(repr(path), "is damaged"):
                 for read, members in stored_samples(path):
-                    if own(number):
+                    if includes(number):
                         yield number, self._sample(read, members, path)
                     number += 1
 
     def _sample(self, read_member: Callable[[Any], bytes], members: dict[str, Any], path: str) -> Sample:
-        first, *_ = (suffix for suffix in members if not suffix.startswith("__"))
-        place = f"{path}: {members['__key__']}.{first}"
+        image_suffix, *_ = (suffix for suffix in members if not suffix.startswith("__"))
+        sample_name = f"{path}: {members['__key__']}.{image_suffix}"
 
         def read(suffix: str) -> bytes:
             if suffix not in members:
-                raise self.wrong(f"{place!r} has no .{suffix} beside it")
+                raise self.wrong(f"{sample_name!r} has no .{suffix} beside it")
             return read_member(members[suffix])
 
         image = read(next((kind for kind in SHARD_IMAGES if kind in members), "jpg"))
@@ -209,27 +209,28 @@ class Shards(Source):
             lines = read("txt").decode("utf-8", "replace").split("\n")
             captions = [line.strip() for line in lines if line.strip()]
             if not captions:
-                raise self.wrong(f"{place!r} has no caption")
-            return Sample(place, image, captions)
-        fields = self._integers(read("npy"), place) if "npy" in members else None
+                raise self.wrong(f"{sample_name!r} has no caption")
+            return Sample(sample_name, image, captions)
+        fields = self._integers(read("npy"), sample_name) if "npy" in members else None
         if self.type == "multilabel":
             if fields is None or fields.shape != (len(self.classes),) or not np.isin(fields, (0, 1)).all():
-                raise self.wrong(f"{place!r} needs an .npy of {len(self.classes)} numbers, each 0 or 1")
-            return Sample(place, image, fields)
+                raise self.wrong(f"{sample_name!r} needs an .npy of {len(self.classes)} numbers, each 0 or 1")
+            return Sample(sample_name, image, fields)
         text = read("cls")
         label = int(text) if text.strip().isdigit() and len(text) < 20 else -1
         if not 0 <= label < len(self.classes):
-            raise self.wrong(f"{place!r} has the class {text[:20]!r}; {CLASSNAMES} has 0 to {len(self.classes) - 1}")
-        return Sample(place, image, label, fields)
+            classes = f"{CLASSNAMES} has 0 to {len(self.classes) - 1}"
+            raise self.wrong(f"{sample_name!r} has the class {text[:20]!r}; {classes}")
+        return Sample(sample_name, image, label, fields)
 
-    def _integers(self, content: bytes, place: str) -> NDArray:
-        with self.reading(f"the .npy of {place!r}"):
+    def _integers(self, content: bytes, sample_name: str) -> NDArray:
+        with self.reading(f"the .npy of {sample_name!r}"):
             # Not load, which also opens archives.
             numbers = np.atleast_1d(np.lib.format.read_array(io.BytesIO(content), allow_pickle=False))
             if numbers.dtype.kind not in "biuf":
                 raise TypeError(f"it has {numbers.dtype}, no numbers")
         if numbers.ndim != 1 or not (np.isfinite(numbers) & (numbers == np.rint(numbers))).all():
-            raise self.wrong(f"{place!r}: a .npy has something other than one row of whole numbers")
+            raise self.wrong(f"{sample_name!r}: a .npy has something other than one row of whole numbers")
         return numbers.astype(np.int64)
 
 
@@ -284,8 +285,8 @@ class Images(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, Tensor, Any, NDArray | None]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        first, step = self.rank * workers + worker, self.world_size * workers
-        for number, sample in self.source.samples(lambda number: number % step == first):
+        offset, step = self.rank * workers + worker, self.world_size * workers
+        for number, sample in self.source.samples(lambda number: number % step == offset):
             with self.source.reading(f"the image of {sample.place!r}"):
                 with Image.open(io.BytesIO(sample.image), formats=FORMATS) as image:
                     tensor = self.transform(image.convert("RGB"))

@@ -109,11 +109,11 @@ class Encoder:
             dist.gather_object(rows, every if self.rank == 0 else None)
             if self.rank != 0:
                 return None
-        whole = sorted(chain(*every), key=itemgetter(0))
-        if not whole:
+        samples = sorted(chain(*every), key=itemgetter(0))
+        if not samples:
             raise source.wrong(f"{source.folder!r} has no samples")
-        numbers, *columns = zip(*whole, strict=True)
-        if numbers != tuple(range(len(whole))):
+        numbers, *columns = zip(*samples, strict=True)
+        if numbers != tuple(range(len(samples))):
             raise source.wrong(f"{source.folder!r}: the processes see different samples; give all the same folder")
         return tuple(columns)
 

@@ -33,15 +33,15 @@ def macro_f1(predicted: NDArray, labels: NDArray) -> float:
     """Mean F1 over the classes that occur among the labels; classes that are only predicted are not in the mean."""
     scores = []
     for label in np.unique(labels):
-        true, found = labels == label, predicted == label
-        scores.append(2 * (true & found).sum() / (true.sum() + found.sum()))
+        true, positive = labels == label, predicted == label
+        scores.append(2 * (true & positive).sum() / (true.sum() + positive.sum()))
     return float(np.mean(scores))
 
 
 def by_group(values: NDArray, groups: NDArray) -> dict[int, tuple[float, int]]:
     """Mean and number of the `values` (N,) by group, for each group in `groups` (N,)."""
-    own = {int(group): values[groups == group] for group in np.unique(groups)}
-    return {group: (float(part.mean()), len(part)) for group, part in own.items()}
+    members = {int(group): values[groups == group] for group in np.unique(groups)}
+    return {group: (float(part.mean()), len(part)) for group, part in members.items()}
 
 
 def mean_average_precision(scores: NDArray, targets: NDArray) -> float:

@@ -35,7 +35,7 @@ class CsvPairs(Source):
             if empty.any():
                 raise self.wrong(f"{self.folder!r} has no {column} in line {int(empty.argmax()) + 2}")
         self.images = [
-            (image, own.tolist()) for image, own in table.groupby(columns[0], sort=False)[columns[1]]
+            (image, captions.tolist()) for image, captions in table.groupby(columns[0], sort=False)[columns[1]]
         ]
 
     def files(self) -> list[str]:
@@ -79,8 +79,8 @@ class PairShards(Shards):
                 raise self.wrong(f"{url!r} is not a file on this machine")
             self.shards.append(path)
 
-    def _sample(self, *place: Any) -> Sample:
-        sample = super()._sample(*place)
+    def _sample(self, *arguments: Any) -> Sample:
+        sample = super()._sample(*arguments)
         return replace(sample, fields=np.frombuffer(hashlib.sha256(sample.image).digest(), np.int64))
 
 

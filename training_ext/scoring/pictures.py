@@ -47,8 +47,8 @@ def draw_confusion(file: IO[bytes], counts: NDArray, classes: Sequence[str], tit
     figure = Figure(figsize=(side + 1.2, side), layout="constrained")
     axis = figure.subplots()
     colours = LinearSegmentedColormap.from_list("shares", ["#ffffff", "#a9cfe5", "#2a6f97", "#08243d"])
-    shown = axis.imshow(percents, vmin=0, vmax=100, cmap=colours)
-    figure.colorbar(shown, ax=axis, label="percent of the class's images", shrink=0.8)
+    heatmap = axis.imshow(percents, vmin=0, vmax=100, cmap=colours)
+    figure.colorbar(heatmap, ax=axis, label="percent of the class's images", shrink=0.8)
     for row, column in np.argwhere(percents >= 0.5) if len(chosen) <= NUMBERED_CLASSES else ():
         value = percents[row, column]
         axis.text(

@@ -68,19 +68,19 @@ def score(encoder: Encoder, task: Task, source: Source) -> Score | None:
         InputError: the data lack what the task's main metric needs.
     """
     if isinstance(source, Candidates):
-        found = associate(encoder, task, source)
+        result = associate(encoder, task, source)
     elif source.type == "retrieval":
-        found = retrieve(encoder, task, source)
+        result = retrieve(encoder, task, source)
     else:
-        found = classify(encoder, task, source)
-    if found is None:
+        result = classify(encoder, task, source)
+    if result is None:
         return None
-    main = found.metrics.get(task.main_metric)
+    main = result.metrics.get(task.main_metric)
     if main is None and task.main_metric:
         raise source.wrong(
-            f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(found.metrics)}"
+            f"{source.folder!r}: {task.name} has no {task.main_metric}, only {', '.join(result.metrics)}"
         )
-    return Score(found.metrics | {"main_metric": main}, found.samples, found.confusion)
+    return Score(result.metrics | {"main_metric": main}, result.samples, result.confusion)
 
 
 def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
@@ -107,19 +107,19 @@ def classify(encoder: Encoder, task: Task, source: Source) -> Score | None:
     predicted, number = answers[:, 0], len(source.classes)
     accuracy = float(metrics.is_among(answers, labels, 1).mean())
     recall = metrics.mean_per_class_recall(predicted, labels)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "acc1": accuracy,
         "acc5": float(metrics.is_among(answers, labels, 5).mean()) if number >= 5 else None,
         "mean_per_class_recall": recall,
     }
     if task.macro:
-        found |= {
+        results |= {
             "acc_avg": accuracy, "recall-macro_all": recall, "F1-macro_all": metrics.macro_f1(predicted, labels),
         }
     if task.group_by:
-        found |= group_metrics(task, metrics.is_among(answers, labels, task.top_k), columns[1], source)
+        results |= group_metrics(task, metrics.is_among(answers, labels, task.top_k), columns[1], source)
     confusion = metrics.confusion(predicted, labels, number) if task.kind == OWN else None
-    return Score(found, len(labels), confusion)
+    return Score(results, len(labels), confusion)
 
 
 def group_metrics(task: Task, right: NDArray, fields: Sequence[NDArray | None], source: Source) -> dict[str, Any]:
@@ -132,50 +132,52 @@ def group_metrics(task: Task, right: NDArray, fields: Sequence[NDArray | None], 
         right: (N,) 0 or 1.
         fields: (columns,) of each sample.
     """
-    if any(own is None or len(own) != len(task.fields) for own in fields):
+    if any(numbers is None or len(numbers) != len(task.fields) for numbers in fields):
         raise InputError(
             f"{source.folder!r}: each sample of {task.name} needs an .npy of {len(task.fields)} numbers, "
             f"{', '.join(task.fields)}",
             "--data",
         )
     name = "acc" if task.top_k == 1 else f"acc_top{task.top_k}"
-    found: dict[str, Any] = {f"{name}_avg": float(right.mean())}
+    results: dict[str, Any] = {f"{name}_avg": float(right.mean())}
     for field in task.group_by:
         column = task.fields.index(field)
-        groups = metrics.by_group(right, np.array([own[column] for own in fields if own is not None]))
+        groups = metrics.by_group(right, np.array([numbers[column] for numbers in fields if numbers is not None]))
         for group, (value, count) in groups.items():
-            found |= {f"{name}_{field}:{group}": value, f"count_{field}:{group}": count}
+            results |= {f"{name}_{field}:{group}": value, f"count_{field}:{group}": count}
         worst = "wg" if len(task.group_by) == 1 else f"worst_{field}"
-        found[f"{name}_{worst}"] = min(value for value, _ in groups.values())
-    return found
+        results[f"{name}_{worst}"] = min(value for value, _ in groups.values())
+    return results
 
 
 def retrieve(encoder: Encoder, task: Task, source: Source) -> Score | None:
     """Recalls in both directions with standard errors, under clip_benchmark's names; any of an image's texts counts."""
 
     def answer(features: Tensor, captions: Sequence[list[str]]) -> Iterable[tuple[NDArray, NDArray]]:
-        texts = encoder.embed_texts([caption for own in captions for caption in own]).cpu()
-        of_each = [part.numpy() for part in texts.split([len(own) for own in captions])]
+        texts = encoder.embed_texts([caption for of_image in captions for caption in of_image]).cpu()
+        of_each = [part.numpy() for part in texts.split([len(of_image) for of_image in captions])]
         return zip(features.cpu().numpy(), of_each, strict=True)
 
     columns = encoder.columns(source, task.name, task.size, answer)
     if columns is None:
         return None
-    image, text = (list(map(torch.from_numpy, own)) for own in zip(*columns[2], strict=True))
+    image, text = (list(map(torch.from_numpy, arrays)) for arrays in zip(*columns[2], strict=True))
     # The same file in several samples of own shards is one image.
-    keys = [number if own is None else bytes(own) for number, own in enumerate(columns[1])]
-    first = {key: number for number, key in reversed(list(enumerate(keys)))}
-    place = {key: place for place, key in enumerate(first)}
-    of = torch.tensor([place[key] for key in keys]).repeat_interleave(torch.tensor([len(own) for own in text]))
-    images, texts = retrieval_ranks(torch.stack([image[number] for number in first.values()]), torch.cat(text), of)
-    found: dict[str, Any] = {}
+    keys = [number if digest is None else bytes(digest) for number, digest in enumerate(columns[1])]
+    first_numbers = {key: number for number, key in reversed(list(enumerate(keys)))}
+    index_of = {key: index for index, key in enumerate(first_numbers)}
+    num_captions = torch.tensor([len(embeddings) for embeddings in text])
+    of = torch.tensor([index_of[key] for key in keys]).repeat_interleave(num_captions)
+    unique_images = torch.stack([image[number] for number in first_numbers.values()])
+    images, texts = retrieval_ranks(unique_images, torch.cat(text), of)
+    results: dict[str, Any] = {}
     for name, ranks in (("image", texts), ("text", images)):
         for k in RECALLS:
             recall = ranks.recall(k)
-            found[f"{name}_retrieval_recall@{k}"] = recall
+            results[f"{name}_retrieval_recall@{k}"] = recall
             # The captions of an image share its embedding, so they do not count as independent.
-            found[f"{name}_retrieval_recall@{k}_error"] = standard_error(recall, len(first))
-    return Score(found | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(first))
+            results[f"{name}_retrieval_recall@{k}_error"] = standard_error(recall, len(first_numbers))
+    return Score(results | {"mean_recall@1": (texts.recall(1) + images.recall(1)) / 2}, len(first_numbers))
 
 
 def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:
@@ -196,7 +198,8 @@ def associate(encoder: Encoder, task: Task, source: Candidates) -> Score | None:
         "jaccard_score_5-6": sizes <= 6,
         "jaccard_score_10-12": sizes >= 10,
     }
-    return Score({name: float(values[own].mean()) if own.any() else None for name, own in chosen.items()}, len(values))
+    means = {name: float(values[mask].mean()) if mask.any() else None for name, mask in chosen.items()}
+    return Score(means, len(values))
 
 
 def prompt_of(cue: str) -> str:

@@ -162,15 +162,15 @@ def task_of(row: str | dict[str, Any], folder: str) -> Task:
     """
     row = {"key": row} if isinstance(row, str) else row
     row = {"name": row.get("key"), **row}
-    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
-    task = Task(**given)
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    task = Task(**values)
     for field in fields(Task):
         kind: Any = tuple if get_origin(field.type) is tuple else field.type
         if not isinstance(getattr(task, field.name), kind):
             raise ValueError(f"{field.name} of {task.key!r} is {getattr(task, field.name)!r}, not {kind}")
-    place = task.folder_in(folder)
-    kind, main_metric = KINDS.get(type_of(place) if place else CLASSIFICATION, KINDS[CLASSIFICATION])
-    return replace(task, **{"kind": kind, "main_metric": main_metric} | given)
+    task_folder = task.folder_in(folder)
+    kind, main_metric = KINDS.get(type_of(task_folder) if task_folder else CLASSIFICATION, KINDS[CLASSIFICATION])
+    return replace(task, **{"kind": kind, "main_metric": main_metric} | values)
 
 
 SHIFTS = ("imagenet_sketch", "imagenetv2", "imagenet-a", "imagenet-o", "imagenet-r", "objectnet")
@@ -209,10 +209,10 @@ def averages(table: str, tasks: Sequence[Task], scores: Sequence[Mapping[str, fl
     Args:
         scores: of each checkpoint, by task key, in [0, 1].
     """
-    found = []
+    rows = []
     for name, keys in aggregates(table, tasks).items():
-        there = [key for key in keys if all(key in own for own in scores)]
+        there = [key for key in keys if all(key in task_scores for task_scores in scores)]
         if there:
             part = "" if len(there) == len(keys) else f"[{len(there)} of {len(keys)} tasks] "
-            found.append((part + name, [sum(own[key] for key in there) / len(there) for own in scores]))
-    return found
+            rows.append((part + name, [sum(task_scores[key] for key in there) / len(there) for task_scores in scores]))
+    return rows

@@ -56,33 +56,33 @@ class HeldBytes(TorchDispatchMode):
         return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device.type == self.device]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = self.on_device((args, kwargs or {}))
-        for tensor in given:
+        inputs = self.on_device((args, kwargs or {}))
+        for tensor in inputs:
             self._hold(tensor.untyped_storage(), 0)  # allocated before, if it is new here
         if function.namespace == "c10d":  # a collective, which writes into its first argument
             result = args[0], FakeWork().boxed()
         else:
             result = function(*args, **(kwargs or {}))
-        made = self.on_device(result)
-        for tensor in made:
+        outputs = self.on_device(result)
+        for tensor in outputs:
             self._hold(tensor.untyped_storage(), tensor.untyped_storage().nbytes())
-        self.note(function, given, made)
+        self.note(function, inputs, outputs)
         return result
 
-    def note(self, function: Any, given: list[Tensor], made: list[Tensor]) -> None:
+    def note(self, function: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Called after each operation, for a subclass."""
 
     def _hold(self, storage: torch.UntypedStorage, size: int) -> None:
-        place = storage._cdata
-        if place in self._seen:
+        address = storage._cdata
+        if address in self._seen:
             return
-        self._seen.add(place)
+        self._seen.add(address)
         self.held += size
         self.peak = max(self.peak, self.held)
-        weakref.finalize(storage, self._release, place, size)
+        weakref.finalize(storage, self._release, address, size)
 
-    def _release(self, place: int, size: int) -> None:
-        self._seen.discard(place)
+    def _release(self, address: int, size: int) -> None:
+        self._seen.discard(address)
         self.held -= size
 
 
@@ -146,8 +146,8 @@ def model_bytes_of_step(model: Any, args: Namespace, device: str = "cpu") -> tup
                 dimension = image.shape[1]
                 del output, image, text
             optimizer.step()
-        kept = (args.accum_freq - k) * sum(tensor.nbytes for tensor in tree_leaves([*inputs[:1], *cached[:1]]))
-    return at_loss + kept, counted.peak + kept, dimension
+        cached_bytes = (args.accum_freq - k) * sum(tensor.nbytes for tensor in tree_leaves([*inputs[:1], *cached[:1]]))
+    return at_loss + cached_bytes, counted.peak + cached_bytes, dimension
 
 
 def loss_bytes(args: Namespace, processes: int, loss: Loss | None, dimension: int) -> int:
@@ -182,19 +182,19 @@ def _few_blocks() -> Iterator[None]:
     """The first two and the last of the blocks of similarities: all have the same memory in turn, and write into
     tensors of all samples, so that millions of pairs take no longer than thousands."""
 
-    def few(split: Callable) -> Callable:
+    def with_few_blocks(split: Callable) -> Callable:
         def shortened(*args: Any, **more: Any) -> Any:
-            found = split(*args, **more)
-            lists = found if isinstance(found, tuple) else (found,)
+            blocks = split(*args, **more)
+            lists = blocks if isinstance(blocks, tuple) else (blocks,)
             lists = tuple([*slices[:2], *slices[2:][-1:]] for slices in lists)
-            return lists if isinstance(found, tuple) else lists[0]
+            return lists if isinstance(blocks, tuple) else lists[0]
 
         return shortened
 
     users = {chunked: "tiles", log_sum: "tiles", prototype_gradient: "parts", similarities: "parts"}
     with ExitStack() as patched:
         for module, name in users.items():
-            patched.enter_context(patch.object(module, name, few(getattr(module, name))))
+            patched.enter_context(patch.object(module, name, with_few_blocks(getattr(module, name))))
         yield
 
 

@@ -66,8 +66,8 @@ def run(argv: list[str]) -> None:
     """
     args = parse(argv)
     out = Path(args.out)
-    if wrong := why_unfit(args.out):
-        raise InputError(wrong, "--out")
+    if problem := why_unfit(args.out):
+        raise InputError(problem, "--out")
     for source in (*args.sources, *(args.val or ())):
         if out.resolve().is_relative_to(Path(source).resolve()):
             raise InputError(f"{args.out!r} is in the source {source!r}; give a folder outside", "--out")
@@ -128,9 +128,9 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
     with whole_file(out / SIZES, text=True) as file:
         json.dump(report.shards, file, indent=1)
     images = []
-    for pair, found in read_images(train[:SHOWN], args.size, {}):
-        if found is not None:
-            image = opened(pair.name, found.data)  # as the model sees it
+    for pair, stored_image in read_images(train[:SHOWN], args.size, {}):
+        if stored_image is not None:
+            image = opened(pair.name, stored_image.data)  # as the model sees it
             image.thumbnail((SHOWN_SIZE, SHOWN_SIZE))
             images.append((image, pair.captions[0]))
     if images:

@@ -83,9 +83,10 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     pairs: list[Pair] = []
     for path in paths:
         if os.path.isdir(path):
-            found = find_pairs(path, flag)
-            pairs += [Pair(PurePath(os.path.relpath(one, path)).as_posix(), texts, one) for one, texts in found.pairs]
-            for why, names in found.left_out.items():
+            folder_pairs = find_pairs(path, flag)
+            for image, texts in folder_pairs.pairs:
+                pairs.append(Pair(PurePath(os.path.relpath(image, path)).as_posix(), texts, image))
+            for why, names in folder_pairs.left_out.items():
                 left_out.setdefault(why, []).extend(names)
         elif path.lower().endswith(".parquet"):
             pairs += _of_parquet(path, args, flag, left_out)
@@ -94,15 +95,15 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
             captions = ([cell] for cell in table[args.csv_caption_key])
             pairs += _of_table(table[args.csv_img_key], captions, path, left_out)
         else:
-            what = "is no folder, .csv, .tsv or .parquet" if os.path.exists(path) else "does not exist"
-            raise InputError(f"{path!r} {what}", flag)
+            problem = "is no folder, .csv, .tsv or .parquet" if os.path.exists(path) else "does not exist"
+            raise InputError(f"{path!r} {problem}", flag)
     if not pairs:
-        told = ", ".join(f"{len(names)} {why}" for why, names in left_out.items()) or "no image with a .txt beside it"
-        raise InputError(f"there are no pairs: {told}", flag)
+        reasons = ", ".join(f"{len(names)} {why}" for why, names in left_out.items())
+        raise InputError(f"there are no pairs: {reasons or 'no image with a .txt beside it'}", flag)
     by_place: dict[tuple[str, int | None], Pair] = {}
     for pair in pairs:
-        first = by_place.setdefault(pair.place, pair)
-        first.captions.extend(text for text in pair.captions if text not in first.captions)
+        merged_pair = by_place.setdefault(pair.place, pair)
+        merged_pair.captions.extend(text for text in pair.captions if text not in merged_pair.captions)
     return sorted(by_place.values(), key=lambda pair: pair.order(args.seed))
 
 
@@ -134,13 +135,14 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
         of_images, of_captions = (schema.field(name).type for name in (args.csv_img_key, args.csv_caption_key))
         steps = place_of_text(of_captions)
         if steps is None and not (types.is_integer(of_captions) or types.is_floating(of_captions)):
-            what = f"{path!r} has {str(of_captions)[:100]} in column {args.csv_caption_key!r}"
-            raise InputError(f"{what}; give one of texts, or of lists or structs with one text", "--csv-caption-key")
+            problem = f"{path!r} has {str(of_captions)[:100]} in column {args.csv_caption_key!r}"
+            raise InputError(f"{problem}; give one of texts, or of lists or structs with one text", "--csv-caption-key")
         is_struct = types.is_struct(of_images) and of_images.get_field_index("bytes") >= 0
         holds_images = is_struct or types.is_binary(of_images) or types.is_large_binary(of_images)
         if not holds_images and place_of_text(of_images) != ():
-            what = f"{path!r} has {str(of_images)[:100]} in column {args.csv_img_key!r}"
-            raise InputError(f"{what}; give one of paths, of files' bytes, or of structs with `bytes`", "--csv-img-key")
+            problem = f"{path!r} has {str(of_images)[:100]} in column {args.csv_img_key!r}"
+            expected = "paths, of files' bytes, or of structs with `bytes`"
+            raise InputError(f"{problem}; give one of {expected}", "--csv-img-key")
         captions = [_at(cell, steps or ()) for cell in _cells(path, args.csv_caption_key)]
         images = _images(path, args.csv_img_key)
     except InputError:

@@ -128,11 +128,11 @@ class Data:
         The digest by which a training resumes has neither: there moved images and repaired shards are the same data.
         """
         # Of a csv a plain name is taken as it is; a URL such as file:/data/0.tar names a file, too.
-        given = args.train_data or ""
-        plain = given if os.path.exists(given) else local_path(given)
+        train_data = args.train_data or ""
+        plain = train_data if os.path.exists(train_data) else local_path(train_data)
         paths = [plain] if self.shards is None else map(local_path, self.shards.urls)
-        found = [os.stat(path) for path in paths if path and os.path.exists(path)]
-        return [[file.st_size, file.st_mtime_ns] for file in found]
+        stats = [os.stat(path) for path in paths if path and os.path.exists(path)]
+        return [[file.st_size, file.st_mtime_ns] for file in stats]
 
 
 def batch_sizes(options: Namespace, args: Namespace, num_rows: int) -> list[int]:
@@ -204,21 +204,21 @@ def default_folder(path: str) -> str:
     return os.path.join(experiment_of(path), "normalizers", os.path.splitext(os.path.basename(path))[0])
 
 
-def training_flags(path: str, given: list[str]) -> list[str]:
-    """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then the flags `given`, which override it.
+def training_flags(path: str, command_line: list[str]) -> list[str]:
+    """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then `command_line`, which overrides it.
 
-    With --model, --loss or --recipe among `given`, or without a recipe.yaml, `given` alone.
+    With --model, --loss or --recipe among `command_line`, or without a recipe.yaml, `command_line` alone.
     """
-    flags = {word.partition("=")[0] for word in given}
+    flags = {word.partition("=")[0] for word in command_line}
     recipe = os.path.join(experiment_of(path), RECIPE)
     if flags & {"--model", "--loss", "--recipe"} or not os.path.exists(recipe):
-        return given
-    return ["--recipe", recipe, *given]
+        return command_line
+    return ["--recipe", recipe, *command_line]
 
 
-def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
+def check_data_of_recipe(args: Namespace, command_line: list[str]) -> None:
     """Raise InputError for remote train data from a recipe.yaml that the user did not name: a shell opens URLs."""
-    if args.recipe in given or args.recipe is None or "train_data" not in args.recipe_flags:
+    if args.recipe in command_line or args.recipe is None or "train_data" not in args.recipe_flags:
         return
     urls = shard_urls(args.train_data) if kind_of(args, args.train_data) == "webdataset" else [args.train_data]
     if None in map(local_path, [*args.train_data.split("::"), *urls]):
