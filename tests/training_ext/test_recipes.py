@@ -233,7 +233,7 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     assert "settings.md   for 64 pairs --loss queue --rho 2.2 " in text
     assert "Not found, so that a training would end here\n  --train-data: 1 of 1 shards cannot be read: 'x.tar'" in text
     assert ext_main([*TINY.split(), *datasets["csv"].split(), *"--loss clip --val-data y.csv --dry-run".split()]) == 0
-    assert "cannot be used here\n  --val-data: 'y.csv' does not exist\n" in capsys.readouterr().out
+    assert "would end here\n  --val-data: 'y.csv' does not exist\n" in capsys.readouterr().out
     assert "'x.tar'" in refused(flags)
     assert "is missing; give it, or --train-data" in refused("--loss queue --lr 1e-3 --dry-run")
     # The samples are counted, as the training would.
