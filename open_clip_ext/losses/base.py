@@ -222,8 +222,10 @@ class Loss(LossState):
         Each of the accum_freq calls gets the whole batch and would add the whole gradient. Loops that take the scalars'
         gradient in the last call alone, as OpenCLIP's later ones do, pass them detached in the others.
         """
+        if not trains:  # no call of a step
+            return 1 / self.accum_freq
         before = 0 if is_first else self._scale_calls
-        self._scale_calls = before + (trains and any(s is not None and s.requires_grad for s in scalars))
+        self._scale_calls = before + any(s is not None and s.requires_grad for s in scalars)
         is_last = (self._calls + 1) % self.accum_freq == 0
         return (self.accum_freq - before if is_last else 1) / self.accum_freq
 
