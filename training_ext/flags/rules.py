@@ -23,7 +23,7 @@ from training_ext.data.loss import build_loss
 from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
 from training_ext.flags.reference import is_unlike_reference
-from training_ext.openclip.hosts import has_lora, host, shards_model
+from training_ext.openclip.hosts import has_lora, logger_is_installed, shards_model
 from training_ext.openclip.loading import known_config
 
 # Of names, by --dataset-type
@@ -125,7 +125,7 @@ def needs_single_negatives(name: str) -> Rule:
 def needs_logger(name: str) -> Rule:
     return Rule(
         "report_to",
-        lambda run: {name, "all"} & set(run.loggers) and not is_installed(name),
+        lambda run: {name, "all"} & set(run.loggers) and not logger_is_installed(name),
         f"{{report_to!r}} needs {name}; pip install {name}, or leave it out",
     )
 
@@ -348,9 +348,3 @@ def check_rules(args: Namespace) -> None:
     for rule in RULES:
         if violation := rule.wrong(run):
             raise InputError(rule.text.format_map({**vars(run), "wrong": violation}), flag_of(rule.flag))
-
-
-def is_installed(logger: str) -> bool:
-    """Whether OpenCLIP has imported it; a folder wandb/ can be imported, too."""
-    module = getattr(host().main_module, logger, None)
-    return module is not None and (logger != "wandb" or hasattr(module, "init"))
