@@ -16,7 +16,8 @@ from training_ext.components import log as run_log
 from training_ext.components.bad_samples import component as skips
 from training_ext.components.log import Log, duration
 from training_ext.components.summary import summary
-from training_ext.core.epoch import Epoch, Evaluation, Training
+from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.training import Training
 from training_ext.flags.params import parse_args
 
 FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"
