@@ -169,6 +169,7 @@ class Run:
         return build_loss(args, self.data.num_rows, args.device, self.data.samples_per_epoch, batch)
 
     # Epochs
+
     def begin(self) -> None:
         """The first epoch of the run is about to begin: load what it resumes from."""
         if self._has_begun:
