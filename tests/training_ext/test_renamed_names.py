@@ -163,6 +163,6 @@ def test_a_command_without_the_name(datasets, tmp_path, path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-c", script, flags, str(tmp_path / "logs")]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in ended.stderr.splitlines() if seam.name in line]
+    lines = [line for line in ended.stderr.splitlines() if seam.path in line]
     assert lines and ended.returncode == (0 if kind.may_be_off else 2), ended.stderr[-2000:]
     assert (tmp_path / "logs/x/checkpoints/epoch_1.pt").exists() == kind.may_be_off
