@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -8,6 +9,9 @@ version = next(
     if line.startswith("__version__")
 )
 URL = "https://github.com/open-clip-ext/open_clip_ext"
+# The index shows README elsewhere than the repository does.
+readme = Path(__file__).with_name("README.md").read_text()
+readme = re.sub(r"\]\((?!https?:)([^)]+)\)", rf"]({URL}/blob/main/\1)", readme)
 data = ["scikit-learn", "resvg-py"]  # of examples/data
 docs = ["pdoc"]
 
@@ -15,7 +19,7 @@ setup(
     name="open-clip-ext",
     version=version,
     description="NeuCLIP, FastCLIP and other global contrastive losses for an unmodified OpenCLIP",
-    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description=readme.replace(".png)", ".png?raw=true)"),
     long_description_content_type="text/markdown",
     license="MIT",
     author="the open_clip_ext authors",

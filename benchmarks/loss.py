@@ -115,7 +115,7 @@ def compare(name: str, batch: int, dim: int, dtype: torch.dtype, device: torch.d
     result |= summary(times, "ours", "clip")
     if settings:
         result["to_clip_and_products"] = summary(times, "ours", ["clip", "products"])
-    if isinstance(loss, (ChunkedCLIPLoss, GlobalContrastiveLoss)):
+    if isinstance(loss, (ChunkedCLIPLoss, ChunkedSigLIPLoss, GlobalContrastiveLoss)):
         result["limit"] = summary(times, "ours", ["batch", "products"] if settings else "batch")
         result["clip_limit"] = summary(times, "clip", "batch")
     result["bytes"], result["base_bytes"] = (peak_memory(functions[name], device) for name in ("ours", "clip"))

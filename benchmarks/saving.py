@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from measuring import peak_resident, table
 
 from open_clip_ext import create_loss, rows_in_files
-from training_ext.data.checkpoint import atomic_save
+from training_ext.core.files import atomic_save
 from training_ext.openclip.loading import load_mapped
 
 FORMS = ("one file", "files")

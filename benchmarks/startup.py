@@ -63,6 +63,7 @@ def start(flags: str) -> dict:
     from training_ext.data.rows import find_rows
     from training_ext.flags import data_checks, params
 
+    multiprocessing.set_start_method("fork", force=True)  # as in a command; this process was spawned
     common = "--loss fastclip-v3 --dataset-type webdataset --workers 1"
     args = params.parse_args([*common.split(), *flags.split()])
     found = []

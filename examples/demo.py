@@ -141,7 +141,8 @@ def tell(curves: dict[str, list[list[float]]], sizes: dict[str, int], args: argp
     after = f"after {args.epochs} epochs of {sizes['train']:,} icons at a batch of 32"
     print(f"""
 R@1 in percent over {sizes["test"]:,} held-out icons, mean of both directions,
-{after}. ± is one standard error from the choice of the held-out icons. Beside it
+{after}. The control is the queue's loss with the batch's own
+estimates. ± is one standard error from the choice of the held-out icons. Beside it
 - [a, b]: where 95 % of single runs of 4 epochs lie, by five seeds (docs/evidence/small.md). With all five the queue is
   above the control by {leads[0]} and above clip by {leads[1]} (95 %); one run of each may show the opposite.
 - on the right 100,000 icons, 8 epochs, tuned flags: mean of five seeds, 95 % (docs/evidence/icons.md).""")

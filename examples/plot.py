@@ -16,8 +16,12 @@ from command import image_file
 from palette import styles
 
 from open_clip_ext.metrics_file import FILE, read_metrics
+from training_ext.data.metrics import standard_error
 
-PERCENT = {"R@1": "R@1, mean of both directions, %", "top1": "zero-shot top-1, %"}
+PERCENT = {
+    "R@1": "R@1, mean of both directions, %\n(band: standard error; dotted: chance)",
+    "top1": "zero-shot top-1, %",
+}
 ENDINGS = {"R@1": "_R@1", "top1": "top1"}
 STEPS = {
     "tau": "temperature",
@@ -51,7 +55,8 @@ def main() -> None:
 
 
 def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Points (thousand samples seen, value) by name of the panel; "minibatch" is the dotted curve of "error"."""
+    """Points (thousand samples seen, value) by name of the panel; "minibatch" is the dotted curve of "error", "chance"
+    and "R@1 standard error" belong to R@1."""
     found: dict[str, list[tuple[float, float]]] = {}
     steps = [line for line in lines if line["stage"] == "train"]
     per_epoch = samples_per_epoch(steps[0]) if steps else 1000.0
@@ -60,6 +65,10 @@ def curves(lines: list[dict[str, Any]]) -> dict[str, list[tuple[float, float]]]:
         if line["stage"] == "eval":
             values = {panel: percent([line.get(name) for name in names]) for panel, names in metrics.items()}
             seen = line["epoch"] * per_epoch
+            recall, pairs = values["R@1"], line.get("num_samples")
+            if recall is not None and pairs:
+                values["R@1 standard error"] = 100 * standard_error(recall / 100, pairs)
+                values["chance"] = 100 / pairs
         elif line["stage"] == "train":
             values = {
                 "tau": line.get("tau"),
@@ -119,6 +128,10 @@ def draw(runs: dict[str, dict[str, list[tuple[float, float]]]], path: Path) -> N
             points = run.get(panel, [])
             marker = "o" if len(points) < 20 else None
             axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=3, **style)
+            if panel == "R@1" and (errors := dict(run.get("R@1 standard error", []))):
+                bands = [(x, y - errors[x], y + errors[x]) for x, y in points if x in errors]
+                axis.fill_between(*zip(*bands, strict=True), color=style["color"], alpha=0.15, linewidth=0)
+                axis.plot(*zip(*run["chance"], strict=True), color="grey", linewidth=1, linestyle=":")
             if panel == "error":
                 points = run.get("minibatch", [])
                 axis.plot([x for x, _ in points], [y for _, y in points], **style | {"linestyle": ":"})

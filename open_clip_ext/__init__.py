@@ -2,6 +2,11 @@
 
 from pathlib import Path
 
+from open_clip_ext.keyboard import end_imports_in_one_line
+
+end_imports_in_one_line()
+
+# ruff: noqa: E402
 from open_clip_ext.errors import InputError
 from open_clip_ext.factory import create_loss, list_losses
 from open_clip_ext.losses import GlobalContrastiveLoss, NonFiniteError

@@ -33,7 +33,7 @@ class Batch:
     all_tau: Tensor  # (2, B)
     offset: int = 0  # position of this process's first pair among the B
     index: Tensor | None = None  # rows of all samples in the data set, (B,) int64
-    keys: Tensor | None = None  # of all samples, (B,) int64; those with the same key are not one another's negatives
+    keys: Tensor | None = None  # (B,) int64; samples with the same key are not each other's negatives
     all_log_batch: Tensor = field(init=False)  # L = log(eps + g) over the batch, (2, B)
     # 0-d bool on the device; False if a value is not finite or a row out of range, and then nothing of the batch may
     # enter the state. A network's optimizer still steps, with gradients of 0: Adam's momentum still moves the weights.
@@ -43,7 +43,7 @@ class Batch:
     def of_process(
         cls, image: Tensor, text: Tensor, tau: Tensor, index: Tensor | None = None, log_batch: Tensor | None = None
     ) -> "Batch":
-        """This process's pairs alone, as a batch of their own.
+        """Make a batch of this process's pairs alone, without communication.
 
         Args:
             tau: 0-d or (2, b).
@@ -71,9 +71,10 @@ class Batch:
     ) -> "Batch":
         all_positives = (all_image * all_text).sum(dim=1)
         all_tau = tau.detach().expand(2, len(all_positives))
-        own = slice(offset, offset + len(image))
+        local = slice(offset, offset + len(image))
         return cls(
-            image, text, all_positives[own], all_tau[:, own], all_image, all_text, all_positives, all_tau, offset, index
+            image, text, all_positives[local], all_tau[:, local],
+            all_image, all_text, all_positives, all_tau, offset, index,
         )
 
     def set_tau(self, all_tau: Tensor) -> None:
@@ -83,18 +84,18 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """B."""
+        """B, the number of pairs of all processes."""
         return len(self.all_positives)
 
     @cached_property
     def equal_rows(self) -> "EqualRows":
-        """Which of the B samples have the same row; where there is an `index`."""
+        """Groups of samples with the same row; only for a batch with an `index`."""
         assert self.index is not None
         return EqualRows(self.index)
 
     @property
     def local(self) -> slice:
-        """Where this process's pairs are among the B."""
+        """Slice of this process's pairs in the global batch."""
         return slice(self.offset, self.offset + len(self.image))
 
     @property
@@ -110,12 +111,14 @@ class Batch:
         return other
 
     def or_zeros(self) -> "Batch":
-        """Replace what a non-finite batch has beside its embeddings by zeros (temperatures by 1), so that sums over it
-        stay finite. A copy of the embeddings would take as much memory as they do."""
+        """A copy in which s_ii and L are 0 and temperatures 1 if the batch is not finite; sums over it are finite.
+
+        The embeddings stay as they are: a copy of them would take as much memory again.
+        """
         other = copy.copy(self)
         for name in ("all_positives", "all_tau", "all_log_batch"):
-            instead = 1.0 if name == "all_tau" else 0.0
-            setattr(other, name, torch.where(self.finite, getattr(self, name), instead))
+            fill = 1.0 if name == "all_tau" else 0.0
+            setattr(other, name, torch.where(self.finite, getattr(self, name), fill))
         return other
 
 
@@ -157,7 +160,7 @@ def add_eps(log_values: Tensor, eps: float) -> Tensor:
 
 
 def log_mean(log_total: Tensor, counts: Tensor, eps: float, log_batch: Tensor) -> Tensor:
-    """log(eps + exp(log_total) / counts), (2, b); L where nothing counts.
+    """log(eps + exp(log_total) / counts), (2, b); L for anchors whose count is 0.
 
     Args:
         log_total: log of each anchor's sum, (2, b).
@@ -168,5 +171,5 @@ def log_mean(log_total: Tensor, counts: Tensor, eps: float, log_batch: Tensor) -
 
 
 def log_mean_of_directions(log_values: Tensor) -> Tensor:
-    """Replace both directions by the log of the mean of exp(log_values) over them, (2, b)."""
+    """Log of the mean of exp(log_values) over both directions, repeated for each, (2, b)."""
     return (log_values.logsumexp(dim=0) - math.log(2)).expand_as(log_values)

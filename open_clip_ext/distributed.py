@@ -43,7 +43,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """What every process gave, in the order of ranks."""
+    """Values of all processes, in the order of ranks."""
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
@@ -52,7 +52,7 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def object_of_first(value: Any) -> Any:
-    """What process 0 gave."""
+    """Process 0's value, on every process."""
     shared = [value]
     if world_size() > 1:
         dist.broadcast_object_list(shared)
@@ -72,7 +72,7 @@ def wait_for_others() -> None:
     training step, which fails without a useful message or hangs for half an hour.
 
     Raises:
-        RuntimeError: a process has not come within 5 minutes.
+        RuntimeError: a process has not called it within 5 minutes.
     """
     if world_size() == 1:
         return
@@ -100,21 +100,21 @@ def wait_for_others() -> None:
     raise RuntimeError(message)
 
 
-def gather_rows(own: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
-    """Assemble a table, (num_rows, ...), on the CPU of process 0 from each process's rows r, r + W, r + 2W, ...; None
-    elsewhere. Every process must call it. Process 0 receives at most `chunk_rows` at a time, and W at least.
+def gather_rows(local_rows: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
+    """Assemble a table (num_rows, ...) on the CPU of process 0 from each process's rows r, r + W, r + 2W, ...
 
-    By `gather` and not by send and receive, for which NCCL would make a communicator for each pair of processes.
+    Every process must call it; all but process 0 get None. Process 0 receives at most max(chunk_rows, W) rows at a
+    time. This uses `gather`, since for send and receive NCCL would make a communicator for each pair of processes.
     """
     if (world := world_size()) == 1:
-        return own.to("cpu", copy=True)
+        return local_rows.to("cpu", copy=True)
     wait_for_others()
-    table = torch.empty(num_rows, *own.shape[1:], dtype=own.dtype) if rank() == 0 else None
+    table = torch.empty(num_rows, *local_rows.shape[1:], dtype=local_rows.dtype) if rank() == 0 else None
     most, step = -(-num_rows // world), -(-chunk_rows // world)
     for start in range(0, most, step):
         rows = slice(start, min(start + step, most))
-        piece = own.new_zeros(rows.stop - rows.start, *own.shape[1:])
-        piece[: len(own[rows])] = own[rows]  # the last process may have one row less
+        piece = local_rows.new_zeros(rows.stop - rows.start, *local_rows.shape[1:])
+        piece[: len(local_rows[rows])] = local_rows[rows]  # the last process may have one row less
         piece = transportable(piece)
         received = None if table is None else [torch.empty_like(piece) for _ in range(world)]
         dist.gather(piece, received)
@@ -125,13 +125,13 @@ def gather_rows(own: Tensor, num_rows: int, chunk_rows: int) -> Tensor | None:
     return table
 
 
-def log_sum_over_processes(own: Tensor) -> Tensor:
+def log_sum_over_processes(log_sums: Tensor) -> Tensor:
     """log-sum-exp of (2, B) over processes, in the order of ranks, so that all get the same bits."""
-    return all_gather(own[None]).logsumexp(dim=0)
+    return all_gather(log_sums[None]).logsumexp(dim=0)
 
 
 def on_first(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Copies of `tensors` on the CPU of process 0, for a checkpoint; nothing elsewhere, where they may be None."""
+    """Copy `tensors` to the CPU of process 0, for a checkpoint; other processes, whose values may be None, get none."""
     if rank() > 0:
         return {}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items() if tensor is not None}

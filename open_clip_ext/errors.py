@@ -1,12 +1,14 @@
 """Exceptions that end a command, and helpers that word their messages."""
 
 import difflib
+import errno
 import os
 import re
 import signal
 from collections.abc import Collection
+from pathlib import Path
 
-from open_clip_ext.files import is_full
+from open_clip_ext.files import is_full, os_error
 
 FULL = "the disk or the quota is full"
 # In torch's messages; the files of the second kind are in /dev/shm.
@@ -14,6 +16,8 @@ ENDED_WORKER = re.compile(
     r"DataLoader worker \(pid(\(s\))? [\d, ]+\) (is killed by signal: [\w ]+|exited unexpectedly)"
     r"|</torch_\S+>: (No space left on device|Cannot allocate memory)"
 )
+# In torch's messages, of the host and of a GPU.
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|(CUDA )?out of memory", re.IGNORECASE)
 
 # In messages of gloo and of the store; then of NCCL, of the process that it fails in and of one that waits in vain.
 LOST_ANOTHER = (
@@ -46,7 +50,7 @@ def one_line(error: Exception) -> str:
 
 
 def last_line(error: Exception) -> str:
-    """The message of an error that a loader worker may have raised, whose text is then the worker's traceback."""
+    """Message of an error; if a loader worker raised it, the last line of the traceback that is its text."""
     line = str(error).strip().splitlines()[-1]
     return line.removeprefix(f"{InputError.__module__}.{InputError.__name__}: ")
 
@@ -59,7 +63,7 @@ class Stopped(Exception):
 
     Args:
         after: number of the signal.
-        where: the place in the training, and how to resume there.
+        where: the epoch and step at which it stopped, and how to resume.
     """
 
     def __init__(self, after: int, where: str):
@@ -67,34 +71,44 @@ class Stopped(Exception):
         self.code = 128 + after
 
 
-def fault_of_machine(error: BaseException, folder: str | None = None) -> str | None:
-    """What the machine or its launcher did and what helps, one line: a full disk, a worker that was killed, a pipe that
-    nobody reads, processes that cannot find one another. None for other errors.
+def fault_of_machine(error: BaseException, folder: str | os.PathLike | None = None) -> str | None:
+    """Describe a system error in one line, cause and remedy; None for other errors.
+
+    System errors are a full disk or memory, a killed loader worker, a pipe that nobody reads, and processes that cannot
+    find one another.
 
     Args:
-        folder: any error in using a file in it counts, too.
+        folder: every OSError of a file in this folder is a system error, too.
     """
     if isinstance(error, RuntimeError) and (ended := ENDED_WORKER.search(str(error))):
         return (
             f"{ended[0]}; where nobody ended it, the memory or the shared memory (/dev/shm) is too small: lower "
             "--workers, or give the container more (--shm-size)"
         )
+    if isinstance(error, RuntimeError) and "unable to open shared memory object" in str(error):
+        return f"/dev/shm cannot be written: {str(error).rpartition(': ')[2]}; mount it writable, also for --workers 0"
+    is_of_torch = OUT_OF_MEMORY.search(str(error)) if isinstance(error, RuntimeError) else None
+    if is_of_torch or isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        text = str(error)[is_of_torch.start() :] if is_of_torch else str(error)
+        reason = ". ".join(text.replace("\n", " ").split(". ")[:2])
+        return f"{reason or 'out of memory'}; lower --batch-size or --workers"
     if isinstance(error, ValueError) and "environment variable MASTER_" in str(error):
-        given = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
+        variable = next((name for name in ("SLURM_NTASKS", "WORLD_SIZE") if name in os.environ), "WORLD_SIZE")
         return (
-            f"{given}: {os.environ.get(given)} processes, but no MASTER_ADDR and MASTER_PORT to find one another; set "
-            f"them, use torchrun, or unset {given}"
+            f"{variable}: {os.environ.get(variable)} processes, but no MASTER_ADDR and MASTER_PORT to find one another"
+            f"; set them, use torchrun, or unset {variable}"
         )
     if isinstance(error, BrokenPipeError):
         return "whoever read this output, or another pipe of the process, has ended"
-    if not isinstance(error, OSError):
+    system = os_error(error) if is_full(error) else error
+    if not isinstance(system, OSError):
         return None
-    name = error.filename
-    given = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
-    if is_full(error):
-        return f"{given}{error.strerror if FULL in str(error.strerror) else FULL}; make room"
-    below = folder is not None and given and os.path.abspath(name).startswith(os.path.abspath(folder) + os.sep)
-    return f"{given}{error.strerror}" if below else None
+    name = system.filename
+    subject = f"{os.fspath(name)!r} cannot be written: " if isinstance(name, str | os.PathLike) else ""
+    if is_full(system):
+        return f"{subject}{system.strerror if FULL in str(system.strerror) else FULL}; make room"
+    is_below = folder is not None and subject and Path(os.path.abspath(name)).is_relative_to(os.path.abspath(folder))
+    return f"{subject}{system.strerror}" if is_below else None
 
 
 def lost_another_process(error: RuntimeError) -> bool:
@@ -105,13 +119,13 @@ def lost_another_process(error: RuntimeError) -> bool:
     return dist.is_available() and dist.is_initialized() and any(sign in text for sign in LOST_ANOTHER)
 
 
-def did_you_mean(given: object, known: Collection[str], otherwise: str = "") -> str:
-    """The end of a message about an unknown name: the closest known name, or `otherwise` if none is close."""
-    near = difflib.get_close_matches(str(given), known, n=1)
+def did_you_mean(name: object, valid_names: Collection[str], otherwise: str = "") -> str:
+    """End of the message about an unknown name: suggests the closest valid one, or `otherwise` if none is close."""
+    near = difflib.get_close_matches(str(name), valid_names, n=1)
     end = f"did you mean {near[0]!r}?" if near else otherwise
     return f"; {end}" if end else ""
 
 
-def not_one_of(given: object, known: Collection[str]) -> str:
-    """A message about a value that should be one of the known names."""
-    return f"{given!r} is not one of {', '.join(known)}{did_you_mean(given, known)}"
+def not_one_of(value: object, valid_values: Collection[str]) -> str:
+    """Message about a value that must be one of `valid_values`."""
+    return f"{value!r} is not one of {', '.join(valid_values)}{did_you_mean(value, valid_values)}"

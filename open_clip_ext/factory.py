@@ -53,25 +53,25 @@ def add_entry_points(group: str, table: dict[str, Any], base: type[Part] | None 
     """Add the entry points of a group to its table: subclasses of `base`, or presets.
 
     Raises:
-        InputError: one cannot be imported, is of another type or name, or its name is taken; the message names the
-            package to fix or uninstall.
+        InputError: an entry point cannot be imported, has another type or name, or its name is taken; the message names
+            the package to fix or uninstall.
     """
     for point in entry_points(group=group):
         package = point.dist.name if point.dist is not None else point.value
-        given = f"entry point {point.name!r} of {package} in group {group}"
+        entry_point = f"entry point {point.name!r} of {package} in group {group}"
         try:
             loaded = point.load()
         except Exception as error:
-            raise InputError(f"{given}: {point.value!r} cannot be imported: {error!r}") from None
+            raise InputError(f"{entry_point}: {point.value!r} cannot be imported: {error!r}") from None
         if base is None:
             fits, expected = isinstance(loaded, LossPreset), "a LossPreset"
         else:
             fits = isinstance(loaded, type) and issubclass(loaded, base)
             expected = f"a subclass of {base.__module__}.{base.__name__}"
         if not fits or loaded.name != point.name:
-            raise InputError(f"{given}: {point.value!r} must be {expected} with that name")
+            raise InputError(f"{entry_point}: {point.value!r} must be {expected} with that name")
         if table.get(point.name, loaded) is not loaded:
-            raise InputError(f"{given}: the name is taken; choose another")
+            raise InputError(f"{entry_point}: the name is taken; choose another")
         table[point.name] = loaded
 
 
@@ -81,7 +81,7 @@ def list_losses() -> list[LossPreset]:
 
 
 def find_preset(name: str) -> LossPreset:
-    """The preset of a name or alias; an unknown one raises InputError, which lists the valid names."""
+    """Preset with this name or alias; InputError, which lists the valid names, if there is none."""
     name = ALIASES.get(name, name)
     if name not in presets():
         raise InputError(not_one_of(name, presets()), "loss")
@@ -89,7 +89,7 @@ def find_preset(name: str) -> LossPreset:
 
 
 def options_of(parts: Iterable[type[Part]]) -> list[Option]:
-    """The options of `parts`, each name once, with those of logit_scale's optimizer group.
+    """List the options that the classes `parts` declare, without repeats, and those of logit_scale's optimizer group.
 
     Raises:
         InputError: two parts declare different options of the same name.
@@ -97,21 +97,21 @@ def options_of(parts: Iterable[type[Part]]) -> list[Option]:
     options: dict[str, Option] = {}
     for part in parts:
         for option in (*part.options, *part.optimizer_options):
-            first = options.setdefault(option.name, option)
-            if replace(first, default=None) != replace(option, default=None):
+            same_name = options.setdefault(option.name, option)
+            if replace(same_name, default=None) != replace(option, default=None):
                 where = f"{part.__module__}.{part.__name__}"
                 raise InputError(f"{where} has an option whose name another part uses otherwise", option.name)
     return list(options.values())
 
 
 def all_parts() -> list[type[Part]]:
-    """Every class that has options."""
+    """All classes that declare options: losses, normalizers, temperatures and surrogates, also of other packages."""
     losses = dict.fromkeys(preset.loss for preset in list_losses() if preset.loss is not None)
     return [*losses, *(part for name in PART_CLASSES for part in PARTS[name].values())]
 
 
 def all_options() -> list[Option]:
-    """Every option of every part, each name once, for a command line."""
+    """All options of all parts, without repeats, for a command line."""
     return options_of(all_parts())
 
 
@@ -121,10 +121,10 @@ def setting_names() -> list[str]:
 
 
 def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
-    """The classes that make up the loss `name` and have options; none for OpenCLIP's own losses.
+    """Classes with options that the loss `name` consists of; empty for OpenCLIP's own losses.
 
     Args:
-        settings: with the name of each part.
+        settings: contains the name of each part, such as `normalizer`.
     """
     preset = find_preset(name)
     if not preset.has_parts or preset.loss is None:
@@ -133,47 +133,47 @@ def parts_of(name: str, settings: Mapping[str, Any]) -> tuple[type[Part], ...]:
 
 
 def defaults_of(name: str, parts: Iterable[type[Part]]) -> dict[str, Any]:
-    """Defaults of the loss `name` made of `parts`, by option; a value, or `Derived`."""
+    """Default of each option of the loss `name` with these `parts`: a value, or `Derived`."""
     preset = find_preset(name)
     return {option.name: preset.defaults.get(option.name, option.default) for option in options_of(parts)}
 
 
-def resolve_options(name: str, given: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
-    """Settings of the loss `name`: the given values, else the preset's, else the parts' defaults.
+def resolve_options(name: str, explicit: Mapping[str, Any], epochs: int | None = None) -> dict[str, Any]:
+    """Settings of the loss `name`: explicit values, then the preset's, then the parts' defaults.
 
     Args:
-        given: option or part name to value; None means not given.
+        explicit: option or part name to value; None means not given.
         epochs: length of the training; if None, settings derived from it stay None.
 
     Raises:
         InputError: an unknown loss or part, a value out of range, or a setting that this loss does not use.
     """
     preset = find_preset(name)
-    given = {key: value for key, value in given.items() if value is not None}
-    known = setting_names()
-    for key in given:
-        if key not in known:
-            near = did_you_mean(key, known) or f"; known are {', '.join(known)}"
+    explicit = {key: value for key, value in explicit.items() if value is not None}
+    valid_names = setting_names()
+    for key in explicit:
+        if key not in valid_names:
+            near = did_you_mean(key, valid_names) or f"; known are {', '.join(valid_names)}"
             raise InputError(f"no loss has this setting{near}", key)
-    if preset.is_open_clip and given:
-        raise InputError(f"the loss {name!r} is OpenCLIP's own and does not use it", next(iter(given)))
+    if preset.is_open_clip and explicit:
+        raise InputError(f"the loss {name!r} is OpenCLIP's own and does not use it", next(iter(explicit)))
 
     settings = {}
     for part, valid in PARTS.items() if preset.has_parts else ():
-        settings[part] = given.get(part, getattr(preset, part))
+        settings[part] = explicit.get(part, getattr(preset, part))
         if settings[part] not in valid:
             raise InputError(not_one_of(settings[part], valid), part)
     parts = parts_of(name, settings)
     defaults = defaults_of(name, parts)
-    for key in given:
+    for key in explicit:
         if key not in defaults and key not in settings:
             made_of = ", ".join(f"{part} {settings[part]!r}" for part in settings)
             raise InputError(f"the loss {name!r}{f' with {made_of}' if settings else ''} does not use it", key)
     for option in options_of(parts):
-        value = given.get(option.name, default_value(defaults[option.name], epochs))
+        value = explicit.get(option.name, default_value(defaults[option.name], epochs))
         settings[option.name] = value if value is None else option.check(value)
     for owner in parts:
-        owner.complete(settings, epochs, given)
+        owner.complete(settings, epochs, explicit)
     return settings
 
 
@@ -214,16 +214,16 @@ def create_loss(
             raise InputError(f"{value!r} must be an integer of at least 1", length)
     settings = resolve_options(name, options, epochs)
     parts = parts_of(name, settings)
-    own = {option.name for part in parts for option in part.options}
+    loss_options = {option.name for part in parts for option in part.options}
     for key in options:
-        if key not in own and key not in PARTS:
+        if key not in loss_options and key not in PARTS:
             raise InputError("belongs to your model and its optimizer, not to the loss", key)
 
     defaults = defaults_of(name, parts)
     for option in options_of(parts):
         default = defaults[option.name]
         is_derived = isinstance(default, Derived) and not isinstance(option.default, Derived)
-        if is_derived and option.name in own and settings[option.name] is None:
+        if is_derived and option.name in loss_options and settings[option.name] is None:
             # The part would take its own default, which is not the preset's.
             raise InputError(f"{default.words} by default; give it, or the number of epochs", option.name)
 

@@ -30,16 +30,16 @@ class InUseError(Exception):
 
 
 def is_only_user(folder: str | os.PathLike) -> bool:
-    """Whether this process is in its block of `only_user`."""
+    """Whether this process holds the folder's lock (`only_user`)."""
     try:
-        own = os.stat(os.path.join(folder, LOCK))
+        lock = os.stat(os.path.join(folder, LOCK))
     except OSError:
         return False
-    return any(os.path.samestat(os.fstat(file), own) for file in _held)
+    return any(os.path.samestat(os.fstat(file), lock) for file in _held)
 
 
 def _close_held() -> None:
-    """In a forked process, which would keep the lock of a run that was killed."""
+    """Close the locks that a forked process inherits: it would keep the folder of a killed run locked."""
     for file in _held:
         os.close(file)
     _held.clear()
@@ -51,19 +51,19 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def only_user(folder: str | os.PathLike) -> Iterator[None]:
-    """Make `folder`, and let one process at a time into the block; a killed one leaves no lock behind.
+    """Create `folder` and hold its lock within the block, so that one process at a time uses it.
 
-    The kernel keeps the lock; where the file system has none, all are let in. Folders that were made are removed at the
-    end if nothing is in them.
+    The kernel holds the lock, so a killed process leaves none behind; on a file system without locks every process
+    enters. At the end the folders that this created are removed if they are empty.
 
     Raises:
-        InUseError: another process is in its block.
-        OSError: the folder cannot be made or written to.
+        InUseError: another process holds the lock.
+        OSError: the folder cannot be created or written to.
     """
     folder = os.path.abspath(folder)
-    made = [folder]
-    while not os.path.exists(made[-1]):
-        made.append(os.path.dirname(made[-1]))
+    folders = [folder]
+    while not os.path.exists(folders[-1]):
+        folders.append(os.path.dirname(folders[-1]))
     path = os.path.join(folder, LOCK)
     file = _locked(path)
     _held.add(file)
@@ -75,12 +75,12 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
         _held.discard(file)
         os.close(file)
         with suppress(OSError):
-            for parent in made[:-1]:
+            for parent in folders[:-1]:
                 os.rmdir(parent)
 
 
 def _locked(path: str) -> int:
-    """The new lock, an open file."""
+    """Create the lock file `path`, lock it and return its file descriptor."""
     while True:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
@@ -100,7 +100,7 @@ def _locked(path: str) -> int:
 
 
 def _lock_of_kernel(file: int) -> bool:
-    """Lock an open file; False where there are no locks. Raises BlockingIOError if another process has locked it."""
+    """Lock an open file; False if the file system has no locks. Raises BlockingIOError if another process holds it."""
     if fcntl is None:
         return False
     try:
@@ -114,10 +114,10 @@ def _lock_of_kernel(file: int) -> bool:
 
 @contextmanager
 def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
-    """Open a new file beside `path`, for bytes or for UTF-8 text, that becomes `path` at the end of the block.
+    """Open a temporary file beside `path`, binary or UTF-8 text, and rename it to `path` at the end of the block.
 
-    A kill, a full disk or any exception leaves an older `path` as it was. Of several processes that write at the same
-    time each has a temporary file of its own, and the last one's stays. What killed processes left is removed later.
+    After a kill, a full disk or any exception an older `path` is unchanged. Processes that write at the same time have
+    separate temporary files, and the last rename wins. Temporary files of killed processes are removed later.
     """
     path = os.fspath(path)
     _remove_left(os.path.dirname(os.path.abspath(path)))
@@ -130,14 +130,16 @@ def whole_file(path: str | os.PathLike, text: bool = False) -> Iterator[IO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):  # frees a full disk
             os.remove(partial)
+        if isinstance(error.__context__, KeyboardInterrupt):  # torch's writer raises a RuntimeError in its place
+            raise KeyboardInterrupt from None
         raise
 
 
 def temporary_name(path: str) -> str:
-    """A new name beside `path`; a file that is left under it by a kill is removed later.
+    """New temporary name beside `path`; a file that a killed process leaves under it is removed later.
 
     It begins with a dot, so that a half-written copy of it in a remote folder is not the last in the order of names.
     """
@@ -147,7 +149,7 @@ def temporary_name(path: str) -> str:
 
 @lru_cache(maxsize=64)
 def _remove_left(folder: str) -> None:
-    """Remove old temporary files that no process writes; where there are no locks they stay."""
+    """Remove old temporary files that no process is writing; on a file system without locks they stay."""
     with suppress(OSError), os.scandir(folder) as entries:
         for path in [entry.path for entry in entries if OF_A_FILE.fullmatch(entry.name)]:
             with tempfile.TemporaryFile(dir=folder) as now:  # by the clock of the file system
@@ -160,7 +162,7 @@ def _remove_left(folder: str) -> None:
 
 @contextmanager
 def locked_folder(path: str | os.PathLike) -> Iterator[None]:
-    """Let one process at a time into the block, of those that give a file of the same folder."""
+    """Lock the folder of the file `path` within the block, so that one process at a time writes files there."""
     if fcntl is None:
         yield
         return
@@ -174,12 +176,12 @@ def locked_folder(path: str | os.PathLike) -> Iterator[None]:
 
 
 def os_error(error: BaseException | None) -> OSError | None:
-    """The OSError that an error is or comes from: torch's writer raises a RuntimeError in its place."""
+    """The OSError behind an error, itself or its cause: torch's writer raises a RuntimeError instead."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the disk was full."""
+    """Whether an error says that the disk is full or a quota is used up."""
     return getattr(os_error(error), "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -3,6 +3,7 @@
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from PIL import EpsImagePlugin
 
 from open_clip_ext.errors import InputError, Stopped, fault_of_machine, last_line, lost_another_process
+from open_clip_ext.keyboard import interrupt_by_exception
 from open_clip_ext.losses import NonFiniteError
 from open_clip_ext.options import flag_of
 
@@ -40,7 +42,7 @@ class Trained:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation; empty without one."""
+        """Metrics of the last evaluation; empty if there was none."""
         return self.by_epoch[-1] if self.by_epoch else {}
 
 
@@ -71,22 +73,42 @@ def train(flags: Iterable[object]) -> Trained:
 
 
 def _run(argv: list[str]) -> Trained:
-    if {"--bare", "--with"} & {word.partition("=")[0] for word in argv}:
-        return _run_core(argv)
+    with _forked_workers():
+        is_core = {"--bare", "--with"} & {word.partition("=")[0] for word in argv}
+        return _run_core(argv) if is_core else _run_whole(argv)
+
+
+@contextmanager
+def _forked_workers() -> Iterator[None]:
+    """Fork the loaders' workers on Linux, where Python 3.14 no longer does: OpenCLIP's pipeline of shards has lambdas,
+    which cannot be sent to a process that is started anew."""
+    method = multiprocessing.get_start_method(allow_none=True)
+    if sys.platform == "linux":
+        multiprocessing.set_start_method("fork", force=True)
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+def _run_whole(argv: list[str]) -> Trained:
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
     try:
-        from training_ext import launch, seams
-        from training_ext.flags import params, preflight, recipes
+        from training_ext import launch
+        from training_ext.core.plan import Plan
+        from training_ext.core.run import listing
+        from training_ext.flags import params, preflight
         from training_ext.openclip import failures, loading
 
         args = params.parse_args(argv)
-        launch.check_seams(args)
+        run = launch.build(args)
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     if args.seams:
-        print(seams.listing())
+        print(listing(run))
         return Trained([], None, [])
     if args.dry_run:
         from training_ext.tools import dry_run
@@ -94,33 +116,29 @@ def _run(argv: list[str]) -> Trained:
         with failures.in_one_line(args):
             dry_run.show(args)
         return Trained([], None, [])
-    flags = recipes.resolved_flags(args)  # before the session adds to them
     with ExitStack() as alone, _each_warning_once():
-        preflight.keep_others_out(args, alone)
+        run.prepare(alone)
         with failures.in_one_line(args):
-            with loading.collected_warnings() as told:  # OpenCLIP sets up the log only later
-                rows = preflight.check(args)
-            session = launch.session_class()(args, rows, flags, alone)
-            session.told = told
+            with loading.collected_warnings():  # OpenCLIP sets up the log only later
+                preflight.check(run)
             with _logging_as_before():
-                launch.run(session)
-    by_epoch, place = session.evaluations.by_epoch, session.run.folder
-    del session
+                launch.train(run)
+    by_epoch, folder = run.by_epoch, Plan(args).folder
+    del run
     gc.collect()  # frees loader workers and the model's memory
-    if place is None:
+    if folder is None:
         return Trained(by_epoch, None, [])
-    folder = Path(place)
-    return Trained(by_epoch, folder, _whole_checkpoints(folder))
+    return Trained(by_epoch, Path(folder), _whole_checkpoints(Path(folder)))
 
 
 def _whole_checkpoints(folder: Path) -> list[Path]:
-    """Those of whole epochs, in order."""
-    whole = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
-    return sorted(whole, key=lambda path: (len(path.name), path.name))
+    """Paths of the checkpoints `epoch_N.pt`, one per completed epoch, in the order of N."""
+    paths = [path for path in folder.glob("checkpoints/epoch_*.pt") if path.stem.removeprefix("epoch_").isdecimal()]
+    return sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
 def _run_core(argv: list[str]) -> Trained:
-    """Train with the components that --with names alone."""
+    """Train with `--bare` or `--with NAMES`: with no components, or with only those that are named."""
     from training_ext.core.hosts import cannot_import, supported
 
     supported()
@@ -128,6 +146,7 @@ def _run_core(argv: list[str]) -> Trained:
         from training_ext.core import run
     except ImportError as error:
         raise InputError(cannot_import(error)) from None
+    interrupt_by_exception()
     with _logging_as_before():
         training = run.start(argv)
     args = None if training is None else training.args
@@ -141,13 +160,13 @@ def _run_core(argv: list[str]) -> Trained:
 
 @contextmanager
 def _each_warning_once() -> Iterator[None]:
-    """Show each text of a library's warning once; Python's own record of them is lost whenever a filter changes."""
-    shown, show = set(), warnings.showwarning
+    """Show each distinct text of a warning once; Python's own record of them is lost whenever a filter changes."""
+    messages, show = set(), warnings.showwarning
 
-    def once(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
-        if (category, str(message)) not in shown:
-            shown.add((category, str(message)))
-            show(message, category, *where, **how)
+    def once(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if (category, str(message)) not in messages:
+            messages.add((category, str(message)))
+            show(message, category, *where, **options)
 
     warnings.showwarning = once
     try:
@@ -184,26 +203,28 @@ def exit_code(command: Callable[[], object]) -> int:
     except (InputError, NonFiniteError) as error:
         if isinstance(error, InputError) and error.argument is not None and not error.argument.startswith("--"):
             error = InputError(error.text, flag_of(error.argument))
-        return _told(f"error: {last_line(error)}", 2)
+        return _print_error(f"error: {last_line(error)}", 2)
     except KeyboardInterrupt:
-        return _told("interrupted; what was not yet saved is lost", 130) if os.environ.get("RANK", "0") == "0" else 130
+        if os.environ.get("RANK", "0") != "0":
+            return 130
+        return _print_error("interrupted; what was not yet saved is lost", 130)
     except Stopped as stopped:
-        return _told(str(stopped), stopped.code)
+        return _print_error(str(stopped), stopped.code)
     except BrokenPipeError:  # of a listing's reader that has ended, as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (OSError, RuntimeError, ValueError) as error:
+    except (MemoryError, OSError, RuntimeError, ValueError) as error:
         fault, code = fault_of_machine(error), 2
         if fault is None:
             if not isinstance(error, RuntimeError) or not lost_another_process(error):
                 raise
             line = str(error).strip().splitlines()[0][:300]
             fault, code = f"lost another process, whose output says why: {line}", 1
-        return _told(f"error: {fault}", code)
+        return _print_error(f"error: {fault}", code)
 
 
-def _told(line: str, code: int) -> int:
-    """Print the line on stderr, if somebody still reads it, and return the code."""
+def _print_error(line: str, code: int) -> int:
+    """Print the line on stderr, unless its reader has ended, and return the exit code."""
     try:
         print(f"open_clip_ext: {line}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -222,16 +243,17 @@ def run_module(name: str, argv: list[str] | None) -> int:
             module = importlib.import_module(name)
         except ImportError as error:
             raise InputError(cannot_import(error)) from None
+        interrupt_by_exception()
         module.run(_as_text(argv))
 
     return exit_code(run)
 
 
 def _as_text(argv: list[str] | None) -> list[str]:
-    """The command line, by default that of the process.
+    """Check the words of a command line, by default the process's, and return them.
 
     Raises:
-        InputError: a word of it, such as the name of a folder, can be written to no log.
+        InputError: a word, such as the name of a folder, is not valid UTF-8, so that no log could contain it.
     """
     words = sys.argv[1:] if argv is None else argv
     for word in words:

@@ -14,15 +14,16 @@ def total_memory(device: torch.device | str) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def check_fits(argument: str, what: str, needed: int, device: torch.device | str, instead: str) -> None:
+def check_fits(argument: str, value: str, needed: int, device: torch.device | str, remedy: str) -> None:
     """Raise InputError if `needed` bytes exceed the memory of the device.
 
     Args:
-        argument, what, instead: for the message: the argument's name, its value, and what would be right.
+        argument, value, remedy: for the message: the argument's name, its value, and what would be right.
     """
-    there = total_memory(device)
-    if needed > there:
-        place = str(device) if torch.device(device).type == "cuda" else "the host"
+    available = total_memory(device)
+    if needed > available:
+        device_name = str(device) if torch.device(device).type == "cuda" else "the host"
         raise InputError(
-            f"{what} needs {needed / 2**30:.1f} GiB on {place}, which has {there / 2**30:.1f} GiB; {instead}", argument
+            f"{value} needs {needed / 2**30:.1f} GiB on {device_name}, which has {available / 2**30:.1f} GiB; {remedy}",
+            argument,
         )

@@ -1,4 +1,4 @@
-"""metrics.jsonl: every number that a training logs, one JSON object a line (docs/logs.md has the names)."""
+"""metrics.jsonl: every number that a training logs, one JSON object per line (docs/logs.md has the names)."""
 
 import errno
 import json
@@ -57,20 +57,20 @@ def read_metrics(folder: str | os.PathLike, stage: str | None = None) -> list[di
             lines = [_parsed(line) for line in file]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    kept: list[dict[str, Any]] = []
+    history: list[dict[str, Any]] = []
     latest: dict[str, tuple[int, int]] = {}
     for line in lines:
         if line is None:
             continue
-        name, place = line["stage"], (line["epoch"], line["step"])
-        if place <= latest.get(name, (-1, -1)):  # a resumed run repeats it
-            kept = [other for other in kept if other["stage"] != name or (other["epoch"], other["step"]) < place]
-        if name == TRAIN and place < latest.get(EVAL, (-1, -1)):
-            kept = [other for other in kept if other["stage"] != EVAL or other["epoch"] <= line["epoch"]]
-            latest[EVAL] = place
-        latest[name] = place
-        kept.append(line)
-    return [line for line in kept if stage in (None, line["stage"])]
+        name, epoch_step = line["stage"], (line["epoch"], line["step"])
+        if epoch_step <= latest.get(name, (-1, -1)):  # a resumed run repeats it
+            history = [past for past in history if past["stage"] != name or (past["epoch"], past["step"]) < epoch_step]
+        if name == TRAIN and epoch_step < latest.get(EVAL, (-1, -1)):
+            history = [past for past in history if past["stage"] != EVAL or past["epoch"] <= line["epoch"]]
+            latest[EVAL] = epoch_step
+        latest[name] = epoch_step
+        history.append(line)
+    return [line for line in history if stage in (None, line["stage"])]
 
 
 def _parsed(text: str) -> dict[str, Any] | None:

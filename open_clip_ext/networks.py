@@ -69,18 +69,18 @@ class PartitionNetwork(SideModel):
         self._size = dimension, width
 
     def forward(self, image: Tensor, text: Tensor, named: dict[str, Tensor] | None = None) -> Tensor:
-        """log Z, (2, b), of image and text embeddings, (b, d) each; `named` stands in place of its own tensors."""
+        """log Z, (2, b), of image and text embeddings, (b, d) each; `named`, if given, are the parameters to use."""
         mlp, named = without_values(*self._size), self.named if named is None else named
         sides = [functional_call(mlp, below(named, f"{side}."), (e,)) for side, e in enumerate((image, text))]
         return torch.stack(sides)
 
     def backward(self, image: Tensor, text: Tensor, slopes: Tensor, finite: Tensor) -> None:
-        """Set `gradients` by an objective's derivatives in log Z, (2, b); to 0 if `finite`, 0-d bool, is False."""
+        """Set `gradients` from an objective's derivatives in log Z, (2, b); to 0 if `finite`, 0-d bool, is False."""
         with torch.enable_grad():
             named = {name: value.detach().requires_grad_() for name, value in self.named.items()}
-            found = torch.autograd.grad(self(image, text, named), list(named.values()), slopes)
+            gradients = torch.autograd.grad(self(image, text, named), list(named.values()), slopes)
         self.gradients = {
-            name: torch.where(finite, gradient, 0.0) for name, gradient in zip(named, found, strict=True)
+            name: torch.where(finite, gradient, 0.0) for name, gradient in zip(named, gradients, strict=True)
         }
 
 
@@ -91,13 +91,13 @@ def hidden_width(dimension: int, width: float) -> int:
 
 @cache
 def without_values(dimension: int, width: float) -> PartitionMLP:
-    """The MLP on the meta device: no memory, no random numbers."""
+    """The MLP on the meta device, for its names and shapes: takes no memory and draws no random numbers."""
     with torch.device("meta"):
         return PartitionMLP(dimension, width)
 
 
 def size(dimension: int, width: float) -> int:
-    """Number of values of both MLPs."""
+    """Number of parameters of both MLPs, for images and for texts."""
     return 2 * sum(parameter.numel() for parameter in without_values(dimension, width).parameters())
 
 

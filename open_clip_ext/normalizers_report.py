@@ -4,7 +4,7 @@ from open_clip_ext.main import leave, run_module
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Report how far a checkpoint's normalizers are from the true ones; return the exit code, see `main.exit_code`."""
+    """Compare a checkpoint's normalizers with the exact ones; return the exit code, see `main.exit_code`."""
     return run_module("training_ext.tools.report", argv)
 
 

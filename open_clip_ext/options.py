@@ -22,14 +22,14 @@ def flag_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Derived:
-    """A default that is computed from something else; the part gets None until that is known."""
+    """A default that is computed from something else, such as the number of epochs; None until that is known."""
 
     words: str  # description for `--help`
     from_epochs: Callable[[int], Any] | None = None  # of the training's length to the value; None: the part computes it
 
 
 def default_value(default: Any, epochs: int | None = None) -> Any:
-    """The value of an option that is not given; None for a `Derived` one that is not known yet."""
+    """Value of an option that the user did not set; None for a `Derived` default that is not known yet."""
     if not isinstance(default, Derived):
         return default
     return None if default.from_epochs is None or epochs is None else default.from_epochs(epochs)
@@ -78,14 +78,15 @@ def option(default: Any, help: str, **settings: Any) -> Any:
     return Option(default, help, **settings)
 
 
-def refuse_unused(given: Collection[str], names: Iterable[str], why: str) -> None:
-    """Raise InputError if one of the options `names`, which have no effect, is among those `given`.
+def refuse_unused(explicit: Collection[str], names: Iterable[str], why: str) -> None:
+    """Raise InputError if one of the options `names`, which have no effect, is among the `explicit` ones.
 
     Args:
+        explicit: names of the options that the user set.
         why: the condition under which they have no effect; ends the message.
     """
     for name in names:
-        if name in given:
+        if name in explicit:
             raise InputError(f"has no effect {why}; leave it out", name)
 
 
@@ -105,8 +106,9 @@ AT_LEAST_1: dict[str, Any] = dict(valid=lambda value: value >= 1, expected="at l
 
 
 class WithOptions:
-    """Base of what declares options as class attributes, `lr: float = option(0.1, "learning rate")`, and takes them as
-    keyword arguments.
+    """Base of classes that declare options as class attributes and take them as keyword arguments.
+
+    A declaration is `lr: float = option(0.1, "learning rate")`.
 
     Class attributes:
         options: all options of the class and its bases, collected from their bodies.
@@ -122,9 +124,9 @@ class WithOptions:
         super().__init_subclass__(**kwargs)
         bases = [base.__dict__.get("options", ()) for base in reversed(cls.__mro__[1:])]
         options = {option.name: option for inherited in bases for option in inherited}
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Option) or name in options}
-        types = inspect.get_annotations(cls, eval_str=True) if own else {}
-        for name, value in own.items():
+        body = {name: value for name, value in vars(cls).items() if isinstance(value, Option) or name in options}
+        types = inspect.get_annotations(cls, eval_str=True) if body else {}
+        for name, value in body.items():
             if isinstance(value, Option):
                 kind = types[name]
                 kind = next((type for type in get_args(kind) if type is not NoneType), kind)
@@ -133,14 +135,14 @@ class WithOptions:
                 options[name] = replace(options[name], default=value)
         cls.options = tuple(options.values())
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, **values: Any) -> None:
         super().__init__()
-        known = [option.name for option in self.options]
-        for name in given:
-            if name not in known:
-                raise TypeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, known)}")
+        names = [option.name for option in self.options]
+        for name in values:
+            if name not in names:
+                raise TypeError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, names)}")
         for option in self.options:
-            value = given.get(option.name)
+            value = values.get(option.name)
             value = default_value(option.default) if value is None else option.check(value)
             setattr(self, option.name, value)
 
@@ -170,13 +172,13 @@ class Part(WithOptions):
     epoch: int = 0
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         """Fill in settings that are None and follow from others; refuse given settings that have no effect.
 
         Args:
             settings: settings of the whole loss, by option name; changed in place.
             epochs: length of the training, if known.
-            given: names of the settings that the user gave.
+            explicit: names of the settings that the user set.
 
         Raises:
             InputError: see `options.refuse_unused`.
@@ -191,7 +193,7 @@ class Part(WithOptions):
 
         Args:
             steps: optimizer steps in one pass over the data.
-            passes: in the training, if known; an epoch may be less or more than one.
+            passes: passes over the data in the whole training, None if unknown; an epoch need not be one pass.
         """
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
@@ -200,8 +202,10 @@ class Part(WithOptions):
         return {}
 
     def limit_to(self, num_samples: int) -> None:
-        """Limit every part to n = `num_samples` stored samples, so that none is stored twice; called before the first
-        step if n is known."""
+        """Limit the number of samples that a part stores to n = `num_samples`, so that none is stored twice.
+
+        Called before the first step if n is known.
+        """
 
     def materialize(self, dimension: int, device: torch.device, dtype: torch.dtype) -> None:
         """Allocate the state that depends on the embeddings' dimension, dtype or device.

@@ -17,7 +17,7 @@ from open_clip_ext.options import Derived
 
 @dataclass(frozen=True)
 class LossPreset:
-    """What `--loss NAME` means."""
+    """A loss by name: its parts, defaults and description, selected by `--loss NAME`."""
 
     name: str
     summary: str  # one line for `--list-losses`

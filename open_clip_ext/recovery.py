@@ -93,16 +93,17 @@ def recover_statistics(
         step = partial(_step, model, optimizer, loss)
     if loss is not None and not loss.training:
         raise InputError("loss: its state is not updated in evaluation mode; call loss.train()")
-    own = getattr(loss, "surrogate", Identity()).name
-    if surrogate not in (Identity.name, own):
-        raise InputError(f"surrogate: {surrogate!r} is neither 'identity' nor the loss's own, {own!r}")
+    loss_surrogate = getattr(loss, "surrogate", Identity()).name
+    if surrogate not in (Identity.name, loss_surrogate):
+        raise InputError(f"surrogate: {surrogate!r} is neither 'identity' nor the loss's own, {loss_surrogate!r}")
     weights = FrozenWeights(model)
-    known = {*weights.names, *(loss.parameters() if loss is not None else ())}
-    if not all(parameter in known for group in optimizer.param_groups for parameter in group["params"]):
+    parameters = {*weights.names, *(loss.parameters() if loss is not None else ())}
+    if not all(parameter in parameters for group in optimizer.param_groups for parameter in group["params"]):
         raise InputError("model: the optimizer has parameters that are not in it; give a module that holds them all")
     name = f"optimizer: {type(optimizer).__name__}"
     lengths: list[int | None] = [None] * int(epochs) if steps is None else [*epoch_lengths(epochs, steps)]
-    with weights.kept(), zero_learning_rates(optimizer, loss, None if surrogate == own else Identity()):
+    frozen = zero_learning_rates(optimizer, loss, None if surrogate == loss_surrogate else Identity())
+    with weights.restored_on_error(), frozen:
         for epoch, length in enumerate(lengths):
             if loss is not None:
                 loss.set_epoch(epoch)
@@ -152,8 +153,8 @@ class FrozenWeights:
         self._then = {name: tensor.to("cpu", copy=True) for name, tensor in self._now.items()}
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore everything if the block raises; at learning rate 0 a NaN in a gradient still makes a weight NaN."""
+    def restored_on_error(self) -> Iterator[None]:
+        """Restore all weights if the block raises; at learning rate 0 a NaN in a gradient still makes a weight NaN."""
         try:
             yield
         except BaseException:
@@ -162,7 +163,7 @@ class FrozenWeights:
 
     @torch.no_grad()
     def restore(self) -> str | None:
-        """Restore everything to the last bit; return the name of the first parameter that had changed, or None."""
+        """Restore all weights to the last bit; return the name of the first parameter that had changed, or None."""
         parameters = set(self.names.values())
         first_moved = None
         for name, tensor in self._now.items():
@@ -200,17 +201,17 @@ def zero_learning_rates(
     """Set every learning rate to 0; afterwards restore the groups' settings, except an optimizer's `step`.
 
     Args:
-        surrogate: the loss's within the block; None for its own.
+        surrogate: the surrogate that the loss uses within the block; None: its own.
     """
     groups = optimizer.param_groups
-    kept = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
+    settings = [{name: value for name, value in group.items() if name not in ("params", "step")} for group in groups]
     for group in groups:
         group["lr"] = 0.0
     try:
         with nullcontext() if loss is None else loss.in_recovery(surrogate):
             yield
     finally:
-        for group, values in zip(groups, kept, strict=True):
+        for group, values in zip(groups, settings, strict=True):
             group.update(values)
 
 
@@ -219,12 +220,12 @@ def check_frozen(
     optimizer: torch.optim.Optimizer,
     loss: Loss | None,
     name: str,
-    instead: str = "use AdamW",
+    remedy: str = "use AdamW",
 ) -> None:
-    """Restore the weights, and raise unless the last steps changed the moments and no weight.
+    """Restore the weights; raise if the last steps changed one of them or left all moments 0.
 
     Args:
-        name, instead: the optimizer's name and what to use instead, for the message.
+        name, remedy: the optimizer's name and what to use instead, for the message.
 
     Raises:
         InputError: a weight has changed, or the moments are 0 though there are gradients.
@@ -240,7 +241,7 @@ def check_frozen(
                     f"recovery of statistics: {moment_name} of {whose} is not finite; the data or the pretrained "
                     "weights have a NaN or an infinity"
                 )
-    why = f"so its statistics cannot be recovered; {instead}"
+    why = f"so its statistics cannot be recovered; {remedy}"
     if moved := weights.restore():
         raise InputError(f"{name} moves the weights ({moved}) at learning rate 0, {why}")
     first_moments = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]

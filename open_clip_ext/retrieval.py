@@ -26,7 +26,7 @@ NUM_IMAGES = "num_images"
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where the most similar positive of each query stands; each (q,) int64, on the CPU."""
+    """Rank of each query's most similar positive, by counts of candidates; each (q,) int64, on the CPU."""
 
     above: Tensor  # number of candidates that are more similar
     equal: Tensor  # number of other candidates as similar, positives not counted
@@ -39,9 +39,10 @@ class Ranks:
     def recall(self, k: int) -> float:
         """Expected fraction of the queries that have a positive among the k most similar candidates."""
         missed = torch.ones(len(self.above), dtype=torch.float64)
-        for place in range(k):
-            others = (self.above + self.equal - place).clamp(min=0).double()  # that could stand here, of equal ones
-            missed *= torch.where(place < self.above, 1.0, others / (others + self.positives))
+        for rank in range(k):
+            # Of the equal candidates, those that are no positives and may stand at this rank.
+            non_positives = (self.above + self.equal - rank).clamp(min=0).double()
+            missed *= torch.where(rank < self.above, 1.0, non_positives / (non_positives + self.positives))
         return float((1 - missed).mean())
 
 
@@ -57,20 +58,20 @@ def retrieval_ranks(
             belongs to image i.
         device: where similarities are computed, by default where the images are.
     """
-    place = image.device if device is None else torch.device(device)
+    compute_device = image.device if device is None else torch.device(device)
     of = torch.arange(len(text), device=image.device) if image_of_text is None else image_of_text
-    rows, columns = tiles(len(image), [slice(0, len(text))], place)
-    own = torch.cat([(image[of[part]].double() * text[part].double()).sum(dim=1) for part in columns])
-    best = own.new_full((len(image),), -torch.inf).scatter_reduce(0, of, own, "amax")
+    rows, columns = tiles(len(image), [slice(0, len(text))], compute_device)
+    pair_similarities = torch.cat([(image[of[part]].double() * text[part].double()).sum(dim=1) for part in columns])
+    best = pair_similarities.new_full((len(image),), -torch.inf).scatter_reduce(0, of, pair_similarities, "amax")
     # Two sums of d products in different order differ by at most d epsilons of the product of the norms.
-    slack = text.shape[1] * torch.finfo(own.dtype).eps * image.norm(dim=1).max() * text.norm(dim=1).max()
-    as_good = ~(own < (best - slack)[of])
-    images = _Side(best, slack, of.new_zeros(len(image)).scatter_add(0, of, as_good.long()), 1, place)
-    texts = _Side(own, slack, torch.ones_like(of), 0, place)
+    slack = text.shape[1] * torch.finfo(pair_similarities.dtype).eps * image.norm(dim=1).max() * text.norm(dim=1).max()
+    as_good = ~(pair_similarities < (best - slack)[of])
+    images = _Side(best, slack, of.new_zeros(len(image)).scatter_add(0, of, as_good.long()), 1, compute_device)
+    texts = _Side(pair_similarities, slack, torch.ones_like(of), 0, compute_device)
     for row in rows:
-        some = image[row].to(place).double()
+        some = image[row].to(compute_device).double()
         for column in columns:
-            similarities = some @ text[column].to(place).double().T
+            similarities = some @ text[column].to(compute_device).double().T
             images.count(similarities, row)
             texts.count(similarities, column)
     return images.ranks(len(text)), texts.ranks(len(image))
@@ -79,33 +80,33 @@ def retrieval_ranks(
 def validation_metrics(
     image: Tensor, text: Tensor, image_of_text: Tensor | None = None, device: torch.device | str | None = None
 ) -> dict[str, float]:
-    """What OpenCLIP's `get_clip_metrics` gives for n pairs, and `ANY_CAPTION` and the number of images.
+    """Retrieval metrics of n pairs, named as in OpenCLIP's `get_clip_metrics`; `ANY_CAPTION`, `NUM_IMAGES`, too.
 
     Args:
         image: (n, d). text: (n, d).
-        image_of_text: (n,) int64, the number of each pair's image, of 0 to the number of images; None: without the
-            recalls that know an image's other captions.
+        image_of_text: (n,) int64, the index of each pair's image, counted from 0; None: without `ANY_CAPTION`, the
+            recalls at which each caption of an image counts as its positive, and without `NUM_IMAGES`.
         device: as of `retrieval_ranks`.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for side, ranks in zip(SIDES, retrieval_ranks(image, text, device=device), strict=True):
         expected = ranks.expected()
-        found[f"{side}_mean_rank"] = float(expected.mean()) + 1
-        found[f"{side}_median_rank"] = float(expected.quantile(0.5).floor()) + 1
-        found |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
+        metrics[f"{side}_mean_rank"] = float(expected.mean()) + 1
+        metrics[f"{side}_median_rank"] = float(expected.quantile(0.5).floor()) + 1
+        metrics |= {f"{side}_R@{k}": ranks.recall(k) for k in RECALLS}
     if image_of_text is None:
-        return found
+        return metrics
     pairs = torch.arange(len(text))
-    first = pairs.new_zeros(int(image_of_text.max()) + 1).scatter_reduce(
+    first_pairs = pairs.new_zeros(int(image_of_text.max()) + 1).scatter_reduce(
         0, image_of_text, pairs, "amin", include_self=False
     )
-    for side, ranks in zip(SIDES, retrieval_ranks(image[first], text, image_of_text, device), strict=True):
-        found |= {f"{side}_any_R@{k}": ranks.recall(k) for k in RECALLS}
-    return found | {NUM_IMAGES: len(first)}
+    for side, ranks in zip(SIDES, retrieval_ranks(image[first_pairs], text, image_of_text, device), strict=True):
+        metrics |= {f"{side}_any_R@{k}": ranks.recall(k) for k in RECALLS}
+    return metrics | {NUM_IMAGES: len(first_pairs)}
 
 
 class _Side:
-    """Counts the candidates of the queries of one direction.
+    """Counts, for the queries of one direction, the candidates that are more and less similar than the best positive.
 
     Args:
         level: similarity of each query and its best positive, (q,).

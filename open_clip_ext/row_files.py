@@ -44,20 +44,20 @@ _CURRENT: ContextVar["RowFiles | None"] = ContextVar("rows_in_files", default=No
 
 
 def current() -> "RowFiles | None":
-    """The files of the `rows_in_files` that is entered, if any."""
+    """The `RowFiles` of the enclosing `rows_in_files`, or None."""
     return _CURRENT.get()
 
 
 @contextmanager
 def rows_in_files(folder: str | os.PathLike) -> Iterator["RowFiles"]:
-    """Within it a loss's state has its rows per sample in files of `folder`, when it is given and when it is loaded.
+    """Within the block, a loss's state is saved and loaded with its rows per sample in files of `folder`.
 
-    Every process enters it. A state that is given makes the folder, which must be new and which all processes see;
-    where they name different ones, process 0's counts. It is complete once the context is left.
+    Every process enters it. Saving creates the folder, which must be new and visible to all processes; if processes
+    name different folders, process 0's is used. The files are complete at the end of the block.
 
     Raises:
-        InputError: the folder exists, cannot be written on some process, or is not seen by it, and then on every
-            process; or a file is missing, damaged or of another save.
+        InputError: on every process, where the folder exists, or some process cannot write or see it; or a file is
+            missing, damaged or of another save.
     """
     if current() is not None:
         raise RuntimeError("rows_in_files: within another; leave that first")
@@ -105,7 +105,8 @@ class RowFiles:
         """Write this process's rows (local n, c) of a table of `num_rows`.
 
         Returns:
-            What stands for the table in the state, on process 0. What goes wrong is told to all processes at the end.
+            The dictionary that stands for the table in the state; None on all processes but 0. An error raises in
+            `finish`, on every process.
         """
         if not self._tables:
             self._begin()
@@ -152,7 +153,7 @@ class RowFiles:
         return checksum
 
     def finish(self) -> None:
-        """The index, once every process has written its parts."""
+        """Write the index, once every process has written its parts."""
         if not self._tables:
             return
         problems, checksums = zip(*all_gather_object((self._problem, self._checksums)), strict=True)
@@ -174,29 +175,29 @@ class RowFiles:
     # Reading, by any process
 
     def read(self, saved: Mapping[str, Any], rows: Tensor, num_rows: int) -> None:
-        """Fill `rows` (local n, c) with this process's of a table of `num_rows`.
+        """Fill `rows` (local n, c) with this process's rows of a table of `num_rows`.
 
         Args:
-            saved: what `write` gave, after `check`.
+            saved: the result of `write`, on which `check` did not raise.
 
         Raises:
             InputError: a file is missing, damaged or of another save.
         """
         parts, shape, checksums = self._find(saved)
-        own, owners = rank(), world_size()
-        for part in range(own, parts, owners):
+        process, processes = rank(), world_size()
+        for part in range(process, parts, processes):
             path = self._path(saved["table"], part, parts)
             with self._open(saved, part, parts, shape):
                 if checksums is not None and _checksum(path) != checksums[part]:
                     raise InputError(f"{path!r} is damaged: its bytes have changed since it was written")
-        both = math.lcm(parts, owners)
+        both = math.lcm(parts, processes)
         for part in range(parts):
             # The rows of this part and of this process are every `both`-th from the first on.
-            first = next((row for row in range(part, both, parts) if row % owners == own), None)
-            if first is None:
+            first_row = next((row for row in range(part, both, parts) if row % processes == process), None)
+            if first_row is None:
                 continue
-            target = rows[first // owners :: both // owners]
-            offset, stride = first // parts, both // parts
+            target = rows[first_row // processes :: both // processes]
+            offset, stride = first_row // parts, both // parts
             with self._open(saved, part, parts, shape) as tensor:
                 count = max(1, CHUNK_ROWS // stride)
                 for start in range(0, len(target), count):
@@ -213,7 +214,7 @@ class RowFiles:
         return shape
 
     def _find(self, saved: Mapping[str, Any]) -> tuple[int, tuple[int, int], list[int] | None]:
-        """How many processes wrote the table, its shape, and the parts' checksums, which older saves do not have."""
+        """Number of processes that wrote the table, its shape, and the parts' checksums, None in older saves."""
         path = os.path.join(self.folder, INDEX)
         try:
             with open(path, encoding="utf-8") as file:
@@ -235,7 +236,7 @@ class RowFiles:
 
     @contextmanager
     def _open(self, saved: Mapping[str, Any], part: int, parts: int, shape: tuple[int, int]) -> Iterator[Any]:
-        """A part, whose rows stay on disk until they are used."""
+        """Open a part; its rows stay on disk until they are used."""
         from safetensors import SafetensorError, safe_open  # the library itself needs torch alone
 
         path = self._path(saved["table"], part, parts)

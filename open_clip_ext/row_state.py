@@ -1,6 +1,6 @@
 """State per sample: one row for each of the data set's n samples, sharded over the processes.
 
-`RowState` is the base of every part that keeps some, and `ShardedRows` is where it lies. In a checkpoint a column is a
+Parts with such state derive from `RowState`, which stores it in `ShardedRows`. In a checkpoint a column is a
 tensor (n, 2), whatever the world size; within `rows_in_files` every process writes its own rows beside it.
 
 Shapes: B = samples of the global batch, W = world size, n = rows, c = values of a row.
@@ -22,8 +22,8 @@ from open_clip_ext.options import Part, option
 class RowState(Part, nn.Module):
     """Base of the parts with state per sample: `columns` and `new_rows` are all that a subclass declares.
 
-    Each column has two values per sample, for its image and its text. For another world size, device or form of
-    checkpoint there is nothing to do. docs/extending.md shows a subclass whole.
+    Each column has two values per sample, for its image and its text. Sharding, device and checkpoints need nothing in
+    the subclass. docs/extending.md shows a complete one.
 
     Args:
         num_samples: n, at least 1.
@@ -47,7 +47,7 @@ class RowState(Part, nn.Module):
         Args:
             old: the columns of the batch's samples before the step, (B, 2) each; on a sample's first visit they have
                 the value that `columns` gives.
-            estimate: what the batch says of its samples, (B, 2); equal for samples of the same row.
+            estimate: the batch's estimate for its samples, (B, 2); equal for samples of the same row.
         """
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class RowState(Part, nn.Module):
         self.rows = ShardedRows(num_samples, len(fill), fill, device, on_host=self.rows_on == "host")
 
     def lookup(self, batch: Batch) -> Tensor:
-        """All columns of a global batch's samples, side by side, (B, c)."""
+        """All columns of the global batch's samples, side by side, (B, c)."""
         assert batch.index is not None
         return self.rows.lookup(batch.index)
 
@@ -77,16 +77,16 @@ class RowState(Part, nn.Module):
 
     @property
     def _table(self) -> str:
-        """What the state calls all columns together, where they are in files."""
+        """Key of all columns together in a state whose rows are in files."""
         return "rows" if len(self.columns) > 1 else next(iter(self.columns))
 
     def full_state(self) -> dict[str, Any]:
         table = self.rows.gather()
         if isinstance(table, Tensor):
-            own = {name: part.contiguous() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
+            tables = {name: part.contiguous() for name, part in zip(self.columns, table.split(2, dim=1), strict=True)}
         else:
-            own = {} if table is None else {self._table: table}
-        return {**super().full_state(), **own}
+            tables = {} if table is None else {self._table: table}
+        return {**super().full_state(), **tables}
 
     def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
         super().check_state(state, dimension)
@@ -179,8 +179,8 @@ class ShardedRows(nn.Module):
     def lookup(self, index: Tensor) -> Tensor:
         """Values (B, c) of the rows `index` (B,), which must be the same on every process; one all-reduce."""
         owned, local = self._locate(index)
-        found = self.rows[local.to(self.rows.device)].to(index.device)
-        values = torch.where(owned[:, None], found, 0.0)
+        local_values = self.rows[local.to(self.rows.device)].to(index.device)
+        values = torch.where(owned[:, None], local_values, 0.0)
         if world_size() > 1:
             dist.all_reduce(values)
         return values

@@ -1,4 +1,4 @@
-"""The base of every small network beside the encoders: its optimizer, and how it is moved, sent, saved and restored."""
+"""Base of the small networks beside the encoders: their optimizer, device, broadcast and state."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class SideModel(nn.Module):
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
-        """Begin without moments and with gradients of 0."""
+        """Make a new optimizer, without moments, and set the gradients to 0."""
         if self._kind is None:
             return
         self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.named.items()}
@@ -70,7 +70,7 @@ class SideModel(nn.Module):
         self.optimizer.step()
 
     def broadcast(self) -> None:
-        """Overwrite the state by process 0's, against drift between processes whose hardware rounds differently."""
+        """Copy process 0's state to every process, since hardware that rounds differently makes them drift apart."""
         device = next(iter(self.named.values())).device
         for tensor in self.state().values() if world_size() > 1 else ():
             if tensor.device == device:  # an optimizer's count of steps stays in host memory, and is equal
@@ -107,5 +107,5 @@ class SideModel(nn.Module):
 
 
 def below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries whose names start with `prefix`, under the rest of their names."""
+    """Entries of `state` whose names start with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

@@ -68,7 +68,7 @@ def test_a_benchmark_runs(name, tmp_path, monkeypatch, capsys):
     ],
 )  # fmt: skip
 def test_a_step_on_eight_gpus_asks_for_no_more(batch, name, operations, megabytes):
-    """As docs/performance.md says."""
+    """The launches of a step, and its memory beyond the features."""
     from operations import at
 
     (found,) = at(8, batch, 512, 4096, 1_000_000, [name])

@@ -332,7 +332,9 @@ def test_curves(example, tmp_path, capsys):
         (tmp_path / name).mkdir()
         file = MetricsFile(tmp_path / name)
         for epoch in range(3):
-            file.add({"stage": "eval", "epoch": epoch, "step": 0, "image_to_text_R@1": 0.1, "text_to_image_R@1": 0.2})
+            recalls = {"image_to_text_R@1": 0.1, "text_to_image_R@1": 0.2}
+            pairs = {} if epoch == 1 else {"num_samples": 200}
+            file.add({"stage": "eval", "epoch": epoch, "step": 0, **recalls, **pairs})
             for step in (1, 5):
                 line = {"stage": "train", "epoch": epoch, "step": step, "steps": 5, "samples": 8 * (5 * epoch + step)}
                 error = {"normalizer_mse": 0.5, "minibatch_mse": 0.7} if name == "queue" and step == 5 else {}
@@ -344,6 +346,8 @@ def test_curves(example, tmp_path, capsys):
 
     found = plot.curves(plot.read_metrics("queue"))
     assert found["R@1"] == [(epoch * 0.04, pytest.approx(15.0)) for epoch in range(3)]
+    assert found["chance"] == [(epoch * 0.04, 0.5) for epoch in (0, 2)]
+    assert [error for _, error in found["R@1 standard error"]] == [pytest.approx(2.5, rel=0.05)] * 2
     assert found["error"] == [(pytest.approx(0.04 * epoch), 0.5) for epoch in (1, 2, 3)]
     assert [rate for _, rate in found["throughput"]] == [100, 300, 100, 300, 100, 500]
     # ImageNet is evaluated in every second epoch: the curve is that of the own classes alone.

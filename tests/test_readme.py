@@ -45,7 +45,7 @@ def plugin(tmp_path_factory):
     """The package of docs/extending.md, installed in a folder of its own."""
     source, installed = (tmp_path_factory.mktemp(name) for name in ("source", "installed"))
     page = "docs/extending.md"
-    sections = ("A preset", "A normalizer", "State per sample", "A loss without parts")
+    sections = ("A preset", "A normalizer", "State per sample", "A loss without parts", "A component")
     (source / "pyproject.toml").write_text(code(None, page)[0])
     (source / "my_losses.py").write_text("\n\n".join(code(section, page)[0] for section in sections))
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-deps"]
@@ -68,10 +68,12 @@ def test_another_packages_loss(plugin, tmp_path):
     script = "import sys; from open_clip_ext.main import train; [train(line.split()) for line in sys.argv[1:]]"
     done = run([sys.executable, "-c", script, *lines], tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
+    ended = run(command(f"{lines[0]} --log-every-n-steps 1 --name ended --tau-floor 0.9"), tmp_path, PYTHONPATH=path)
+    assert ended.returncode == 2 and "--tau-floor: tau is 0.07 after step 1" in ended.stderr, ended.stderr
     saved = torch.load(tmp_path / "logs/shared/checkpoints/epoch_2.pt", weights_only=True)
-    assert saved["optimizer"]["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
+    assert saved["open_clip_ext"]["state"]["state.log_mean"].shape == (2, 1)
     saved = torch.load(tmp_path / "logs/average/checkpoints/epoch_2.pt", weights_only=True)
-    assert saved["optimizer"]["open_clip_ext"]["state"]["state.rows"]["table"] == 0
+    assert saved["open_clip_ext"]["state"]["state.rows"]["table"] == 0
     refused = run(command(f"{TINY} --loss neuclip --normalizer shared"), tmp_path, PYTHONPATH=path)
     assert refused.returncode == 2 and "--encoder-objective: 'unified' needs a normalizer" in refused.stderr
 
@@ -115,7 +117,7 @@ def test_fine_tuning_from_the_start_to_the_retrieval(tmp_path):
             image.save(tmp_path / f"{name}-{row}.png")
             lines.append(f'{name}-{row}.png,"{caption}"')
         (tmp_path / f"{name}.csv").write_text("\n".join(lines))
-    block = code("The command")[1].replace("\\\n", "").replace("ViT-B-32", "ViT-shapes-tiny")
+    block = code("The command")[0].replace("\\\n", "").replace("ViT-B-32", "ViT-shapes-tiny")
     commands = [shlex.split(line)[1:] for line in block.splitlines()]
     tiny = "--device cpu --workers 0 --batch-size 8".split()
     training = [*tiny, *"--precision fp32 --osr-epochs 1 --log-every-n-steps 1".split()]

@@ -85,7 +85,7 @@ def core_losses(folder: Path, environment: dict[str, str]) -> list[float]:
     flags += f" --train-data {folder}/train.csv --name run"
     subprocess.run([sys.executable, "-c", TRAIN, flags, str(folder)], env=environment, check=True)
     log = (folder / "run" / "out.log").read_text()
-    return [float(loss) for loss in re.findall(r"Contrastive_loss: (\S+) \(", log)]
+    return [float(loss) for loss in re.findall(r"Objective_learnable: (\S+) \(", log)]
 
 
 def run_tests(names: list[str], environment: dict[str, str]) -> str:

@@ -60,6 +60,10 @@ class Grid:
             return about["candidates"]
         return [about["untuned"] if self.cells[cell].get("untuned") else about.get("chosen")]
 
+    @property
+    def model(self) -> str:
+        return re.search(r"--model (\S+)", self.recipe)[1]
+
     def label(self, method: str) -> str:
         """A method's name in tables and plots."""
         return self.methods[method].get("label", method)
@@ -70,14 +74,16 @@ class Grid:
         return cell["rows"] * cell["epochs"] / 32 * self.methods[run.method]["step_ms"] / 3.6e6
 
     def flags(self, run: Run, results: dict[str, dict]) -> str:
-        """The run's command line, with `{data}` for the folder of the data."""
+        """The run's command line, with `{data}` for the folder of the data and `{logs}` for that of the runs."""
         cell, about = self.cells[run.cell], self.methods[run.method]
+        folder = "/".join(["{data}", *filter(None, [cell.get("folder")])])
+        of_cell = f"{cell['flags']} ".replace("{seed}", str(run.seed)) if "flags" in cell else ""
         return (
             f"{self.recipe} --dataset-type webdataset --train-num-samples {cell['rows']} --epochs {cell['epochs']} "
-            f"--train-data {{data}}/train-{{000000..{cell['shards'] - 1:06}}}.tar "
-            f"--val-data {{data}}/{cell['gallery']}-000000.tar "
+            f"--train-data {folder}/train-{{000000..{cell['shards'] - 1:06}}}.tar "
+            f"--val-data {folder}/{cell['gallery']}-000000.tar "
             f"--warmup {self.warmup // about.get('batches', 1)} --seed {run.seed} "
-            f"{about['flags']} {self.chosen(run, results)}"
+            f"{of_cell}{about['flags']} {self.chosen(run, results)}"
         )
 
     def chosen(self, run: Run, results: dict[str, dict]) -> str:

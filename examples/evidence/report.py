@@ -7,7 +7,7 @@ writes evidence.md and evidence.png; of a grid that declares its comparisons, ev
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -94,6 +94,15 @@ def by_method(results: list[dict], grid: Grid, cell: str) -> dict[str, dict[int,
 def concepts(result: dict) -> float:
     """Zero-shot accuracy on the concepts, in percent; 0 for a run that diverged."""
     return 100 * result["zero_shot"].get("zeroshot-concepts", 0.0)
+
+
+MEASURES = {
+    "R@1": last_recall, "R@10": partial(last_recall, k=10), "zero-shot": concepts,
+    "R@10, new": partial(last_recall, k=10), "R@10, old": lambda result: result["old_R@10"], "zero-shot, old": concepts,
+    "tau, last epoch": lambda result: result["tau"], "CPU seconds": lambda result: result["cpu_seconds"],
+    "peak, MiB": lambda result: result["peak_mib"],
+}  # fmt: skip
+FORMS = {"tau, last epoch": ".3f", "CPU seconds": ".0f", "peak, MiB": ",.0f"}
 
 
 def paired(
@@ -200,28 +209,40 @@ def goals(grid: Grid, methods: dict[str, dict[int, dict]]) -> str:
 
 
 def scores(grid: Grid, results: list[dict]) -> str:
-    """A table of the scores of the methods with `LEAST` seeds, for cells with declared comparisons."""
-    lines = ["", "| cell | run | seeds | R@1, % | R@10, % | zero-shot, % | tau, last epoch |", f"|{'---|' * 7}"]
+    """Tables of the scores of the methods with `LEAST` seeds, for cells with declared comparisons."""
+    tables: dict[tuple[str, ...], list[str]] = {}
     for cell in dict.fromkeys(about["cell"] for about in grid.comparisons.values()):
+        measures, others = measured(grid, cell)
+        lines = tables.setdefault((*(f"{name}, %" for name in measures), *others), [])
         for method, seeds in by_method(results, grid, cell).items():
             if len(seeds) < LEAST:
                 continue
-            values = (last_recall, partial(last_recall, k=10), concepts)
-            means = " | ".join(f"{mean(map(value, seeds.values())):.1f}" for value in values)
-            tau = average([run["tau"] for run in seeds.values()], ".3f")
-            lines.append(f"| `{cell}` | {grid.label(method)} | {len(seeds)} | {means} | {tau} |")
-    return "\n".join(lines) + "\n"
+            means = [average(list(map(MEASURES[name], seeds.values())), FORMS.get(name, ".1f"))
+                     for name in (*measures, *others)]  # fmt: skip
+            lines.append(f"| `{cell}` | {grid.label(method)} | {len(seeds)} | {' | '.join(means)} |")
+    return "".join(table_of(("cell", "run", "seeds", *names), lines) for names, lines in tables.items())
+
+
+def measured(grid: Grid, cell: str) -> tuple[Sequence[str], Sequence[str]]:
+    """The measures of a cell, and what its table has beside them."""
+    about = grid.cells[cell]
+    return about.get("measures", ("R@1", "R@10", "zero-shot")), about.get("beside", ("tau, last epoch",))
+
+
+def table_of(header: Sequence[str], lines: list[str]) -> str:
+    return "\n".join(["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}", *lines]) + "\n"
 
 
 def declared(grid: Grid, results: list[dict]) -> str:
-    """A table of the declared comparisons whose methods have `LEAST` seeds in common.
+    """Tables of the declared comparisons whose methods have `LEAST` seeds in common.
 
     p is Student's over the pairs of seeds, or Welch's, with Holm's correction in each measure for the size of the whole
     family.
     """
-    lines = ["", "| family | runs | seeds | R@1 | zero-shot |", f"|{'---|' * 5}"]
+    tables: dict[tuple[str, ...], list[str]] = {}
     for family, about in grid.comparisons.items():
         methods = by_method(results, grid, about["cell"])
+        measures = tuple(grid.cells[about["cell"]].get("measures", ("R@1", "zero-shot")))
         rows = []
         for pair in about["pairs"]:
             ours, theirs = (methods.get(method, {}) for method in pair)
@@ -229,20 +250,21 @@ def declared(grid: Grid, results: list[dict]) -> str:
             if len(seeds) >= LEAST:
                 names = " - ".join(f"`{grid.label(method)}`" for method in pair)
                 found = [
-                    tested(*([value(runs[seed]) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
-                    for value in (last_recall, concepts)
+                    tested(*([MEASURES[name](runs[seed]) for seed in seeds] for runs in (ours, theirs)), paired_by_seed)
+                    for name in measures
                 ]
                 rows.append((names, f"{len(seeds)}, {'paired' if paired_by_seed else 'Welch'}", found))
         p_of = [
             holm([p for _, _, p in column], len(about["pairs"]))
             for column in zip(*(row[2] for row in rows), strict=True)
         ]
+        lines = tables.setdefault(measures, [])
         for names, how, found in rows:
             told = [
                 f"{value:+.1f} ± {half:.1f}, p {p.pop(0):.4f}" for (value, half, _), p in zip(found, p_of, strict=True)
             ]
             lines.append(f"| {family} | {names} | {how} | {' | '.join(told)} |")
-    return "\n".join(lines) + "\n"
+    return "".join(table_of(("family", "runs", "seeds", *measures), lines) for measures, lines in tables.items())
 
 
 def difference(found: tuple[float, float | None, int] | None) -> str:

@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import distribution, version
 from pathlib import Path
@@ -120,10 +121,10 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
                 continue
             if not running:
                 break
-            started, cpu_seconds = wait(running)
+            started, cpu_seconds, peak = wait(running)
             elsewhere.clear()
             with started.lock:
-                result = collect(started, grid, results, args, cpu_seconds)
+                result = collect(started, grid, results, args, cpu_seconds, peak)
                 append_result(args.results, result)
             outcome = result["diverged"] or f"R@1 {last_recall(result):.1f}"
             print(f"{time.strftime('%d %b %H:%M')}  {result['run']}: {outcome}", flush=True)
@@ -133,15 +134,21 @@ def work(grid: Grid, args: argparse.Namespace) -> None:
             started.process.terminate()
 
 
-def wait(running: dict[int, Started]) -> tuple[Started, float]:
-    """Wait for a run to end and remove it from `running`; return it with its CPU seconds, its workers' included."""
+def wait(running: dict[int, Started]) -> tuple[Started, float, float]:
+    """Wait for a run to end and remove it from `running`; return it with its CPU seconds, its workers' included, and
+    the most memory (MiB) that it held."""
+    peaks = dict.fromkeys(running, 0.0)
     while True:
         for pid in running:
+            # Not ru_maxrss, which begins with this process's.
+            with suppress(OSError, StopIteration):
+                status = Path(f"/proc/{pid}/status").read_text().splitlines()
+                peaks[pid] = int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 1024
             ended, status, usage = os.wait4(pid, os.WNOHANG)
             if ended:
                 started = running.pop(pid)
                 started.process.returncode = os.waitstatus_to_exitcode(status)
-                return started, usage.ru_utime + usage.ru_stime
+                return started, usage.ru_utime + usage.ru_stime, peaks[pid]
         time.sleep(0.1)
 
 
@@ -187,13 +194,17 @@ def start(run: Run, flags: str, args: argparse.Namespace, compiled: bool) -> Sta
 
 
 def command(run: Run, flags: str, args: argparse.Namespace, resumed: bool, compiled: bool) -> list[str]:
-    words = [word.replace("{data}", str(args.data)) for word in shlex.split(flags)]
+    words = [
+        word.replace("{data}", str(args.data)).replace("{logs}", str(args.logs)) for word in shlex.split(flags)
+    ]
     words += ["--logs", str(args.logs), "--name", run.name, *(["--resume", "latest"] if resumed else [])]
     words += ["--torchcompile"] * compiled
     return ["nice", "-n", "19", sys.executable, str(HERE / "train.py"), *words]
 
 
-def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespace, cpu_seconds: float) -> dict:
+def collect(
+    started: Started, grid: Grid, results: dict, args: argparse.Namespace, cpu_seconds: float, peak: float
+) -> dict:
     """The result line of an ended run; ends this command if the run failed without diverging."""
     run, resumed = started.run, started.resumed
     wall_seconds = time.monotonic() - started.since
@@ -220,11 +231,13 @@ def collect(started: Started, grid: Grid, results: dict, args: argparse.Namespac
         "tau": means.get("tau"),
         "logged_last": means,
         "zero_shot": {} if diverged or run.cell == "tune" else zero_shot(grid, checkpoint, args.data),
+        **({"old_R@10": 0.0 if diverged else old_recall(grid, checkpoint, args.data)} if "folder" in cell else {}),
         "diverged": diverged[1] if diverged else None,
         "compiled": started.compiled,
         # Unknown for a resumed run, whose earlier part was not timed.
         "wall_seconds": None if resumed else round(wall_seconds, 1),
         "cpu_seconds": None if resumed else round(cpu_seconds, 1),
+        "peak_mib": round(peak, 1),
         "versions": {name: version(name) for name in ("open-clip-ext", "open_clip_torch", "torch")},
         "commit": commit(),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -267,8 +280,14 @@ def zero_shot(grid: Grid, checkpoint: Path, data: Path) -> dict[str, float]:
     """Accuracy on the zero-shot folders of the data."""
     from zero_shot import accuracy
 
-    model = re.search(r"--model (\S+)", grid.recipe)[1]
-    return {name: accuracy(model, checkpoint, data / name) for name in ZERO_SHOT if (data / name).exists()}
+    return {name: accuracy(grid.model, checkpoint, data / name) for name in ZERO_SHOT if (data / name).exists()}
+
+
+def old_recall(grid: Grid, checkpoint: Path, data: Path) -> float:
+    """R@10 in percent on the data's own test gallery, of a run on other data, which a folder in it has."""
+    from zero_shot import recall
+
+    return 100 * recall(grid.model, checkpoint, str(data / "test-000000.tar"), 10)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from open_clip_ext.data.scenes import (
 
 
 class Scenes(Dataset):
-    """Scenes `first_row` .. `first_row + num_samples - 1` of `seed`, drawn on access.
+    """A data set of generated scenes: rows `first_row` .. `first_row + num_samples - 1` of `seed`, drawn on access.
 
     Item i is `(image, caption)`: the RGB image of `image_size` x `image_size` pixels (16 to 512) after `transform`, and
     `tokenizer([caption])[0]`; without these the PIL image and the string. For held-out data, set `first_row` past the

@@ -123,14 +123,14 @@ _TRUE_CAPTIONS = tuple(kind for kind in _CAPTIONS if kind != "wrong")
 
 
 def check_whole(name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` as an int in `low..high`; raise ValueError, which names the argument, if it is none."""
+    """Return `value` as an int; raise ValueError, naming the argument, unless it is a whole number in `low..high`."""
     try:
-        whole = None if isinstance(value, bool) else operator.index(value)
+        number = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        whole = None
-    if whole is None or not low <= whole <= high:
+        number = None
+    if number is None or not low <= number <= high:
         raise ValueError(f"{name} must be a whole number from {low} to {high}, got {value!r}")
-    return whole
+    return number
 
 
 @dataclass(frozen=True)
@@ -280,15 +280,15 @@ def shifted_caption(seed: int, row: int) -> str:
     kind = _pick(_CAPTIONS, draw)
     if kind == "wrong":
         kind = _pick(_TRUE_CAPTIONS, draw)
-        shown = {scene.first.name, scene.second.name}
-        while not shown.isdisjoint({scene.first.name, scene.second.name}):
+        object_names = {scene.first.name, scene.second.name}
+        while not object_names.isdisjoint({scene.first.name, scene.second.name}):
             scene = describe_scene(seed, int(draw() * (MAX_KEY + 1)))
     if kind == "full":
         return scene.caption
-    first, second = (_with_article(thing.name) for thing in (scene.first, scene.second))
+    phrases = [_with_article(scene.first.name), _with_article(scene.second.name)]
     if kind == "pair":
-        return f"{first} and {second}"
-    return _pick(OBJECT_TEMPLATES, draw).format(object=_pick((first, second), draw))
+        return " and ".join(phrases)
+    return _pick(OBJECT_TEMPLATES, draw).format(object=_pick(phrases, draw))
 
 
 def _with_article(name: str) -> str:

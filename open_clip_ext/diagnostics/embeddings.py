@@ -1,4 +1,4 @@
-"""The data set's embeddings, read in chunks; anchors among them; and sums over all as their negatives.
+"""Embeddings of a data set in chunks, anchors among its pairs, and log-sums over an anchor's negatives.
 
 Shapes as in `exact`: n = pairs of the data set, k = anchors, d = embedding dimension.
 """
@@ -47,12 +47,12 @@ class Pairs:
         return self._ends[-1]
 
     def chunks(self, size: int) -> Iterator[tuple[int, list[Tensor]]]:
-        """Iterate over all pairs in order: the first row of a chunk, and its embeddings [image, text], (<= size, d)."""
-        first = 0
+        """Yield all pairs in chunks, in order: the row of the first pair, and [image, text], (<= size, d) each."""
+        start = 0
         for blocks in zip(*self.sides, strict=True):
             for chunk in zip(*(block.split(size) for block in blocks), strict=True):
-                yield first, [side.to(self.device, torch.float32) for side in chunk]
-                first += len(chunk[0])
+                yield start, [side.to(self.device, torch.float32) for side in chunk]
+                start += len(chunk[0])
 
     def take(self, index: Tensor) -> list[Tensor]:
         """The embeddings [image, text] of the rows `index`, (m,) int64, as (m, d) float32."""
@@ -62,14 +62,14 @@ class Pairs:
         ordered, order = index.sort()
         stops = torch.searchsorted(ordered, torch.tensor(self._ends)).tolist()
         back = order.argsort().to(self.device)
-        taken = []
+        embeddings = []
         for side in self.sides:
             parts = []
             for block, end, start, stop in zip(side, self._ends, [0, *stops], stops, strict=False):
                 if stop > start:
                     parts.append(block[(ordered[start:stop] - (end - len(block))).to(block.device)])
-            taken.append(torch.cat(parts).to(self.device, torch.float32)[back])
-        return taken
+            embeddings.append(torch.cat(parts).to(self.device, torch.float32)[back])
+        return embeddings
 
 
 class Anchors:
@@ -96,7 +96,7 @@ class Anchors:
 
         Args:
             columns: embeddings [image, text] of c pairs, (c, d).
-            without: places of (k, c) to leave out, as a mask or an index.
+            without: entries of (k, c) that are no negatives, as a mask or an index.
         """
         total = self.tau.new_full((2, len(self.index)), -math.inf, dtype=torch.float64)
         for side, other in self.sides:
@@ -108,11 +108,11 @@ class Anchors:
             total[side] = torch.logaddexp(total[side], sums)
         return total
 
-    def own_places(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Places of the anchors' own pairs, (anchor, column), among the pairs `first` .. `first + count - 1`."""
-        column = self.index - first
-        place = ((column >= 0) & (column < count)).nonzero()[:, 0]
-        return place, column[place]
+    def positives_among(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """Positions (anchor, column) of the anchors' positives among the pairs `start` .. `start + count - 1`."""
+        column = self.index - start
+        anchor = ((column >= 0) & (column < count)).nonzero()[:, 0]
+        return anchor, column[anchor]
 
 
 @contextmanager

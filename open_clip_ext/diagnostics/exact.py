@@ -64,9 +64,9 @@ def exact_log_normalizers(
         for index, own_taus in zip(anchors.split(height), taus.split(height, dim=1), strict=True):
             part = Anchors(pairs, index, own_taus, surrogate, intra_modal)
             total = own_taus.new_full(own_taus.shape, -math.inf, dtype=torch.float64)
-            for first, columns in pairs.chunks(block_width(chunk_mib, height)):
+            for start, columns in pairs.chunks(block_width(chunk_mib, height)):
                 count = len(columns[0])
-                total = torch.logaddexp(total, part.log_sums(columns, part.own_places(first, count)))
+                total = torch.logaddexp(total, part.log_sums(columns, part.positives_among(start, count)))
                 if progress is not None:
                     progress(len(index) * count / len(pairs))
             sums.append(total)
@@ -74,7 +74,7 @@ def exact_log_normalizers(
 
 
 def _expanded(tau: Tensor | float, count: int, device: torch.device) -> Tensor:
-    """Temperatures as (2, count) float32; ValueError if they are of another shape or not above 0."""
+    """Expand `tau` to (2, count) float32; ValueError if it has another shape or a value is not above 0."""
     tau = torch.as_tensor(tau, dtype=torch.float32).to(device)
     if tau.dim() and tuple(tau.shape) != (2, count):
         raise ValueError(f"tau must be 0-d or (2, {count}); got {tuple(tau.shape)}")
@@ -83,13 +83,13 @@ def _expanded(tau: Tensor | float, count: int, device: torch.device) -> Tensor:
     return tau.expand(2, count)
 
 
-def _log_means(sums: list[Tensor], others: int, intra_modal: bool, eps: float) -> Tensor:
-    """log(eps + g) from parts of the anchors' log-sums over `others` pairs."""
-    return add_eps(torch.cat(sums, dim=1) - math.log(others * (2 if intra_modal else 1)), eps)
+def _log_means(sums: list[Tensor], num_pairs: int, intra_modal: bool, eps: float) -> Tensor:
+    """log(eps + g), (2, k), from the log-sums of groups of anchors over the negatives in `num_pairs` pairs."""
+    return add_eps(torch.cat(sums, dim=1) - math.log(num_pairs * (2 if intra_modal else 1)), eps)
 
 
 def block_width(chunk_mib: float, height: int) -> int:
-    """Columns of a block of similarities of `height` anchors."""
+    """Number of columns with which a block of similarities with `height` rows takes `chunk_mib` MiB."""
     if chunk_mib * 2**18 < 1:
         raise ValueError(f"chunk_mib: {chunk_mib} is out of range; it must be at least 2**-18")
     return max(1, int(chunk_mib * 2**18) // height)
@@ -114,7 +114,7 @@ def minibatch_log_normalizers(
 
     `group_size(B)` consecutive anchors share a batch, as the anchors of a training step do. Their estimates are
     therefore not independent, but every choice of an anchor's B - 1 others is equally likely. A batch depends only on
-    `seed`, B and its group's first anchor. With B = n the estimate is exact.
+    `seed`, B and the first anchor of its group. With B = n the estimate is exact.
 
     Args:
         batch_size: B, from 2 to n.

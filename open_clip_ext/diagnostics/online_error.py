@@ -20,18 +20,18 @@ from open_clip_ext.surrogates import Surrogate
 
 @dataclass
 class StoredAnchors:
-    """k stored anchors; images as anchors first."""
+    """k anchors stored for comparison, and sums over the negatives of the steps since; images as anchors first."""
 
     embeddings: Tensor  # (2, k, d)
     positives: Tensor  # s_ii, (k,)
     taus: Tensor  # (2, k), as the next four
     alpha: Tensor  # log-normalizers from the estimator in use
     log_batch: Tensor  # log-normalizers from their own batch alone
-    log_sum: Tensor  # of exp(l / tau) over the negatives seen so far
+    log_sum: Tensor  # of exp(l / tau) over the negatives of all steps so far
     mean: Tensor  # of l / tau over these negatives with the weights exp(l / tau)
     effective: Tensor  # effective number of negatives in their own batch, 0-d
-    negatives: int  # seen so far
-    steps: int = 1  # seen so far
+    negatives: int  # number of negatives per anchor so far
+    steps: int = 1  # number of steps so far
 
 
 class OnlineError:
@@ -64,7 +64,7 @@ class OnlineError:
 
     @torch.no_grad()
     def observe(self, batch: Batch, alpha: Tensor) -> None:
-        """Take in one step.
+        """Add a step's samples to the stored anchors' negatives; store new anchors where they are due.
 
         Args:
             batch: the global batch.
@@ -97,9 +97,9 @@ class OnlineError:
         embeddings = torch.stack([batch.all_image[:k], batch.all_text[:k]])
         positives, taus = batch.all_positives[:k], batch.all_tau[:, :k].clone()
         exponents = self._exponents(embeddings, positives, taus, batch)
-        own = torch.arange(k, device=alpha.device)
-        for first in range(0, exponents.shape[2], batch.size):
-            exponents[:, own, own + first] = -math.inf
+        anchor = torch.arange(k, device=alpha.device)
+        for start in range(0, exponents.shape[2], batch.size):
+            exponents[:, anchor, anchor + start] = -math.inf
         log_sum, mean = log_sum_and_mean(exponents)
         effective = (2 * log_sum - (2 * exponents).logsumexp(dim=2)).exp().mean()
         return StoredAnchors(
@@ -109,10 +109,12 @@ class OnlineError:
 
     def _exponents(self, embeddings: Tensor, positives: Tensor, taus: Tensor, batch: Batch) -> Tensor:
         """l(s_ij - s_ii) / tau of k anchors against the batch, (2, k, B), or (2, k, 2 B) with intra-modal pairs."""
-        others, own = (batch.all_text, batch.all_image), (batch.all_image, batch.all_text)
+        columns = [(batch.all_text, batch.all_image)]  # for images and for texts as anchors
+        if self.intra_modal:
+            columns.append((batch.all_image, batch.all_text))
         similarities = [
             torch.cat([anchor @ side.T for side in sides], dim=1)
-            for anchor, *sides in zip(embeddings, others, *([own] if self.intra_modal else []), strict=True)
+            for anchor, *sides in zip(embeddings, *columns, strict=True)
         ]
         return self.surrogate.value(torch.stack(similarities) - positives[:, None]) / taus[:, :, None]
 

@@ -33,7 +33,8 @@ tempnet     | tempnet_tau, isogclr_s, tempnet         | NetworkTemperature, Movi
 
 The last column names the file of tests/open_clip_ext that compares the two. `test_equations.py` compares the functions
 here with double loops over the pairs. "Fast" in a docstring names the class that computes the same in training.
-`superclip_weights` and `superclip` are what `--token-head` adds to any method's loss.
+`superclip_weights` and `superclip` are what `--token-head` adds to any method's loss; `unicl`, and a global method's
+step with `unicl_g` and `unicl_shift`, are what `--positives` makes of it.
 
 in the papers                                              | here
 ---------------------------------------------------------- | ---------------------------------------------------
@@ -96,6 +97,7 @@ from open_clip_ext.equations.sogclr import sogclr, sogclr_u
 from open_clip_ext.equations.superclip import superclip, superclip_weights
 from open_clip_ext.equations.tempnet import tempnet, tempnet_tau
 from open_clip_ext.equations.tuneclip import tuneclip, tuneclip_objective, tuneclip_phi, tuneclip_u
+from open_clip_ext.equations.unicl import unicl, unicl_g, unicl_objective, unicl_shift
 
 __all__ = [
     "amorlip", "amorlip_beta", "amorlip_kernel", "amorlip_lambda", "amorlip_mle", "amorlip_networks",
@@ -105,5 +107,5 @@ __all__ = [
     "isogclr_s", "isogclr_tau", "js", "kl", "neuclip", "neuclip_algorithm_1", "neuclip_alpha", "neuclip_separate",
     "neuclip_w", "queue", "queue_alpha", "scent", "scent_gamma", "scent_u", "siglip", "sogclr", "sogclr_u",
     "superclip", "superclip_weights", "tempnet", "tempnet_tau", "tuneclip", "tuneclip_objective",
-    "tuneclip_phi", "tuneclip_u", "two_view_gaps",
+    "tuneclip_phi", "tuneclip_u", "two_view_gaps", "unicl", "unicl_g", "unicl_objective", "unicl_shift",
 ]

@@ -1,4 +1,4 @@
-"""What all methods share: similarity gaps, the batch's normalizers, the global objective, CLIP and SigLIP."""
+"""Shared by all methods: similarity gaps, the batch's normalizers, the global objective, CLIP and SigLIP."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ def gaps(e1: Tensor, e2: Tensor) -> Tensor:
     """h: s_ij - s_ii over j != i for image i as anchor, s_ji - s_ii for text i, (2, B, B - 1)."""
     s = e1 @ e2.T
     h = torch.stack([s, s.T]) - s.diagonal()[:, None]
-    others = ~torch.eye(len(s), dtype=torch.bool, device=s.device)
-    return h[:, others].view(2, len(s), len(s) - 1)
+    is_negative = ~torch.eye(len(s), dtype=torch.bool, device=s.device)
+    return h[:, is_negative].view(2, len(s), len(s) - 1)
 
 
 def batch_g(h: Tensor, tau: Tensor) -> Tensor:

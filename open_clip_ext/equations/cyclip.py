@@ -20,7 +20,7 @@ def cyclip(e1: Tensor, e2: Tensor, tau: Tensor, lambda1: float = 0.25, lambda2: 
 
 
 def consistency(e1: Tensor, e2: Tensor, tau: Tensor, lam: float) -> Tensor:
-    """What `--consistency` adds to `global_contrastive` and its estimates, 0-d; not from a paper.
+    """The term that `--consistency` adds to `global_contrastive` and its estimates, 0-d; not from a paper.
 
     CLIP's loss is half of the sum of both directions divided by tau, so that CyCLIP's terms get the factor 2 tau. Fast:
     `GlobalContrastiveLoss`.

@@ -7,8 +7,8 @@ from torch import Tensor
 def dcl(e1: Tensor, e2: Tensor, tau: Tensor) -> Tensor:
     """DCL's loss, 0-d, with images and texts as the two views: the sum of the means of both directions.
 
-    The negatives are of the other modality. Fast: `UnscaledTemperature` with `BatchNormalizer`, whose value is that of
-    `fastclip_v0`, 2 log(B - 1) less.
+    The negatives are of the other modality. Fast: `UnscaledTemperature` with `BatchNormalizer`, with the value of
+    `fastclip_v0`: 2 log(B - 1) lower, since its g are means over the B - 1 negatives.
     """
     s = e1 @ e2.T / tau
     negatives = s.masked_fill(torch.eye(len(s), dtype=torch.bool, device=s.device), -torch.inf)

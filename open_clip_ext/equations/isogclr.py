@@ -13,8 +13,8 @@ def two_view_gaps(e1: Tensor, e2: Tensor) -> Tensor:
     """
     s = torch.stack([e1, e2]) @ torch.cat([e1, e2]).T
     h = s - (e1 * e2).sum(dim=1)[:, None]
-    others = ~torch.eye(len(e1), dtype=torch.bool, device=s.device).repeat(1, 2)
-    return h[:, others].view(2, len(e1), 2 * (len(e1) - 1))
+    is_negative = ~torch.eye(len(e1), dtype=torch.bool, device=s.device).repeat(1, 2)
+    return h[:, is_negative].view(2, len(e1), 2 * (len(e1) - 1))
 
 
 def isogclr_objective(g: Tensor, tau: Tensor, rho: float) -> Tensor:

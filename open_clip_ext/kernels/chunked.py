@@ -24,6 +24,7 @@ from torch import Tensor
 
 from open_clip_ext.batch import Batch
 from open_clip_ext.distributed import all_gather
+from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.streaming import add_exp_, exp_, tiles
 
 HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with float32 sums, on CUDA
@@ -31,14 +32,20 @@ HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # products of bfloat16 with
 
 @dataclass
 class Tile:
-    """A tile of a block: its `logits` (r, c), which may be overwritten, a buffer of that shape, its slices of rows and
-    columns, and where its positives are: `own`, a slice of the block's rows, on the tile's diagonal `shift`."""
+    """A tile of a block of logits.
+
+    Attributes:
+        logits: (r, c), which may be overwritten.
+        buffer: memory of the same shape.
+        row, column: slices of the block's rows and columns.
+        positives: slice of the block's rows whose positives are in the tile; they lie on its diagonal `shift`.
+    """
 
     logits: Tensor
     buffer: Tensor
     row: slice
     column: slice
-    own: slice
+    positives: slice
     shift: int
 
 
@@ -48,8 +55,8 @@ class Pairs:
     Args:
         batch: the embeddings; its temperatures are not used.
         scale: 0-d, of their dtype; `bias`: the same, or None.
-        low: whether products take their factors in bfloat16, with float32 sums. Where there is no such product, as on a
-            CPU, the factors are rounded all the same.
+        low: whether matrix products have bfloat16 factors and float32 sums. A device without such a product, as a CPU,
+            rounds the factors to bfloat16 and multiplies in their dtype.
     """
 
     def __init__(self, batch: Batch, scale: Tensor, bias: Tensor | None = None, low: bool = False):
@@ -73,25 +80,26 @@ class Pairs:
         return factor.bfloat16() if self.native else factor.bfloat16().to(factor.dtype)
 
     def tiles(self, side: int) -> Iterator[Tile]:
-        """The tiles of a block, one at a time in the same memory."""
+        """Yield the block's tiles; they share memory, so each is used before the next."""
         rows, columns = self.blocks[side]
         for row in self.slices[0]:
-            left = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
+            row_vectors = rows[row] if self.low else rows[row] * self.scale  # a pass less over the tiles
             for column in self.slices[1]:
-                right = columns[column]
-                logits, buffer = (one[: len(left) * len(right)].view(len(left), -1) for one in self.memory)
+                column_vectors = columns[column]
+                size = len(row_vectors) * len(column_vectors)
+                logits, buffer = (memory[:size].view(len(row_vectors), -1) for memory in self.memory)
                 if self.native:
-                    logits = torch.mm(left, right.T, out_dtype=logits.dtype)
+                    logits = torch.mm(row_vectors, column_vectors.T, out_dtype=logits.dtype)
                 else:
-                    torch.mm(left, right.T, out=logits)
+                    torch.mm(row_vectors, column_vectors.T, out=logits)
                 if self.low:
                     logits.mul_(self.scale)
                 if self.bias is not None:
                     logits.add_(self.bias)
                 shift = self.offset + row.start - column.start
                 start = row.start + max(0, -shift)
-                own = slice(start, start + logits.diagonal(shift).numel())
-                yield Tile(logits, buffer, row, column, own, shift)
+                positives = slice(start, start + logits.diagonal(shift).numel())
+                yield Tile(logits, buffer, row, column, positives, shift)
 
     def add(self, side: int, tile: Tile, weights: Tensor) -> None:
         """Add the weighted columns to the rows' gradient; with one block, the weighted rows to the columns', too."""
@@ -100,14 +108,14 @@ class Pairs:
         sums = [(self.gradients[side][tile.row], weights, columns[tile.column])]
         if len(self.blocks) == 1:
             sums.append((self.gradients[1][tile.column], weights.T, rows[tile.row]))
-        for gradient, left, right in sums:
+        for gradient, coefficients, vectors in sums:
             if self.native:
-                gradient.add_(torch.mm(left, right, out_dtype=gradient.dtype))
+                gradient.add_(torch.mm(coefficients, vectors, out_dtype=gradient.dtype))
             else:
-                gradient.addmm_(left, right)
+                gradient.addmm_(coefficients, vectors)
 
     def finish(self, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-        """This process's part of the gradient in image, text and scale, once all weights times 1 / `factor` are in."""
+        """Return this process's part of the gradient in image, text and scale: `factor` times the sums of `add`."""
         grad_scale = torch.linalg.vecdot(self.gradients[0], self.image).sum() * factor
         for gradient in self.gradients:
             gradient.mul_(self.scale * factor)
@@ -122,9 +130,9 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
     totals, positives = torch.zeros_like(peaks), torch.empty_like(batch.positives)
     for side in range(len(pairs.blocks)):
         for tile in pairs.tiles(side):
-            own_pairs = tile.logits.diagonal(tile.shift)
-            positives[tile.own] = own_pairs
-            own_pairs.fill_(-math.inf)
+            positive_logits = tile.logits.diagonal(tile.shift)
+            positives[tile.positives] = positive_logits
+            positive_logits.fill_(-math.inf)
             if len(pairs.blocks) == 1:
                 add_exp_(peaks[1, tile.column], totals[1, tile.column], tile.logits, 0, tile.buffer)
             add_exp_(peaks[side, tile.row], totals[side, tile.row], tile.logits, 1, tile.logits)
@@ -141,9 +149,24 @@ def clip_loss(batch: Batch, scale: Tensor, low: bool = False) -> tuple[Tensor, t
             rows = exp_(torch.sub(tile.logits, highest[side, tile.row, None], out=tile.buffer))
             columns = exp_(tile.logits.sub_(all_highest[1 - side, tile.column]))
             weights = rows.mul_(factors[side, tile.row, None]).addcmul_(columns, all_factors[1 - side, tile.column])
-            weights.diagonal(tile.shift).copy_(positive_weights[tile.own])
+            weights.diagonal(tile.shift).copy_(positive_weights[tile.positives])
             pairs.add(side, tile, weights)
     return all_losses.mean(), pairs.finish(1 / (2 * pairs.size))
+
+
+def unicl_loss(
+    keys: Tensor, batch: Batch, scale: Tensor, low: bool = False
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """CLIP's loss and gradients where an anchor has several positives, the samples with its key; `keys`: (b,).
+
+    In plain PyTorch: `equations.unicl`.
+    """
+    value, (grad_image, grad_text, grad_scale) = clip_loss(batch, scale, low)
+    batch.keys = all_gather(keys.to(scale.device, non_blocking=True))
+    several = SeveralPositives(batch)
+    several.add_gradients((grad_image, grad_text), (scale / 2).expand(2, batch.size))
+    value = value + scale * several.gaps.mean()
+    return value, (grad_image, grad_text, grad_scale + several.gaps[:, batch.local].sum() / (2 * batch.size))
 
 
 def siglip_loss(

@@ -31,14 +31,14 @@ Keys = tuple[Tensor, Tensor]  # of the anchors (b,) and of the vectors (k,), int
 
 
 def constants_of(positives: Tensor, tau: Tensor, surrogate: Surrogate) -> Tensor:
-    """What `exponents_of` leaves out for each anchor, (..., r); the arguments are its."""
+    """The anchors' constants, (..., r), that `exponents_of` leaves out of the exponents; same arguments."""
     return -positives / tau if is_linear(surrogate) else torch.zeros_like(tau)
 
 
 def exponents_of(
     similarities: Tensor, positives: Tensor, tau: Tensor, surrogate: Surrogate
 ) -> tuple[Tensor, Tensor | float]:
-    """Exponents l(cos(e_i, q_j) - s_ii) / tau less the anchors' constants.
+    """Exponents l(cos(e_i, q_j) - s_ii) / tau minus the anchors' constants (`constants_of`).
 
     Args:
         similarities: the cosines, (..., r, k), divided by tau if l is linear; overwritten.
@@ -57,8 +57,8 @@ def exponents_of(
 
 
 def log_sums(
-    image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, needs_grad: bool = True,
+    image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, vectors: Tensor, surrogate: Surrogate,
+    lengths: Tensor | None = None, slices: Sequence[slice] | None = None, needs_grad: bool = True,
     keys: Keys | None = None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
     """Compute the values, (2, b), and their derivatives in the anchors, (2, b, d), in s_ii and in tau, (2, b) each.
@@ -67,26 +67,26 @@ def log_sums(
         image, text: anchors, (b, d) each.
         positives: s_ii, (b,).
         tau: (2, b).
-        others: q_j, (2, k, d): [0] against image anchors, [1] against text anchors.
-        lengths: norms of `others`, (2, k); None if they are unit vectors.
-        seen: which of the k vectors to sum over, as slices with start and stop that do not overlap; None: all.
+        vectors: q_j, (2, k, d): [0] against image anchors, [1] against text anchors.
+        lengths: norms of `vectors`, (2, k); None if they are unit vectors.
+        slices: which of the k vectors to sum over, as slices with start and stop that do not overlap; None: all.
         needs_grad: whether to compute the derivatives; if not, None stands in their place.
         keys: of anchors and vectors, if they have any.
     """
-    seen = [slice(0, others.shape[1])] if seen is None else seen
+    slices = [slice(0, vectors.shape[1])] if slices is None else slices
     linear = is_linear(surrogate)
     values = positives.new_full((2, len(positives)), -math.inf)
     grad_anchor = grad_positive = grad_tau = None
     if needs_grad:
         grad_anchor = image.new_empty(2, *image.shape)
-        if all(some.stop == some.start for some in seen):
+        if all(some.stop == some.start for some in slices):
             grad_anchor.zero_()  # with no vectors nothing is written below
     if needs_grad and not linear:
         grad_positive, grad_tau = torch.zeros_like(values), torch.zeros_like(values)
     for side, anchors in enumerate((image, text)):
         _write(
             values[side], _one(grad_anchor, side), _one(grad_positive, side), _one(grad_tau, side), _one(lengths, side),
-            anchors, positives, tau[side], others[side], surrogate, seen, keys,
+            anchors, positives, tau[side], vectors[side], surrogate, slices, keys,
         )
     if grad_anchor is None:
         return values, None
@@ -104,27 +104,27 @@ def _one(tensor: Tensor | None, side: int) -> Tensor | None:
 
 def _write(
     values: Tensor, grad_anchor: Tensor | None, grad_positive: Tensor | None, grad_tau: Tensor | None,
-    lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    seen: Sequence[slice], keys: Keys | None,
+    lengths: Tensor | None, anchors: Tensor, positives: Tensor, tau: Tensor, vectors: Tensor, surrogate: Surrogate,
+    slices: Sequence[slice], keys: Keys | None,
 ) -> None:
     """Write one direction's values and those derivatives that are not None; for a linear l only `grad_anchor`."""
     linear = is_linear(surrogate)
-    rows, columns = tiles(len(positives), seen, anchors.device)
-    height, width = (max((some.stop - some.start for some in slices), default=0) for slices in (rows, columns))
+    rows, columns = tiles(len(positives), slices, anchors.device)
+    height, width = (max((piece.stop - piece.start for piece in pieces), default=0) for pieces in (rows, columns))
     # Allocated once for all tiles: on a CPU new memory costs as much time as a pass over it.
     products_memory = anchors.new_empty(height * width)
-    anchors_memory, others_memory = (anchors.new_empty(size, anchors.shape[1]) for size in (height, width))
+    anchors_memory, vectors_memory = (anchors.new_empty(size, anchors.shape[1]) for size in (height, width))
     for column in columns:
-        first = column is columns[0]
-        some = others[column]
+        is_first_tile = column is columns[0]
+        some = vectors[column]
         if lengths is not None:
-            some = torch.div(some, lengths[column, None], out=others_memory[: len(some)])
+            some = torch.div(some, lengths[column, None], out=vectors_memory[: len(some)])
         for row in rows:
-            left, row_tau = anchors[row], tau[row]
+            scaled_anchors, row_tau = anchors[row], tau[row]
             if linear:
-                left = torch.div(left, row_tau[:, None], out=anchors_memory[: len(left)])
-            products = products_memory[: len(left) * len(some)].view(-1, len(some))
-            torch.mm(left, some.T, out=products)
+                scaled_anchors = torch.div(scaled_anchors, row_tau[:, None], out=anchors_memory[: len(scaled_anchors)])
+            products = products_memory[: len(scaled_anchors) * len(some)].view(-1, len(some))
+            torch.mm(scaled_anchors, some.T, out=products)
             exponents, slope = exponents_of(products, positives[row], row_tau, surrogate)
             if keys is not None:
                 exponents.masked_fill_(keys[0][row, None] == keys[1][column], LEFT_OUT)
@@ -134,37 +134,37 @@ def _write(
             peak = peak[:, 0] + constants_of(positives[row], row_tau, surrogate)
             log_sum = probs.sum(1).log_().add_(peak)
             before = values[row]
-            after = log_sum if first else torch.logaddexp(before, log_sum)
+            after = log_sum if is_first_tile else torch.logaddexp(before, log_sum)
             if grad_anchor is not None:
-                if not first:
+                if not is_first_tile:
                     # The new total scales down the probabilities of the earlier tiles.
-                    kept = (before - after).exp_()
-                    grad_anchor[row].mul_(kept[:, None])
+                    decay = (before - after).exp_()
+                    grad_anchor[row].mul_(decay[:, None])
                 weights = probs.mul_(((peak - after).exp_() / row_tau)[:, None])
                 if grad_tau is not None and grad_positive is not None:
-                    if not first:
-                        grad_tau[row].mul_(kept)
-                        grad_positive[row].mul_(kept)
+                    if not is_first_tile:
+                        grad_tau[row].mul_(decay)
+                        grad_positive[row].mul_(decay)
                     grad_tau[row].sub_(exponents.mul_(weights).sum(1))
                     weights.mul_(slope)
                     grad_positive[row].sub_(weights.sum(1))
-                grad_anchor[row].addmm_(weights, some, beta=0 if first else 1)
+                grad_anchor[row].addmm_(weights, some, beta=0 if is_first_tile else 1)
             values[row] = after
 
 
-def number_of_equals(keys: Tensor, others: Tensor) -> Tensor:
-    """How often each of `keys` (b,) occurs among `others` (k,), (b,) int64."""
-    ordered = others.sort().values
+def number_of_equals(keys: Tensor, vector_keys: Tensor) -> Tensor:
+    """Number of `vector_keys` (k,) that equal each of `keys` (b,), as (b,) int64."""
+    ordered = vector_keys.sort().values
     return torch.searchsorted(ordered, keys, right=True) - torch.searchsorted(ordered, keys)
 
 
 class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-        lengths: Tensor | None, seen: Sequence[slice] | None, keys: Keys | None,
+        ctx: Any, image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, vectors: Tensor, surrogate: Surrogate,
+        lengths: Tensor | None, slices: Sequence[slice] | None, keys: Keys | None,
     ) -> Tensor:
-        values, derivatives = log_sums(image, text, positives, tau, others, surrogate, lengths, seen, keys=keys)
+        values, derivatives = log_sums(image, text, positives, tau, vectors, surrogate, lengths, slices, keys=keys)
         assert derivatives is not None
         ctx.save_for_backward(*derivatives)
         return values
@@ -179,9 +179,9 @@ class LogSum(torch.autograd.Function):
 
 
 def log_sum(
-    image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, others: Tensor, surrogate: Surrogate,
-    lengths: Tensor | None = None, seen: Sequence[slice] | None = None, keys: Keys | None = None,
+    image: Tensor, text: Tensor, positives: Tensor, tau: Tensor, vectors: Tensor, surrogate: Surrogate,
+    lengths: Tensor | None = None, slices: Sequence[slice] | None = None, keys: Keys | None = None,
 ) -> Tensor:
     """The values of `log_sums`, (2, b); autograd differentiates them in `image`, `text`, `positives` and `tau`."""
-    inputs = (image, text, positives, tau, others, surrogate, lengths, seen)
+    inputs = (image, text, positives, tau, vectors, surrogate, lengths, slices)
     return LogSum.apply(*inputs, keys) if torch.is_grad_enabled() else log_sums(*inputs, needs_grad=False, keys=keys)[0]

@@ -28,7 +28,7 @@ CPU_PROTOTYPES = 256  # per direction, so that G_j stays in the cache until grad
 
 
 class PrototypeGradient:
-    """The gradient at each update of one step.
+    """Computes the gradient in the prototypes at each of the updates in a step.
 
     The updates share anchors and buffers: on a CPU new memory costs as much time as a pass over it.
 
@@ -39,10 +39,10 @@ class PrototypeGradient:
         eps: eps of Eq. 1.
         active: m, prototypes in use.
         own_active: k, those on this process.
-        split: whether the others are on other processes.
-        counts: how many of the m count for each anchor, (B,); where none does, alpha is L and the gradient 0.
-        keys: of all anchors and of the prototypes that are here, if they have any; those with the anchor's own do not
-            count.
+        split: whether the prototypes are sharded over processes.
+        counts: number of prototypes in each anchor's mean, (B,); if it is 0, alpha is L and the gradient 0.
+        keys: of all anchors and of this process's prototypes, if they have any; prototypes with the anchor's key are
+            left out of its mean.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Block:
     columns: Tensor  # (B, d)
     row_side: int  # 0 for images, 1 for texts
     column_side: int
-    whole: bool = False  # whether there is one process only, so that the columns' samples are anchors here, too
+    both_directions: bool = False  # with one process the columns' samples are its anchors, too
 
 
 class SimilarityBlocks:
@@ -47,7 +47,7 @@ class SimilarityBlocks:
         self.surrogate = surrogate
         image, text = batch.image.detach(), batch.text.detach()
         if len(image) == batch.size:
-            self.blocks = [Block(image, text, 0, 1, whole=True)]
+            self.blocks = [Block(image, text, 0, 1, both_directions=True)]
         else:
             self.blocks = [Block(image, batch.all_text, 0, 1), Block(text, batch.all_image, 1, 0)]
         if intra_modal:
@@ -67,7 +67,7 @@ class SimilarityBlocks:
         return self.batch.positives.new_empty(rows * self.batch.size)
 
     def _similarities(self, block: Block, part: slice) -> Tensor:
-        """Similarities (rows of the part, B); those of the latest part are cached."""
+        """Similarities (rows of the part, B); the latest part's are cached."""
         if self._latest is not None and self._latest[0] is block and self._latest[1] == part:
             return self._latest[2]
         rows = block.rows[part]
@@ -86,26 +86,26 @@ class SimilarityBlocks:
             for part in self.parts:
                 similarities = self._similarities(block, part)
                 row_tau = batch.tau[block.row_side, part]
-                own = log_sums[block.row_side, part]
-                out = own if once else None
+                row_sums = log_sums[block.row_side, part]
+                out = row_sums if once else None
                 rows = self._log_sum(similarities, batch.positives[part], row_tau, 1, part, memory, out)
                 if not once:
-                    torch.logaddexp(own, rows, out=own)
-                if block.whole:
+                    torch.logaddexp(row_sums, rows, out=row_sums)
+                if block.both_directions:
                     column_tau = batch.tau[block.column_side]
                     columns = self._log_sum(similarities, batch.positives, column_tau, 0, part, memory)
-                    other = log_sums[block.column_side]
-                    torch.logaddexp(other, columns, out=other)
+                    column_sums = log_sums[block.column_side]
+                    torch.logaddexp(column_sums, columns, out=column_sums)
         return log_sums - self.log_negatives[batch.local]
 
-    def _leave_out(self, values: Tensor, part: slice, instead: float) -> None:
-        """Overwrite with `instead` the pairs that are not negatives, in values (rows of the part, B)."""
-        own = self.batch.offset + part.start
+    def _leave_out(self, values: Tensor, part: slice, fill: float) -> None:
+        """Overwrite with `fill` the pairs that are not negatives, in values (rows of the part, B)."""
+        offset = self.batch.offset + part.start
         if self.batch.keys is None:
-            values.diagonal(own).fill_(instead)
+            values.diagonal(offset).fill_(fill)
         else:
-            keys = self.batch.keys[own : own + len(values)]
-            values.masked_fill_(keys[:, None] == self.batch.keys, instead)
+            keys = self.batch.keys[offset : offset + len(values)]
+            values.masked_fill_(keys[:, None] == self.batch.keys, fill)
 
     def _log_sum(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, dim: int, part: slice, memory: Tensor,
@@ -117,7 +117,9 @@ class SimilarityBlocks:
         self._leave_out(exponents, part, -math.inf)
         return log_sum_exp_(exponents, dim, out)
 
-    def add_gradients(self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor) -> Tensor:
+    def add_gradients(
+        self, features: tuple[Tensor, Tensor], alpha: Tensor, all_alpha: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Add the gradient of mean_i tau_i * exp(-alpha_i) (eps + g_i), summed over both directions of the global
         batch, with alpha constant (NeuCLIP, Eq. 4; iSogCLR, Eq. 14 and 21).
 
@@ -130,7 +132,7 @@ class SimilarityBlocks:
             all_alpha: those of all anchors, (2, B).
 
         Returns:
-            Per anchor tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b).
+            Per anchor the sum of its negatives' weights, and tau_i * exp(-alpha_i) * dg_i/dtau_i, (2, b) each.
         """
         batch = self.batch
         all_tau = batch.all_tau.contiguous()  # on a CPU addcdiv is slow with an expanded one
@@ -149,20 +151,20 @@ class SimilarityBlocks:
                 # The columns' anchors of other processes are summed up there.
                 column_weights = self._weights(
                     similarities, batch.all_positives, all_tau[column_side], all_shift[column_side], 0, part,
-                    gaps=self._memory, out=memory, sums=column_sums if block.whole else None,
+                    gaps=self._memory, out=memory, sums=column_sums if block.both_directions else None,
                 )
                 self._latest = None  # overwritten
-                if block.whole:
+                if block.both_directions:
                     sums[column_side] += column_sums
                 weights.add_(column_weights)
                 features[row_side][part].addmm_(weights, block.columns, alpha=1 / batch.size)
-                if block.whole:
+                if block.both_directions:
                     features[column_side].addmm_(weights.T, block.rows[part], alpha=1 / batch.size)
             sums[row_side] += row_sums
         positive_weight = sums[:, 0].sum(0)
         for feature, partner in zip(features, (batch.text, batch.image), strict=True):
             feature.addcmul_(positive_weight[:, None], partner.detach(), value=-1 / batch.size)
-        return -sums[:, 1]
+        return sums[:, 0], -sums[:, 1]
 
     def _weights(
         self, similarities: Tensor, positives: Tensor, tau: Tensor, shift: Tensor, dim: int, part: slice,
@@ -172,7 +174,7 @@ class SimilarityBlocks:
         anchors along the other one.
 
         Args:
-            shift: less alpha and less the log of the number of negatives, of the anchors.
+            shift: -alpha - log(number of negatives) of each anchor.
             gaps: buffer for intermediate values; may be the memory of `similarities`.
             out: buffer for the weights.
             sums: (2, anchors), for the sum of each anchor's weights and that of exp(l / tau - alpha) l / tau.

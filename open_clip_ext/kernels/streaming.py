@@ -29,8 +29,8 @@ def tiles(rows: int, columns: Sequence[slice], device: torch.device) -> tuple[li
     """Split `rows` and the given `columns` so that a pair of slices is a tile of at most `CPU_TILE` or `GPU_TILE`."""
     height, width = CPU_TILE if device.type == "cpu" else GPU_TILE
 
-    def pieces(whole: slice, size: int) -> list[slice]:
-        return [slice(at, min(at + size, whole.stop)) for at in range(whole.start, whole.stop, size)]
+    def pieces(span: slice, size: int) -> list[slice]:
+        return [slice(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
     return pieces(slice(0, rows), height), [piece for some in columns for piece in pieces(some, width)]
 
@@ -50,7 +50,7 @@ def exp_(exponents: Tensor) -> Tensor:
 
 
 def highest(exponents: Tensor, dim: int) -> Tensor:
-    """The maximum along `dim`, kept with length 1; -inf if the dimension is empty."""
+    """Maximum along `dim`, which stays with length 1; -inf if the dimension is empty."""
     if exponents.shape[dim] == 0:
         return exponents.new_full([1 if at == dim else size for at, size in enumerate(exponents.shape)], -math.inf)
     return exponents.amax(dim, keepdim=True)

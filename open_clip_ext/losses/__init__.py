@@ -1,4 +1,4 @@
-"""The losses, which replace OpenCLIP's."""
+"""Losses to train with in place of OpenCLIP's: global contrastive, AmorLIP, CyCLIP, and CLIP and SigLIP in blocks."""
 
 from open_clip_ext.losses.amorlip import AmorLIPLoss
 from open_clip_ext.losses.base import Loss, NonFiniteError

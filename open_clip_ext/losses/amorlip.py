@@ -99,7 +99,7 @@ class AmorLIPLoss(Amortization):
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool
     ) -> Tensor:
-        """The value estimates Eq. 5 with Appendix C's scale from this process's pairs."""
+        """AmorLIP's loss; its value estimates Eq. 5, with Appendix C's scale, from this process's pairs."""
         with torch.no_grad():
             scale = logit_scale.detach()
             batch = Batch.of_process(image, text, scale.reciprocal())
@@ -183,7 +183,7 @@ class AmorLIPLoss(Amortization):
         relative = log_lambda - scale * positives
         alpha = relative - log_negative_weight
         grad_image, grad_text = torch.zeros_like(image), torch.zeros_like(text)
-        tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
+        _, tau_terms = blocks.add_gradients((grad_image, grad_text), alpha, alpha)
         excess = (log_means - relative).exp().sum(dim=0) - 2
         grad_image.addcmul_(excess[:, None], text, value=1 / size)
         grad_text.addcmul_(excess[:, None], image, value=1 / size)

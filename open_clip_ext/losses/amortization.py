@@ -46,22 +46,25 @@ from open_clip_ext.side_model import below
 
 
 def l2_log(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """Eq. 10 per anchor as a function of r = log Z_comb - log lambda, any finite numbers, and its derivative in r.
+    """Half the squared error (AmorLIP, Eq. 10) as a function of r = log Z_comb - log lambda, and its slope in r.
 
-    Shapes here and below: all that of `ratio`, r.
+    Here and in `js` and `kl`, where t = exp(r) = Z_comb / lambda, results have the shape of `ratio`, which is r.
     """
     return ratio.square() / 2, ratio
 
 
 def kl(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """f(t) = t log t of Eq. 8 at t = exp(r), r at most `MAX_LOG_WEIGHT`, and its derivative in r."""
+    """KL's f(t) = t log t (AmorLIP, Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its slope in r."""
     ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
     t = ratio.exp()
     return t * ratio, t * (ratio + 1)
 
 
 def js(ratio: Tensor) -> tuple[Tensor, Tensor]:
-    """f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2 of Eq. 8 at t = exp(r), and its derivative in r."""
+    """Jensen-Shannon's f(t) (AmorLIP, Eq. 8) as a function of r = log t <= `MAX_LOG_WEIGHT`, and its slope in r.
+
+    f(t) = (t log t - (t + 1) log((t + 1) / 2)) / 2.
+    """
     ratio = ratio.clamp(max=MAX_LOG_WEIGHT)
     t = ratio.exp()
     slope = t * (math.log(2) - softplus(-ratio)) / 2
@@ -73,7 +76,11 @@ NETWORKS = ("online", "target", "previous")
 
 
 class Amortization(Loss):
-    """Stage I: the networks, the online one's optimizer, and the step of the epoch. The first step allocates them."""
+    """Stage I of AmorLIP: trains the networks that predict log Z of an embedding.
+
+    It holds the online, the target and the previous network, the online one's optimizer, and the number of the step
+    within the epoch. The first step allocates the networks.
+    """
 
     mlp_width: float = WIDTH
     amor_objective: str = option("l2-log", "what the network minimizes", choices=tuple(DIVERGENCES))
@@ -107,12 +114,12 @@ class Amortization(Loss):
         self.objective_before: Tensor | None = None  # value before the latest updates
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         if settings["amor_objective"] == "l2-log":
-            refuse_unused(given, ["amor_l2_weight"], "with amor_objective 'l2-log'")
+            refuse_unused(explicit, ["amor_l2_weight"], "with amor_objective 'l2-log'")
 
     def memory(self, dimension: int, processes: int) -> dict[str, int]:
-        """Reached in the second epoch, with the previous network."""
+        """Bytes by purpose from the second epoch on, when there is a previous network, too."""
         each = 4 * size(dimension, self.mlp_width)
         moments = 2 * each
         return {"MLPs (online, target, previous)": 3 * each, "gradients": each, "their optimizer's state": moments}
@@ -124,7 +131,7 @@ class Amortization(Loss):
 
     @property
     def current_beta(self) -> float:
-        """beta_t; 0 in the first epoch, which has no previous network."""
+        """beta_t of Eq. 12; 0 in the first epoch, which has no previous network."""
         if self.previous is None:
             return 0.0
         t = min(self.epoch_of_steps + 1, self.amor_beta_epochs)
@@ -226,8 +233,8 @@ class Amortization(Loss):
         self.epoch_of_steps, self.step_of_epoch = int(state["epoch"]), int(state["step_of_epoch"])
         self.objective_before = None
         for name in NETWORKS:
-            network, own = None, below(state, f"{name}:")
-            if own:
+            network, tensors = None, below(state, f"{name}:")
+            if tensors:
                 network = self._network(name, self._like.new_zeros(2))
-                network.load(state | own)
+                network.load(state | tensors)
             setattr(self, name, network)

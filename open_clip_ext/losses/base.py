@@ -45,7 +45,8 @@ class Loss(LossState):
 
     Args:
         accum_freq: calls per optimizer step. OpenCLIP calls its loss that often on the same concatenated features. The
-            first call updates the state; the temperature's gradient adds up to that of one call. Where all calls are
+            first call updates the state; the temperature's gradient adds up to that of one call, also in a loop that
+            passes logit_scale detached in all but the last. Where all calls are
             known to have the same pairs, by `index` or `one_batch_per_step`, the later ones compute nothing and take
             the first one's value and gradients.
         validate: on every call make also the checks that wait for the device: range of `index`, unit norms, equal batch
@@ -53,7 +54,7 @@ class Loss(LossState):
             names the first step whose features were not unit vectors.
 
     Class attributes, in addition to those of `Part`; an instance may change them:
-        takes_keys: whether samples may have keys, see `forward`.
+        takes_keys, takes_positives: whether samples may have a `key`, a `positive_key`, see `forward`.
         takes_bias: whether `compute` takes the logit bias.
         takes_reference: whether `forward` takes a reference model's features.
         reads_logit_scale: whether 1 / `logit_scale` is the temperature.
@@ -70,6 +71,7 @@ class Loss(LossState):
     reads_logit_scale = True
     trains_logit_scale = True
     takes_keys = False
+    takes_positives = False
     takes_bias = False
     takes_reference = False
     CHECKED: ClassVar[tuple[str, ...]] = (*INPUTS, GRADIENTS)
@@ -82,13 +84,14 @@ class Loss(LossState):
         self.validate = validate
         self.epoch = -1  # until `set_epoch`
         self._calls = 0
+        self._scale_calls = 0  # of this step, in which logit_scale or logit_bias waits for a gradient
         self._is_float16 = False
         self._non_finite, self._input_errors = FirstSteps(), FirstSteps()
         self._rows_of_step: Tensor | None = None  # `index` of the first of accum_freq calls
         self._first_call: FirstCall | None = None  # of accum_freq, until the last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`forward`, which torch.compile of a caller's whole step leaves to Python, in one piece instead of dozens."""
+        """Call `forward`; a caller's torch.compile breaks its graph here once, instead of dozens of times inside."""
         # Not as a decorator, which would import the compiler, two seconds, with this package.
         call = super().__call__
         return (torch.compiler.disable(call) if torch.compiler.is_compiling() else call)(*args, **kwargs)
@@ -140,6 +143,7 @@ class Loss(LossState):
         dist_logit_scale: Tensor | None = None,
         dist_logit_bias: Tensor | None = None,
         key: Tensor | None = None,
+        positive_key: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
         """Estimate of the objective, 0-d, with its gradient; in float32 whatever autocast says, or in float64 if the
         image features are.
@@ -157,6 +161,8 @@ class Loss(LossState):
             dist_logit_scale, dist_logit_bias: have no effect.
             key: (b,) int64; samples with the same key, on any process, are not one another's negatives. Refused unless
                 `takes_keys`. Give keys on every process or on none.
+            positive_key: likewise, but samples with the same key are one another's positives (`kernels.positives`), and
+                still no negatives where the loss has no positive in its denominator. Refused unless `takes_positives`.
 
         Raises:
             ValueError: shapes, types or `index` do not fit; the message names the argument. Or a training step of a
@@ -166,11 +172,14 @@ class Loss(LossState):
         if isinstance(logit_scale, (float, int)):
             logit_scale = torch.full((), logit_scale, dtype=dtype, device=image_features.device)
         self._check(image_features, text_features, logit_scale, index)
-        if key is not None:
-            if not self.takes_keys:
-                raise ValueError(f"key: this {self.name} loss, with its settings, takes no keys")
-            check_int64("key", key, len(image_features))
-        more = {} if key is None else {"key": key}
+        takes = {"key": self.takes_keys, "positive_key": self.takes_positives}
+        more = {name: one for name, one in (("key", key), ("positive_key", positive_key)) if one is not None}
+        for name, one in more.items():
+            if not takes[name]:
+                raise ValueError(f"{name}: this {self.name} loss, with its settings, takes no keys")
+            check_int64(name, one, len(image_features))
+        if len(more) == 2:
+            raise ValueError("positive_key: with a key, too; give one of the two")
         reference = checked_reference(self.takes_reference, image_features, dist_image_features, dist_text_features)
         trains = self.training and torch.is_grad_enabled()
         if trains and self.epoch < 0 and self.follows_epochs:
@@ -178,8 +187,8 @@ class Loss(LossState):
         self._is_float16 = torch.float16 in (image_features.dtype, text_features.dtype)
         update_state = trains and self._calls % self.accum_freq == 0
         step = self.steps + update_state
-        wrong = are_not_unit_vectors(image_features, text_features, *(reference or ()))
-        self._input_errors.note(NOT_UNIT_VECTORS, step, wrong)
+        not_unit = are_not_unit_vectors(image_features, text_features, *(reference or ()))
+        self._input_errors.note(NOT_UNIT_VECTORS, step, not_unit)
         if index is not None and trains:
             self._check_group(index, update_state)
         if self.validate or self.steps == 0:
@@ -191,10 +200,10 @@ class Loss(LossState):
             text = torch.cat([text, -reference[1].to(text)], dim=1)
         self._adapt(image.shape[1], image.device, dtype)
         with torch.autocast(image_features.device.type, enabled=False):
-            # Each of the accum_freq calls gets the whole batch and would add the temperature's whole gradient.
-            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
+            ratio = self._gradient_ratio(trains, update_state, logit_scale, logit_bias)
+            scale = scale_gradient(logit_scale.reshape(()).to(image.device, dtype), ratio)
             if self.takes_bias and logit_bias is not None:
-                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), 1 / self.accum_freq)
+                more["logit_bias"] = scale_gradient(logit_bias.reshape(()).to(image.device, dtype), ratio)
             self._calls += trains
             self.steps += update_state
             shares = trains and self.accum_freq > 1 and (self.one_batch_per_step or index is not None)
@@ -207,19 +216,32 @@ class Loss(LossState):
                 raise
         return {"contrastive_loss": value} if output_dict else value
 
+    def _gradient_ratio(self, trains: bool, is_first: bool, *scalars: Tensor | None) -> float:
+        """The part of the temperature's gradient that this call of a step adds.
+
+        Each of the accum_freq calls gets the whole batch and would add the whole gradient. Loops that take the scalars'
+        gradient in the last call alone, as OpenCLIP's later ones do, pass them detached in the others.
+        """
+        if not trains:  # no call of a step
+            return 1 / self.accum_freq
+        before = 0 if is_first else self._scale_calls
+        self._scale_calls = before + any(s is not None and s.requires_grad for s in scalars)
+        is_last = (self._calls + 1) % self.accum_freq == 0
+        return (self.accum_freq - before if is_last else 1) / self.accum_freq
+
     def _value(self, inputs: Inputs, update_state: bool, shares: bool) -> Tensor:
-        """`compute`, or where the calls of a step share its result that of the first call."""
+        """The result of `compute`, or that of the step's first call where its calls share it."""
         compute: Callable[..., Tensor] = partial(self.compute, update_state=update_state)
         if not shares:
             return compute(**inputs)
-        first = self._first_call
-        if update_state or first is None:
-            first = FirstCall(compute, inputs, self.parameters())
+        first_call = self._first_call
+        if update_state or first_call is None:
+            first_call = FirstCall(compute, inputs, self.parameters())
         else:
             image, text, scale, *_ = inputs.values()
             self._non_finite.note(INPUTS, self.steps, ~are_finite(image, text, scale))
-        self._first_call = first if self._calls % self.accum_freq else None
-        return first.attached(inputs, self.parameters())
+        self._first_call = first_call if self._calls % self.accum_freq else None
+        return first_call.attached(inputs, self.parameters())
 
     def diagnostics(self) -> dict[str, Tensor]:
         """Values of the last call for the log: 0-d tensors, some on the device. No communication."""
@@ -242,7 +264,7 @@ class Loss(LossState):
         self._non_finite.note(self.CHECKED, self.steps, problems)
 
     def note_gradients(self, *gradients: Tensor) -> None:
-        """`note` a float32 gradient that overflows the features' float16; nothing else would show it."""
+        """Record a float32 gradient that overflows the features' float16; nothing else would show it."""
         if self._is_float16:
             largest = torch.stack([gradient.abs().amax() for gradient in gradients]).amax()
             problems = torch.zeros(len(self.CHECKED), dtype=torch.bool, device=largest.device)
@@ -257,13 +279,13 @@ class Loss(LossState):
             ValueError: a call had a row out of range, features that are not unit vectors, or other rows than the first
                 of its `accum_freq` calls.
         """
-        if (found := self._non_finite.first()) is None:
+        if (problem := self._non_finite.problem()) is None:
             self._raise_input_errors()
             return
-        step, what = found
-        if what == "index":
+        step, tensor_name = problem
+        if tensor_name == "index":
             raise ValueError(f"index: step {step} has a row outside [0, {self.num_samples})")
-        raise NonFiniteError(f"step {step}: {what} is not finite; training cannot go on from here")
+        raise NonFiniteError(f"step {step}: {tensor_name} is not finite; training cannot go on from here")
 
     def _check(self, image_features: Tensor, text_features: Tensor, logit_scale: Tensor, index: Tensor | None) -> None:
         check_features(image_features=image_features, text_features=text_features)
@@ -293,17 +315,17 @@ class Loss(LossState):
         if is_first:
             self._rows_of_step = index
             return
-        first = self._rows_of_step
+        expected_rows = self._rows_of_step
         message = f"index: the {self.accum_freq} calls of a step (accum_freq) must have the same rows"
-        if first is not None and first.shape == index.shape and index.device.type != "cpu":
-            self._input_errors.note((message,), self.steps, (first != index).any()[None])
-        elif first is None or not torch.equal(first, index):
+        if expected_rows is not None and expected_rows.shape == index.shape and index.device.type != "cpu":
+            self._input_errors.note((message,), self.steps, (expected_rows != index).any()[None])
+        elif expected_rows is None or not torch.equal(expected_rows, index):
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {self.steps}: {message}")
 
     def _raise_input_errors(self) -> None:
-        if (found := self._input_errors.first()) is not None:
-            step, message = found
+        if (problem := self._input_errors.problem()) is not None:
+            step, message = problem
             self._input_errors = FirstSteps()
             self._calls = 0  # a caller who catches this may continue with other batches
             raise ValueError(f"step {step}: {message}" if step else message)

@@ -1,4 +1,4 @@
-"""Checks of a loss's inputs; what is found on the device is recorded there, so that no step waits for it."""
+"""Checks of a loss's inputs; problems of values on the device are recorded there, so that no step waits for it."""
 
 import logging
 from typing import Any
@@ -15,13 +15,13 @@ LEAST_USUAL_SCALE = 4.7  # OpenCLIP clamps its parameter to log(100) = 4.6, so a
 
 
 class FirstSteps:
-    """The first step of each problem, recorded on the device."""
+    """The first step at which each problem occurred, recorded on the device."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, ...], Tensor] = {}  # step * len(names) + which, 0-d int64; -1: none so far
 
     def note(self, names: tuple[str, ...], step: int, are_wrong: Tensor) -> None:
-        """Record `step` unless an earlier one is; `are_wrong` has a bool per name, or for the first few of them."""
+        """Record `step` if it is the first with a problem; `are_wrong`: bools for `names`, or for the first few."""
         now = torch.where(are_wrong.any(), are_wrong.long().argmax() + step * len(names), -1)
         earlier = self._first.get(names)
         if earlier is not None:
@@ -29,18 +29,18 @@ class FirstSteps:
             now = torch.where(earlier >= 0, earlier, now)
         self._first[names] = now
 
-    def first(self) -> tuple[int, str] | None:
-        """A recorded step and what was wrong, or None. Waits for the device."""
-        for names, first in self._first.items():
-            if (found := int(first)) >= 0:
-                step, which = divmod(found, len(names))
+    def problem(self) -> tuple[int, str] | None:
+        """Step and name of a recorded problem, or None. Waits for the device."""
+        for names, coded_step in self._first.items():
+            if (code := int(coded_step)) >= 0:
+                step, which = divmod(code, len(names))
                 return step, names[which]
         return None
 
 
 @torch.no_grad()
 def are_not_unit_vectors(*features: Tensor) -> Tensor:
-    """Whether each of `features`, (b, d), has a row of another norm than 1, which NaN is not; a bool for each."""
+    """For each of `features`, (b, d), whether a row's norm differs from 1, bool; a norm of NaN does not count."""
     norms = [
         torch.linalg.vector_norm(vectors, dim=1, dtype=torch.promote_types(vectors.dtype, torch.float32))
         for vectors in features
@@ -53,10 +53,10 @@ def check_features(**features: Tensor) -> None:
     for name, vectors in features.items():
         if not vectors.is_floating_point():
             raise ValueError(f"{name} must be floating point; got {vectors.dtype}")
-    first, second = features.values()
-    if first.dim() != 2 or first.shape != second.shape:
+    image, text = features.values()
+    if image.dim() != 2 or image.shape != text.shape:
         names = " and ".join(features)
-        raise ValueError(f"{names} must both be (b, d); got {tuple(first.shape)} and {tuple(second.shape)}")
+        raise ValueError(f"{names} must both be (b, d); got {tuple(image.shape)} and {tuple(text.shape)}")
 
 
 def check_int64(name: str, values: Any, batch: int) -> None:
@@ -68,7 +68,7 @@ def check_int64(name: str, values: Any, batch: int) -> None:
 
 
 def check_equal_batches(features: Tensor) -> None:
-    """Raise ValueError if batch sizes differ: gathering would abort the process (gloo) or hang (nccl)."""
+    """Raise ValueError if processes have different batch sizes: gathering would abort (gloo) or hang (nccl)."""
     sizes = all_gather(torch.tensor([features.shape[0]], device=features.device)).tolist()
     if len(set(sizes)) > 1:
         raise ValueError(f"image_features: the processes have batches of {sizes} pairs; give each as many")
@@ -101,7 +101,7 @@ def check_rows(index: Tensor, num_samples: int) -> None:
 def checked_reference(
     needed: bool, like: Tensor, image: Tensor | None, text: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """A reference model's features, detached; ValueError unless both or, where not needed, neither are given.
+    """Return a reference model's features, detached; raise ValueError if they are missing, of wrong shape, or not used.
 
     Args:
         like: the features of the model in training, of as many pairs.

@@ -1,4 +1,4 @@
-"""A loss with replaceable parts: it tells them what it is told, and saves their state with its own."""
+"""A loss with replaceable parts: it passes calls on to the parts, and saves their state with its own."""
 
 from typing import Any
 
@@ -67,17 +67,17 @@ class ComposedLoss(Loss):
     def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
         names = {"normalizer": self.normalizer.name, "temperature": self.temperature.name,
                  "surrogate": self._own_surrogate.name, "negatives": self.negatives}  # fmt: skip
-        for what, name in names.items():
-            if state.get(what, name) != name:
-                raise ValueError(f"{what}: {name!r} where the state is of {state[what]!r}")
+        for kind, name in names.items():
+            if state.get(kind, name) != name:
+                raise ValueError(f"{kind}: {name!r} where the state is of {state[kind]!r}")
         super().check_state(state)
-        for part, own in self._states_of_parts(state):
-            part.check_state(own, int(state["dimension"]))
+        for part, part_state in self._states_of_parts(state):
+            part.check_state(part_state, int(state["dimension"]))
 
     def load_full_state(self, state: dict[str, Any]) -> None:
         super().load_full_state(state)
-        for part, own in self._states_of_parts(state):
-            part.load_full_state(own)
+        for part, part_state in self._states_of_parts(state):
+            part.load_full_state(part_state)
 
     def _states_of_parts(self, state: dict[str, Any]) -> list[tuple[Part, dict[str, Any]]]:
         return [(self.normalizer, below(state, "state.")), (self.temperature, below(state, "temperature."))]

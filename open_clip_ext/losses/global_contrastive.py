@@ -8,6 +8,7 @@ NeuCLIP, Eq. 1, estimated from one global batch:
 
 Both directions are summed, and rho has that scale, as in the papers; FastCLIP's released code halves the sum.
 `consistency` adds CyCLIP's terms in this scale, with tau a constant: 2 * tau * consistency * (in-modal + cross-modal).
+With a `positive_key` the anchor's loss is the mean of those with each of its positives as s_ii (`kernels.positives`).
 """
 
 import math
@@ -23,6 +24,7 @@ from open_clip_ext.diagnostics.online_error import OnlineError
 from open_clip_ext.distributed import all_gather, world_size
 from open_clip_ext.errors import InputError
 from open_clip_ext.kernels.autograd import attach_gradients
+from open_clip_ext.kernels.positives import SeveralPositives
 from open_clip_ext.kernels.similarities import SimilarityBlocks
 from open_clip_ext.kernels.streaming import are_finite
 from open_clip_ext.losses.base import GRADIENTS
@@ -31,12 +33,12 @@ from open_clip_ext.losses.cyclip import add_consistency
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.objectives import MAX_LOG_WEIGHT, Objective
 from open_clip_ext.options import NOT_NEGATIVE, POSITIVE, option
-from open_clip_ext.surrogates import Identity, Surrogate
+from open_clip_ext.surrogates import Identity, Surrogate, is_linear
 from open_clip_ext.temperatures import Temperature
 
 
 class GlobalContrastiveLoss(ComposedLoss):
-    """All methods that minimize the global contrastive objective.
+    """Loss for the global contrastive objective (NeuCLIP, Eq. 1), made of four replaceable parts.
 
     Under torch.distributed each process passes its own b pairs. Once averaged over processes, as
     DistributedDataParallel does, the gradients are exact for the global batch of B pairs. They do not depend on
@@ -55,11 +57,11 @@ class GlobalContrastiveLoss(ComposedLoss):
             for two views of images in place of image and text (iSogCLR, Eq. 2-4 and 11), where each view of an image
             has its own row and temperature. `views`: the same, but with one s_i, u_i and tau_i per image, as in the
             paper: g_i and tau_i's gradient are means over the image's two views as anchors.
-        consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), as its lambdas, which the
-            objective gets times the constant 2 tau: the mean tau if each sample has its own, 1 if the objective lacks
-            the factor tau. In plain PyTorch: `equations.consistency`.
-        reference_gap: subtract from h_ij the same gap of a frozen reference model (DRRho-CLIP), whose features every
-            call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
+        consistency: weight of CyCLIP's in-modal and cross-modal terms (`losses.cyclip`), both lambdas. The terms are
+            multiplied by 2 tau, a constant; tau is the mean where each sample has its own, and 1 where the objective
+            lacks the factor tau. In plain PyTorch: `equations.consistency`.
+        reference_gap: subtract from each gap s_ij - s_ii that of a frozen reference model (DRRho-CLIP), whose features
+            every call then needs. In plain PyTorch: `equations.drrho_gaps`, `equations.drrho_clip`.
 
     Raises:
         InputError: the parts do not fit together, or an argument is out of range.
@@ -125,6 +127,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         self.eps = self.loss_eps
         self.takes_reference = self.reference_gap
         self.takes_keys = normalizer.allows_keys and self.negatives == "cross"
+        self.takes_positives = self.takes_keys and is_linear(self.surrogate)  # the logarithm must let the positive out
         self.intra_modal = self.negatives != "cross"
         self.one_per_pair = self.negatives == "views"
         self.needs_index = normalizer.needs_index or temperature.needs_index
@@ -157,7 +160,7 @@ class GlobalContrastiveLoss(ComposedLoss):
 
     def compute(
         self, image: Tensor, text: Tensor, logit_scale: Tensor, index: Tensor | None, update_state: bool,
-        key: Tensor | None = None,
+        key: Tensor | None = None, positive_key: Tensor | None = None,
     ) -> Tensor:
         """The loss of the global batch; the value is equal on every process."""
         tau = logit_scale.reciprocal()
@@ -166,7 +169,8 @@ class GlobalContrastiveLoss(ComposedLoss):
             index, index_problem = self._global_index(index, image.device)
             rows, updated = self._of_step if trains else (None, None)
             batch = Batch.gather(image, text, tau, index)
-            batch.keys = None if key is None else all_gather(key.to(image.device, non_blocking=True))
+            keys = key if positive_key is None else positive_key  # a positive is no negative
+            batch.keys = None if keys is None else all_gather(keys.to(image.device, non_blocking=True))
             if update_state:
                 self.temperature.observe(batch)
             if update_state or not trains:
@@ -186,11 +190,13 @@ class GlobalContrastiveLoss(ComposedLoss):
             all_alpha = all_gather(alpha.T).T
             self.note(torch.cat([problems, ~are_finite(all_alpha)]))
             self._last = (batch.all_tau, batch.all_log_batch, all_alpha)
-            if update_state and key is None:  # it compares anchors with later samples and ignores keys
+            if update_state and keys is None:  # it compares anchors with later samples and ignores keys
                 self.online_error.observe(batch, all_alpha)
             values = self.objective.value(batch.all_log_batch, all_alpha)
+            if several := None if positive_key is None else SeveralPositives(batch):
+                values = values + several.gaps / batch.all_tau
             value = self.temperature.value(batch.all_tau, values)
-            gradients, tau_terms, consistency = self._gradients(batch, blocks, tau, inputs, alpha, all_alpha)
+            gradients, tau_terms, consistency = self._gradients(blocks, tau, inputs, alpha, all_alpha, values, several)
             self.note_gradients(gradients[0][1], gradients[1][1])
             if update_state and rows is not None:
                 per_anchor = values + self.temperature.rho + all_gather(tau_terms.T).T
@@ -200,7 +206,7 @@ class GlobalContrastiveLoss(ComposedLoss):
         return attach_gradients(value + consistency, gradients)
 
     def mixed(self, alpha: Tensor, log_batch: Tensor) -> Tensor:
-        """Mix the batch's own L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
+        """Mix the batch's own estimate L into the estimator's alpha, (2, b), and bound exp(L - alpha)."""
         if self.mixing > 0:
             alpha = torch.logaddexp(math.log(self.mixing) + log_batch, math.log1p(-self.mixing) + alpha)
         # Not torch.maximum, whose gradient would lack alpha's where the bound holds: the control variate of `unified`.
@@ -227,33 +233,41 @@ class GlobalContrastiveLoss(ComposedLoss):
         return problems
 
     def _gradients(
-        self, batch: Batch, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor
+        self, blocks: SimilarityBlocks, tau: Tensor, inputs: Batch, alpha: Tensor, all_alpha: Tensor, values: Tensor,
+        several: SeveralPositives | None,
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor, Tensor | float]:
         """This process's part of the gradient of the global value.
 
         Args:
             inputs: leaves of alpha's graph.
             alpha: (2, b), with its graph.
-            all_alpha: (2, B).
+            all_alpha, values: (2, B).
+            several: the anchors' positives, where they may have more than one.
 
         Returns:
             Pairs (input, gradient); tau_i times the derivative in tau_i of each local anchor's value, (2, b); the
             weighted consistency terms, 0-d.
         """
+        batch = blocks.batch
         image, text, grad_tau, learned = self.gradient_through_alpha(batch, inputs, alpha)
         alpha = alpha.detach()
         # The kernel's gradient has the factor tau_i; the objective has the factor scale(tau_i).
         ratio = self.temperature.scale(batch.all_tau) / batch.all_tau
-        own = ratio[:, batch.local]
-        tau_terms = blocks.add_gradients((image, text), alpha - own.log(), all_alpha - ratio.log())
-        tau_terms = (tau_terms + batch.size * grad_tau) / own
+        local_ratio = ratio[:, batch.local]
+        pulls, tau_terms = blocks.add_gradients((image, text), alpha - local_ratio.log(), all_alpha - ratio.log())
+        tau_terms = tau_terms + batch.size * grad_tau
+        if several is not None:
+            if self.objective.through_alpha:
+                pulls = pulls + local_ratio * self.objective.slope(batch.log_batch, alpha)
+            several.add_gradients((image, text), all_gather(pulls.T).T)
+            tau_terms = tau_terms - pulls * several.gaps[:, batch.local] / batch.tau
+        tau_terms = tau_terms / local_ratio
         consistency = self._add_consistency(batch, image, text) if self.consistency else 0.0
         ddp_scale = world_size()  # DistributedDataParallel averages over processes, but their parts must add up
         gradients = [(batch.image, image.mul_(ddp_scale)), (batch.text, text.mul_(ddp_scale))]
         # As the temperature's, a parameter's whole gradient is in each of the accum_freq calls.
         gradients += [(parameter, gradient * (ddp_scale / self.accum_freq)) for parameter, gradient in learned]
-        values = self.objective.value(batch.log_batch, alpha)
-        tau_gradient = self.temperature.gradient(batch.tau, values, tau_terms, batch.size)
+        tau_gradient = self.temperature.gradient(batch.tau, values[:, batch.local], tau_terms, batch.size)
         if tau_gradient is not None:
             gradients.append((tau, tau_gradient * ddp_scale))
         return gradients, tau_terms, consistency
@@ -284,10 +298,8 @@ class GlobalContrastiveLoss(ComposedLoss):
         slopes = self.objective.slope(batch.log_batch, alpha.detach())
         slopes = slopes * self.temperature.scale(batch.tau) / batch.size
         parameters = [parameter for parameter in self.normalizer.parameters() if parameter.requires_grad]
-        found = torch.autograd.grad(
-            alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True
-        )
-        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = found
+        grads = torch.autograd.grad(alpha, [*leaves, *parameters], slopes, allow_unused=True, materialize_grads=True)
+        grad_image, grad_text, grad_positive, grad_tau, *grad_parameters = grads
         # Not in place: autograd may return the same tensor for several inputs.
         grad_image = torch.addcmul(grad_image, grad_positive[:, None], batch.text.detach())
         grad_text = torch.addcmul(grad_text, grad_positive[:, None], batch.image.detach())

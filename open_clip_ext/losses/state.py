@@ -1,4 +1,4 @@
-"""The state of a loss: when it is allocated, where it lies, and what a checkpoint has of it."""
+"""State of a loss: when it is allocated, on which device, and its form in a checkpoint."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,12 +73,12 @@ class LossState(Part, nn.Module):
         }
 
     def check_state(self, state: dict[str, Any], dimension: int = 0) -> None:
-        """Raise ValueError if `load_full_state` cannot load the state, which has its dimension; nothing is changed."""
+        """Raise ValueError if `load_full_state` cannot load the state; nothing is changed."""
         if "process" in state:
             raise ValueError(f"state: process {state['process']}'s, which has no tensors; load process 0's")
         if state.get("format") != STATE_FORMAT:
-            found = f"format {state['format']}" if "format" in state else "an older format"
-            raise ValueError(f"state: {found} where this open_clip_ext reads format {STATE_FORMAT}")
+            saved_format = f"format {state['format']}" if "format" in state else "an older format"
+            raise ValueError(f"state: {saved_format} where this open_clip_ext reads format {STATE_FORMAT}")
         if state["loss"] != self.name:
             raise ValueError(f"loss: {self.name!r} where the state is of {state['loss']!r}")
         if self.dimension and not state["dimension"]:

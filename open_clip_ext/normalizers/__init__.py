@@ -1,4 +1,4 @@
-"""Estimators of every sample's log-normalizer."""
+"""Estimators of each sample's log-normalizer, log(eps + g_i) over the whole data set."""
 
 from open_clip_ext.normalizers.base import Normalizer
 from open_clip_ext.normalizers.batch import BatchNormalizer

@@ -112,17 +112,17 @@ class NPN(Normalizer):
         return name, lr or (None if name == cls.default_optimizer == "adagrad" else 1e-3)
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         if settings["npn_joint"]:
             names = ("npn_updates", "npn_restart_every", "npn_reset_optimizer")
-            refuse_unused(given, names, "with npn_joint")
+            refuse_unused(explicit, names, "with npn_joint")
         elif settings["npn_restart_every"] == 0:
-            refuse_unused(given, ["npn_reset_optimizer"], "where the network never restarts")
+            refuse_unused(explicit, ["npn_reset_optimizer"], "where the network never restarts")
         joint = settings["npn_joint"]
         settings["npn_opt"], settings["npn_lr"] = cls._optimizer(settings["npn_opt"], settings["npn_lr"], joint)
         if settings["npn_opt"] != "adagrad":
             unused = ["npn_initial_accumulator", "npn_max_rise"]
-            refuse_unused(given, unused, f"with npn_opt {settings['npn_opt']!r}")
+            refuse_unused(explicit, unused, f"with npn_opt {settings['npn_opt']!r}")
 
     def set_steps_per_pass(self, steps: int, passes: float | None = None) -> None:
         if self._fits_length and passes is not None:
@@ -206,11 +206,11 @@ class NPN(Normalizer):
             self._undo_if(after > self.objective_before + self.npn_max_rise, before)
 
     def _objective_of(self, log_batch: Tensor, alpha: Tensor) -> Tensor:
-        """What the network minimizes, 0-d."""
+        """The network's objective over both directions, 0-d."""
         return self.objective.value(log_batch, alpha).mean(dim=1).sum()
 
     def _undo_if(self, undo: Tensor, before: list[Tensor]) -> None:
-        """Take back the parameters `before` the step's updates and halve AdaGrad's next ones if `undo`, 0-d bool."""
+        """Where `undo`, a 0-d bool, is True: restore the parameters from `before`, and halve AdaGrad's next steps."""
         if undo.device.type == "cpu" and not undo:  # elsewhere a look at it would wait for the device
             return
         for parameter, old in zip(self.network.named.values(), before, strict=True):
@@ -219,13 +219,13 @@ class NPN(Normalizer):
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
         name = f"npn_{self.objective.name.replace('-', '_')}"
-        shown = {f"{name}_after": self._objective_of(log_batch, alpha)}
-        return shown if self.objective_before is None else {f"{name}_before": self.objective_before, **shown}
+        values = {f"{name}_after": self._objective_of(log_batch, alpha)}
+        return values if self.objective_before is None else {f"{name}_before": self.objective_before, **values}
 
     # State
 
     def _state(self) -> dict[str, Tensor]:
-        """The state as `full_state`, but on its device, without copies and as this process has it."""
+        """This process's state under the names of `full_state`, on its device and without copies."""
         if not hasattr(self, "network"):
             return {}
         numbers = {"steps": torch.tensor(self.steps), "restart_every": torch.tensor(self.restart_every)}
@@ -237,9 +237,9 @@ class NPN(Normalizer):
     def check_state(self, state: dict[str, Tensor], dimension: int) -> None:
         if not state:
             return
-        others = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
-        if others:
-            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {others.pop()!r}")
+        other_optimizers = {key.split(":")[0] for key in state if ":" in key} - {self.optimizer_name, "pending"}
+        if other_optimizers:
+            raise ValueError(f"npn_opt: {self.optimizer_name!r} where the state is of {other_optimizers.pop()!r}")
         if self.npn_joint != any(key.startswith("pending:") for key in state):
             raise ValueError(f"npn_joint: {self.npn_joint} where the state is of {not self.npn_joint}")
 

@@ -50,7 +50,7 @@ from open_clip_ext.side_model import MOMENTS, SideModel
 class Prototypes(RingNormalizer, NPN):
     """The NPN of NeuCLIP. Memory: weights, gradients and ring of 2 * m * d float32 each, and the optimizer's state.
 
-    Place i of the ring is what a reset gives prototype i.
+    A reset sets prototype i to the pair at position i of the ring.
     """
 
     name = "prototypes"
@@ -96,7 +96,7 @@ class Prototypes(RingNormalizer, NPN):
         self._take(slice(None))
 
     def _take(self, places: slice) -> None:
-        """Overwrite prototypes by the embeddings in the ring."""
+        """Overwrite prototypes with the embeddings in the ring."""
         self.weight[:, places] = self.ring.rows[:, places]
         if self.ring.keys is not None:
             if self.keys is None:
@@ -123,11 +123,11 @@ class Prototypes(RingNormalizer, NPN):
         return prototypes, lengths + (lengths == 0)
 
     def _keys(self, anchors: Tensor | None) -> Keys | None:
-        """The anchors' and those of the prototypes in use that are here."""
+        """Keys of the anchors and of this process's prototypes in use, or None if either has none."""
         return None if anchors is None or self.keys is None else (anchors, self.keys[: self.ring.own_active])
 
     def _counts(self, batch: Batch) -> Tensor:
-        """How many prototypes count for each of all anchors, (B,)."""
+        """Number of prototypes with another key than the anchor's, for each anchor of the global batch, (B,)."""
         keys = self._keys(batch.keys)
         if keys is None:
             return batch.all_positives.new_full((batch.size,), self.active)
@@ -159,12 +159,12 @@ class Prototypes(RingNormalizer, NPN):
         return state
 
     def full_state(self) -> dict[str, Tensor]:
-        own = self._state()
-        state: dict[str, Tensor | None] = {**own}
-        for name, value in own.items():
+        local_state = self._state()
+        state: dict[str, Tensor | None] = {**local_state}
+        for name, value in local_state.items():
             if (dim := self._split_dim(value)) is not None:
-                whole = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
-                state[name] = None if whole is None else whole.movedim(0, dim).contiguous()
+                gathered = gather_rows(value.movedim(dim, 0), self.capacity, chunk_rows=self.capacity)
+                state[name] = None if gathered is None else gathered.movedim(0, dim).contiguous()
         return on_first(state)
 
     def load_full_state(self, state: dict[str, Tensor]) -> None:

@@ -72,7 +72,7 @@ class Queue(RingNormalizer):
 
     @torch.no_grad()
     def update(self, batch: Batch) -> list[slice]:
-        """Push the batch into the ring; return its places there."""
+        """Push the batch into the ring; return the slices of the ring that it fills."""
         self.check_batch(batch.size)
         if self.follows_epochs and self.epoch != self._epoch_of_ring:
             self.ring.active = self.ring.head = 0
@@ -80,17 +80,17 @@ class Queue(RingNormalizer):
         return self.ring.push(batch)
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
-        seen = free_places(updated or [], self.ring.active)
-        others = sum(some.stop - some.start for some in seen)
-        if others == 0:
+        slices = free_places(updated or [], self.ring.active)
+        num_vectors = sum(some.stop - some.start for some in slices)
+        if num_vectors == 0:
             return batch.log_batch
         inputs = (batch.image, batch.text, batch.positives, batch.tau)
         keys: Keys | None = None
-        counts = batch.positives.new_full(batch.positives.shape, others)
+        counts = batch.positives.new_full(batch.positives.shape, num_vectors)
         if batch.keys is not None and self.ring.keys is not None:
             keys = batch.keys[batch.local], self.ring.keys
-            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in seen]))
-        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, seen=seen, keys=keys)
+            counts -= number_of_equals(keys[0], torch.cat([self.ring.keys[some] for some in slices]))
+        log_total = log_sum(*inputs, self.ring.rows, self.surrogate, slices=slices, keys=keys)
         return log_mean(log_total, counts, self.eps, batch.log_batch)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
@@ -109,7 +109,7 @@ class Queue(RingNormalizer):
 
 
 def free_places(places: list[slice], size: int) -> list[slice]:
-    """The slices of `size` places that `places`, which must not overlap, leave free."""
+    """Slices of 0 .. size - 1 that are not in `places`, which are slices that do not overlap."""
     places = sorted(places, key=lambda some: some.start)
     ends, starts = [0, *(some.stop for some in places)], [*(some.start for some in places), size]
     return [slice(end, start) for end, start in zip(ends, starts, strict=True) if start > end]

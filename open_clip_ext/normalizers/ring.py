@@ -31,23 +31,23 @@ class EmbeddingRing(nn.Module):
         super().__init__()
         self.capacity = capacity
         self._first, self._step = (rank(), world_size()) if split else (0, 1)
-        rows = torch.zeros(2, self._own(capacity), dimension, device=device, dtype=dtype)
+        rows = torch.zeros(2, self._num_local(capacity), dimension, device=device, dtype=dtype)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("keys", None, persistent=False)  # (m,) int64, once a batch has keys
         self.active = 0  # number of filled rows
         self.head = 0  # position of the next row
 
-    def _own(self, places: int) -> int:
-        """How many of the first `places` are on this process."""
+    def _num_local(self, places: int) -> int:
+        """Number of this process's positions among the first `places` of the ring."""
         return len(range(self._first, places, self._step))
 
     @property
     def own_active(self) -> int:
-        """Filled rows on this process; rows fill in order."""
-        return self._own(self.active)
+        """Number of filled rows on this process; rows fill in order."""
+        return self._num_local(self.active)
 
     def push(self, batch: Batch) -> list[slice]:
-        """Replace the oldest pairs by the batch's last m; return the places here in order, as one slice or two.
+        """Replace the oldest pairs by the batch's last m; return this process's rows that it fills, one or two slices.
 
         Under a non-finite batch the rows stay, or become unit vectors where there are none yet.
         """
@@ -55,19 +55,20 @@ class EmbeddingRing(nn.Module):
         if batch.keys is not None and self.keys is None:
             self.keys = self.unlike_keys(batch.keys.device)
         places = self._places(count)
-        for own, pairs in places:
+        for local_rows, pairs in places:
             for rows, features in zip(self.rows, (batch.all_text, batch.all_image), strict=True):
-                earlier = rows[own]
+                earlier = rows[local_rows]
                 if self.active < self.capacity:
                     earlier = earlier.clone()
                     earlier[:, 0] += (earlier == 0).all(dim=1)
-                rows[own] = torch.where(batch.finite, features[-count:][pairs], earlier)
-            if self.keys is not None:
-                new = self.unlike_keys(self.keys.device)[own] if batch.keys is None else batch.keys[-count:][pairs]
-                self.keys[own] = new
+                rows[local_rows] = torch.where(batch.finite, features[-count:][pairs], earlier)
+            if self.keys is not None and batch.keys is not None:
+                self.keys[local_rows] = batch.keys[-count:][pairs]
+            elif self.keys is not None:
+                self.keys[local_rows] = self.unlike_keys(self.keys.device)[local_rows]
         self.head = (self.head + count) % self.capacity
         self.active = min(self.active + count, self.capacity)
-        return [own for own, _ in places]
+        return [local_rows for local_rows, _ in places]
 
     def _places(self, count: int) -> list[tuple[slice, slice]]:
         """The next `count` places, as one slice of this process's rows or two, each with a slice of `count` pairs."""
@@ -75,14 +76,16 @@ class EmbeddingRing(nn.Module):
         places = []
         for begin, end, pair in ((self.head, self.head + count - wrapped, 0), (0, wrapped, count - wrapped)):
             if begin < end:
-                first_own = (self._first - begin) % self._step
-                pairs = slice(pair + first_own, pair + end - begin, self._step)
-                places.append((slice(self._own(begin), self._own(end)), pairs))
+                first_local = (self._first - begin) % self._step
+                pairs = slice(pair + first_local, pair + end - begin, self._step)
+                places.append((slice(self._num_local(begin), self._num_local(end)), pairs))
         return places
 
     def unlike_keys(self, device: torch.device) -> Tensor:
-        """Keys of what has none, each like no other, for the places that are kept here; a data set numbers its cells
-        without a key -1, -2, ..."""
+        """Keys for pairs without one, for this process's rows: each differs from all others.
+
+        A data set gives samples without a key -1, -2, ...
+        """
         return torch.arange(self.rows.shape[1], device=device) - 2**62
 
     def state(self) -> dict[str, Tensor]:
@@ -115,18 +118,18 @@ class RingNormalizer(Normalizer):
         super().__init__(**options)
         self.eps = eps
         self.surrogate = surrogate or Identity()
-        self.capacity = self._asked
+        self.capacity = self._max_capacity
 
     @property
-    def _asked(self) -> int:
-        """m, before `limit_to`."""
+    def _max_capacity(self) -> int:
+        """m, as the option gives it, before `limit_to`."""
         return getattr(self, self.size)
 
     def limit_to(self, num_samples: int) -> None:
-        self.capacity = min(self._asked, num_samples)
+        self.capacity = min(self._max_capacity, num_samples)
 
     def description(self) -> str:
-        capped = f", {self.capacity} for as many samples" if self.capacity < self._asked else ""
+        capped = f", {self.capacity} for as many samples" if self.capacity < self._max_capacity else ""
         return super().description() + capped
 
     def check_memory(self, dimension: int, device: torch.device | str, processes: int) -> None:

@@ -35,13 +35,13 @@ class ShardedLogSum(torch.autograd.Function):
     ) -> Tensor:
         anchors = (batch.all_image, batch.all_text, batch.all_positives, batch.all_tau)
         needs_grad = any(ctx.needs_input_grad)
-        own, derivatives = log_sums(*anchors, prototypes, surrogate, lengths, needs_grad=needs_grad, keys=keys)
-        log_total = log_sum_over_processes(own)
+        local_sums, derivatives = log_sums(*anchors, prototypes, surrogate, lengths, needs_grad=needs_grad, keys=keys)
+        log_total = log_sum_over_processes(local_sums)
         if derivatives is None:
             return log_total[:, batch.local]
         grad_anchor, grad_positive, grad_tau = derivatives
         partial = torch.cat([grad_anchor, grad_positive[:, :, None], grad_tau[:, :, None]], dim=2)
-        ctx.save_for_backward(partial, (own - log_total).exp())
+        ctx.save_for_backward(partial, (local_sums - log_total).exp())
         ctx.local = batch.local
         return log_total[:, batch.local]
 
@@ -59,8 +59,8 @@ def _sum_of_own(partial: Tensor, local: slice) -> Tensor:
     """Sum (2, B, c) over processes; return the rows of this process's anchors, (2, b, c)."""
     if dist.get_backend() == "nccl":
         by_process = partial.transpose(0, 1).contiguous()
-        own = by_process.new_empty(local.stop - local.start, *by_process.shape[1:])
-        getattr(dist, SCATTER)(own, by_process)
-        return own.transpose(0, 1)
+        local_rows = by_process.new_empty(local.stop - local.start, *by_process.shape[1:])
+        getattr(dist, SCATTER)(local_rows, by_process)
+        return local_rows.transpose(0, 1)
     dist.all_reduce(partial)  # gloo has no reduce-scatter
     return partial[:, local]

@@ -32,10 +32,10 @@ from open_clip_ext.row_state import RowState
 
 
 class RowNormalizer(RowState, Normalizer):
-    """Base of the estimators that keep a log-normalizer per image and per text, alpha: the first of their `columns`.
+    """Base of the estimators that store alpha, one per image and one per text, as the first of their `columns`.
 
-    It is -inf before the first visit, and L, the batch's estimate, stands for it. `new_rows` gets L as the estimate, of
-    equal rows the log of the mean of its exponentials.
+    Before a row's first visit alpha is -inf, and L, the batch's estimate, is used in its place. The estimate that
+    `new_rows` gets is L; samples with the same row get the log of the mean of their exp(L).
     """
 
     intra_modal = True
@@ -57,8 +57,8 @@ class RowNormalizer(RowState, Normalizer):
         return new
 
     def forward(self, batch: Batch, updated: Any = None) -> Tensor:
-        known = self.lookup(batch) if updated is None else updated
-        alpha = known[batch.local, :2].T.to(batch.log_batch.dtype)
+        columns = self.lookup(batch) if updated is None else updated
+        alpha = columns[batch.local, :2].T.to(batch.log_batch.dtype)
         return torch.where(alpha == -math.inf, batch.log_batch, alpha)
 
     def diagnostics(self, log_batch: Tensor, alpha: Tensor) -> dict[str, Tensor]:
@@ -118,13 +118,13 @@ class MovingAverageTable(RowNormalizer):
         return cosine * (1 - self.gamma) + self.gamma
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         schedule = settings["gamma_schedule"]
         unused = {
             "cosine": ["gamma_exponent"], "constant": ["gamma_decay_epochs", "gamma_exponent"],
             "proximal": ["gamma", "gamma_decay_epochs"],
         }[schedule]
-        refuse_unused(given, unused, f"with gamma_schedule {schedule!r}")
+        refuse_unused(explicit, unused, f"with gamma_schedule {schedule!r}")
         settings.update(dict.fromkeys(unused))
 
     def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:

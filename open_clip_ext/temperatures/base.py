@@ -1,4 +1,4 @@
-"""The base class of the temperature schemes, and those with one temperature: fixed or learned.
+"""The base class of the temperature schemes, and the schemes with one temperature: fixed or learned.
 
 OpenCLIP's parameter is `logit_scale` = log(1 / tau); its models pass the exponential, 1 / tau, to the loss. A scheme
 maps it to the temperatures of the step's anchors and computes the objective's value and its derivative in tau. Per
@@ -146,11 +146,11 @@ class LearnableTemperature(Temperature):
 
     In plain PyTorch: `equations.fastclip_v3`; `equations.scent`, which is the same.
 
-    By Eq. 13 tau falls while the mean over anchors of KL(p_i || uniform) is below rho and rests where they are equal,
-    with p_ij proportional to exp(l(s_ij - s_ii) / tau) over the anchor's negatives j. So exp(-rho) is roughly the
-    fraction of the negatives that count. NeuCLIP's rho is 6.5 for CC3M, 8.5 for CC12M and 11 for all three DFN sets
-    (Table 3). FastCLIP's released code counts dg/dtau twice, which changes the tau that is reached; the values of rho
-    published with that code were tuned for it.
+    By Eq. 13 tau falls while D, the mean over anchors of KL(p_i || uniform), is below rho, and settles where D equals
+    rho; p_ij is proportional to exp(l(s_ij - s_ii) / tau) over the anchor's negatives j. So exp(-rho) is roughly the
+    fraction of the negatives that have weight. NeuCLIP's rho is 6.5 for CC3M, 8.5 for CC12M and 11 for all three DFN
+    sets (Table 3). FastCLIP's released code counts dg/dtau twice, which changes the tau that is reached; the values of
+    rho published with that code were tuned for it.
     """
 
     name = "learnable"
@@ -160,7 +160,7 @@ class LearnableTemperature(Temperature):
     fastclip_code: bool = FASTCLIP_CODE
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         refuse_fastclip_code(settings)
 
     def gradient(self, taus: Tensor, values: Tensor, tau_terms: Tensor, batch: int) -> Tensor:

@@ -87,16 +87,16 @@ class IndividualTemperature(RowState, Temperature):
         return {"tau": self.tau_start, "first_moment": 0.0, **second}
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         refuse_fastclip_code(settings)
         if settings["tau_lr_schedule"] != "cosine":
-            refuse_unused(given, ["tau_lr_epochs"], f"with tau_lr_schedule {settings['tau_lr_schedule']!r}")
+            refuse_unused(explicit, ["tau_lr_epochs"], f"with tau_lr_schedule {settings['tau_lr_schedule']!r}")
             settings["tau_lr_epochs"] = None
         if settings["tau_optimizer"] == "adam":
-            refuse_unused(given, ["tau_beta"], "with tau_optimizer 'adam'")
+            refuse_unused(explicit, ["tau_beta"], "with tau_optimizer 'adam'")
         for low, high in (("tau_min", "tau_max"), ("tau_min", "tau_start"), ("tau_start", "tau_max")):
             least, most = settings[low], settings[high]
-            if most < least and low in given and high not in given:
+            if most < least and low in explicit and high not in explicit:
                 raise InputError(f"{least:g} is above {high}, {most:g}", low)
             if most < least:
                 raise InputError(f"{most:g} is below {low}, {least:g}", high)
@@ -126,7 +126,7 @@ class IndividualTemperature(RowState, Temperature):
         self.write(batch, rows, batch.equal_rows.mean(gradients.T))
 
     def new_rows(self, old: dict[str, Tensor], estimate: Tensor) -> dict[str, Tensor]:
-        """Args: estimate: the gradient in tau_i, (B, 2)."""
+        """A step of `tau_optimizer` on tau_i; `estimate` is the gradient in tau_i, (B, 2)."""
         taus, *moments = (column.to(estimate.dtype) for column in old.values())
         gradient = estimate.clamp(-self.CLIP, self.CLIP)
         if self.tau_optimizer == "momentum":

@@ -36,8 +36,8 @@ FIRST_PHI = 0.01
 class NetworkTemperature(Temperature):
     """Predicts tau_i from the anchor's own embedding, with one network for images and one for texts.
 
-    The parameters and Adam's two moments are one vector each. The step of Adam is not torch's: one with a non-finite
-    batch changes neither, and one that is held changes the moments alone.
+    The parameters and Adam's two moments are one vector each. Adam is not torch's: a step with a non-finite
+    batch changes nothing, and under `hold` only the moments change.
     """
 
     name = "network"
@@ -69,10 +69,10 @@ class NetworkTemperature(Temperature):
         self.steps = 0
         self.epoch = 0
         self._send = True
-        self._kept: Tensor | None = None  # dropout's mask of the latest step
+        self._dropout_mask: Tensor | None = None  # dropout's mask of the latest step
 
     @classmethod
-    def complete(cls, settings: dict, epochs: int | None, given: Collection[str]) -> None:
+    def complete(cls, settings: dict, epochs: int | None, explicit: Collection[str]) -> None:
         if settings["tau_max"] < settings["tau_min"]:
             raise InputError(f"{settings['tau_max']:g} is below tau_min, {settings['tau_min']:g}", "tau_max")
 
@@ -108,12 +108,12 @@ class NetworkTemperature(Temperature):
         parts = weights.split([shape.numel() for shape in self.shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
-    def predict(self, image: Tensor, text: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
-        """Temperatures, (2, b), of image and text embeddings, (b, d) each; `kept` is dropout's mask, (2, b, d)."""
+    def predict(self, image: Tensor, text: Tensor, weights: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Temperatures, (2, b), of image and text embeddings, (b, d) each; `mask` is dropout's mask, (2, b, d)."""
         p = self.named(weights)
         inner = (torch.stack([image, text]) @ p["inner"].mT + p["inner_bias"][:, None]).sigmoid()
-        if kept is not None:
-            inner = inner * kept / (1 - self.tau_net_dropout)
+        if mask is not None:
+            inner = inner * mask / (1 - self.tau_net_dropout)
         products = inner @ normalize(p["prototypes"], dim=2).mT
         probs = (products / p["log_phi"].exp()[:, None, None]).softmax(dim=2)
         terms = (probs - 1 / self.tau_net_prototypes) * products.sigmoid() * p["out"][:, None]
@@ -130,24 +130,24 @@ class NetworkTemperature(Temperature):
     def observe(self, batch: Batch) -> None:
         if self.steps == 0:
             prototypes = self.named(self.weights)["prototypes"]
-            others = torch.stack([batch.all_text, batch.all_image])[:, : prototypes.shape[1]]
-            first = prototypes[:, : others.shape[1]]
-            first.copy_(torch.where(are_finite(others).all(), others, first))
+            embeddings = torch.stack([batch.all_text, batch.all_image])[:, : prototypes.shape[1]]
+            initial = prototypes[:, : embeddings.shape[1]]
+            initial.copy_(torch.where(are_finite(embeddings).all(), embeddings, initial))
         if self._send:
             self.network.broadcast()
         self._send = False
 
     def lookup(self, batch: Batch) -> Tensor:
         """The predicted temperatures, (B, 2); in training with the step's dropout, which `update` uses again."""
-        self._kept = None
+        self._dropout_mask = None
         if self.training and self.tau_net_dropout > 0:
             device = batch.all_image.device
             # On a GPU drawn there: a copy from host memory would wait for it. Other devices may have no generator.
-            place = device if device.type == "cuda" else torch.device("cpu")
-            draw = torch.Generator(place).manual_seed(self.steps)
-            kept = torch.empty(2, *batch.all_image.shape, dtype=torch.bool, device=place)
-            self._kept = kept.bernoulli_(1 - self.tau_net_dropout, generator=draw).to(device)
-        return self.predict(batch.all_image, batch.all_text, self.weights, self._kept).T
+            draw_device = device if device.type == "cuda" else torch.device("cpu")
+            draw = torch.Generator(draw_device).manual_seed(self.steps)
+            mask = torch.empty(2, *batch.all_image.shape, dtype=torch.bool, device=draw_device)
+            self._dropout_mask = mask.bernoulli_(1 - self.tau_net_dropout, generator=draw).to(device)
+        return self.predict(batch.all_image, batch.all_text, self.weights, self._dropout_mask).T
 
     def taus(self, tau: Tensor, rows: Tensor | None) -> Tensor:
         assert rows is not None
@@ -161,7 +161,7 @@ class NetworkTemperature(Temperature):
         """
         with torch.enable_grad():
             weights = self.weights.detach().requires_grad_()
-            taus = self.predict(batch.all_image, batch.all_text, weights, self._kept)
+            taus = self.predict(batch.all_image, batch.all_text, weights, self._dropout_mask)
             (gradient,) = torch.autograd.grad(taus, weights, gradients / batch.size)
         self.steps += 1
         moments = self.network.named["moments"]

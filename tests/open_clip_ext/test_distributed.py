@@ -39,6 +39,10 @@ LOSSES = {
     "queue, keys": ("queue", dict(queue_size=80, mixing=0.3)),
     "prototypes, keys": ("neuclip", COMPLETE),
     "split, keys": ("neuclip", {**NPN, "npn_split": True}),
+    "table, positives": ("isogclr", dict(num_samples=ROWS, tau_start=0.1)),
+    "queue, positives": ("queue", dict(queue_size=80, mixing=0.3)),
+    "split, positives": ("neuclip", {**NPN, "npn_split": True}),
+    "clip-chunked, positives": ("clip-chunked", {}),
     "individual": ("fastclip-v2", {**TABLE, "tau_lr": 0.01, "surrogate": "hinge", "margin": 1.0}),
     "queue": ("queue", dict(queue_size=80, encoder_objective="unified", mixing=0.3, consistency=0.7)),
     "dcl, unscaled": ("dcl", dict(consistency=0.3)),
@@ -148,8 +152,9 @@ def global_batch(step):
 def more_of(name, loss, image, text):
     """A reference model's features, where the loss takes them: the inputs, which are unit vectors. Keys: one of four,
     by signs of the image, which rounding leaves alone."""
-    if "keys" in name:
-        return dict(key=(image[:, 0] > 0).long() + 2 * (image[:, 1] > 0))
+    if "keys" in name or "positives" in name:
+        key = (image[:, 0] > 0).long() + 2 * (image[:, 1] > 0)
+        return dict(key=key) if "keys" in name else dict(positive_key=key)
     return dict(dist_image_features=image, dist_text_features=text) if loss.takes_reference else {}
 
 

@@ -163,6 +163,35 @@ def test_gaps_less_a_references(pairs):
             close(found[:, i, j - (j > i)], torch.stack(own))
 
 
+def test_several_positives(pairs):
+    """UniCL's and the global objective by loops; and the estimator at the exact normalizers is the objective."""
+    e1, e2, tau = pairs
+    y = torch.tensor([4, 7, 4, 4, 1])
+    exps = [(side @ other.T / tau).exp() for side, other in ((e1, e2), (e2, e1))]
+    unicl, objective = 0.0, 2 * tau * RHO
+    for exp in exps:
+        for i in range(5):
+            positives = [k for k in range(5) if y[k] == y[i]]
+            negatives = [j for j in range(5) if y[j] != y[i]]
+            for k in positives:
+                unicl = unicl - (exp[i, k] / exp[i].sum()).log() / len(positives) / 10
+                g = sum(exp[i, j] / exp[i, k] for j in negatives) / len(negatives)
+                objective = objective + tau * g.log() / len(positives) / 5
+    g, x = equations.unicl_g(e1, e2, tau, y), equations.unicl_shift(e1, e2, tau, y)
+    estimates = [
+        equations.fastclip_v3(g * x.exp(), tau, (g * x.exp()).detach(), RHO),
+        equations.neuclip(g * x.exp(), tau, g.detach().log() + x, RHO, 0.0),
+        equations.neuclip(g * x.exp(), tau, g.log() + x, RHO, 0.0),
+    ]
+    exact = equations.unicl_objective(e1, e2, tau, y, RHO)
+    for actual, expected in [(equations.unicl(*pairs, y), unicl), *((one, objective) for one in (exact, *estimates))]:
+        close(actual, expected)
+        same_gradients(actual, expected, pairs)
+    different = torch.arange(5)
+    close(equations.unicl(*pairs, different), equations.clip(*pairs))
+    close(equations.unicl_g(*pairs, different), batch_g(gaps(e1, e2), tau))
+
+
 def test_tokens_of_captions():
     """SuperCLIP's, by loops over captions and their tokens."""
     generator = torch.Generator().manual_seed(0)

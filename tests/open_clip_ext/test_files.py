@@ -1,5 +1,6 @@
 """One process at a time uses a folder, and several may write one file."""
 
+import io
 import multiprocessing
 import os
 import re
@@ -8,6 +9,7 @@ import socket
 import time
 
 import pytest
+import torch
 
 from open_clip_ext import files
 from open_clip_ext.files import LOCK, InUseError, only_user, whole_file
@@ -105,6 +107,20 @@ def test_each_of_two_writers_has_a_file_of_its_own(tmp_path):
             second.write("second")
         assert path.read_text() == "second"
     assert path.read_text() == "first" and [*tmp_path.iterdir()] == [path]
+
+
+def test_ctrl_c_while_torch_writes(tmp_path):
+    """Its writer raises a RuntimeError in place of the KeyboardInterrupt."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, data):
+            if self.tell():
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    with pytest.raises(KeyboardInterrupt), whole_file(tmp_path / "x.pt"):
+        torch.save({"weights": torch.zeros(10)}, Interrupted())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("locks", [True, False])

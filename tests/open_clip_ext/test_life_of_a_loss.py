@@ -159,10 +159,11 @@ def test_a_short_group_of_accumulation_is_found_not_mixed_with_the_next_batch(na
     loss.raise_if_not_finite()
 
 
+@pytest.mark.parametrize("in_last_call", [False, True])
 @pytest.mark.parametrize("name", ["amorlip", "fastclip-v3", "neuclip"])
-def test_accumulation_equals_one_call(name):
-    """OpenCLIP's scheme: accum_freq calls on the same batch, each with the graph of one part. A call in evaluation mode
-    does not count as one of them."""
+def test_accumulation_equals_one_call(name, in_last_call):
+    """OpenCLIP's scheme: accum_freq calls on the same batch, each with the graph of one part, and of logit_scale or, in
+    later versions, of logit_scale in the last one alone. A call in evaluation mode does not count as one of them."""
     once, twice = make(name), make(name, accum_freq=2)
     for seed in range(3):
         image, text, scale = (leaf.requires_grad_() for leaf in features(seed, torch.float64))
@@ -175,9 +176,11 @@ def test_accumulation_equals_one_call(name):
             parts = [list(side.detach().chunk(2)) for side in (image, text)]
             for part in parts:
                 part[call].requires_grad_()
-            value = twice(*map(torch.cat, parts), scale, index=rows(seed))
-            *own, d_scale = torch.autograd.grad(value, [parts[0][call], parts[1][call], scale])
-            found += d_scale
+            seen = scale.detach() if in_last_call and call == 0 else scale
+            value = twice(*map(torch.cat, parts), seen, index=rows(seed))
+            own = torch.autograd.grad(value, [parts[0][call], parts[1][call]], retain_graph=True)
+            if seen is scale:
+                found += torch.autograd.grad(value, scale)[0]
             for one, other in zip(own, expected, strict=False):
                 torch.testing.assert_close(one, other.chunk(2)[call])
         torch.testing.assert_close(found, expected[2])
@@ -602,9 +605,16 @@ def test_a_reference_and_keys_are_refused_where_they_are_needed_or_have_no_place
     ):
         with pytest.raises(ValueError, match=message):
             make("drrho-clip")(image, text, scale, index=rows(), **given)
-    for name, options in (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {})):
+    without_keys = (("neuclip", MLP), ("sogclr", dict(negatives="both")), ("cyclip", {}), ("amorlip", {}))
+    for name, options in without_keys:
         with pytest.raises(ValueError, match="key: .* takes no keys"):
             create_loss(name, num_samples=8, epochs=1, **options)(image, text, scale, index=rows(), key=rows())
+    for name, options in (*without_keys, ("siglip-chunked", {}), ("tuneclip", {})):
+        with pytest.raises(ValueError, match="positive_key: .* takes no"):
+            loss = create_loss(name, num_samples=8, epochs=1, **options)
+            loss(image, text, scale, index=rows(), positive_key=rows())
+    with pytest.raises(ValueError, match="positive_key: with a key"):
+        make("sogclr")(image, text, scale, index=rows(), key=rows(), positive_key=rows())
 
 
 @ONE_OF_EACH

@@ -14,6 +14,7 @@ from open_clip_ext.equations import (
     neuclip_alpha,
     neuclip_separate,
     neuclip_w,
+    unicl_shift,
 )
 from open_clip_ext.kernels import streaming
 
@@ -188,9 +189,11 @@ KEYS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["key", "positive_key"])
 @pytest.mark.parametrize("parts", ["whole", "parts"])
-def test_a_prototype_does_not_count_for_the_key_that_it_was_drawn_from(parts, monkeypatch):
-    """8 prototypes with restarts and batches of 6, in two of which nothing counts; and after a state is loaded."""
+def test_a_prototype_does_not_count_for_the_key_that_it_was_drawn_from(parts, name, monkeypatch):
+    """8 prototypes with restarts and batches of 6, in two of which nothing counts; and after a state is loaded. With
+    positives the prototypes are the same, and the objective has their mean."""
     if parts == "parts":
         monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
         monkeypatch.setattr(streaming, "CPU_PART", 1)
@@ -203,16 +206,22 @@ def test_a_prototype_does_not_count_for_the_key_that_it_was_drawn_from(parts, mo
     generator = torch.Generator().manual_seed(0)
     for key in map(torch.tensor, KEYS):
         e1, e2 = (unit(generator, 6, 8).requires_grad_() for _ in range(2))
-        value = loss(e1, e2, 1 / tau, key=key)
+        scale = (1 / tau).requires_grad_()
+        value = loss(e1, e2, scale, **{name: key})
         reference.step(e1.detach(), e2.detach(), key)
         state, active = loss.full_state(), len(reference.keys)
         torch.testing.assert_close(state["state.weight"][:, :active], reference.w, rtol=1e-6, atol=1e-8)
         assert torch.equal(state["state.keys"][:active], reference.keys)
         alpha = reference.alpha(reference.w, e1, e2, key)
         torch.testing.assert_close(loss._last[2], alpha.detach(), rtol=1e-6, atol=1e-8)
-        g = reference.g_of_batch(e1, e2, key)
-        expected = torch.autograd.grad(neuclip(g, tau, alpha, 0.0, eps), [e1, e2])
-        for actual, wanted in zip(torch.autograd.grad(value, [e1, e2]), expected, strict=True):
+        reference.tau = 1 / scale
+        alpha, g = reference.alpha(reference.w, e1, e2, key), reference.g_of_batch(e1, e2, key)
+        x = unicl_shift(e1, e2, reference.tau, key) * (name == "positive_key")
+        objective = neuclip(g * x.exp(), reference.tau, alpha + x, 0.0, eps * x.detach().exp())
+        reference.tau = tau
+        torch.testing.assert_close(value, objective, rtol=1e-6, atol=1e-8)
+        expected = torch.autograd.grad(objective, [e1, e2, scale])
+        for actual, wanted in zip(torch.autograd.grad(value, [e1, e2, scale]), expected, strict=True):
             torch.testing.assert_close(actual, wanted, rtol=1e-6, atol=1e-8)
         other = create_loss("neuclip", **options)
         other.load_full_state(state)

@@ -71,12 +71,14 @@ def gaps_of_all(e1, e2):
     return [side - s.diagonal()[:, None] for side in (s, s.T)]
 
 
-@pytest.mark.parametrize("surrogate", ["identity", "hinge"])
+@pytest.mark.parametrize(
+    "surrogate, name", [("identity", "key"), ("hinge", "key"), ("identity", "positive_key")]
+)
 @pytest.mark.parametrize("objective", ["compositional", "unified"])
 @pytest.mark.parametrize("queued", [[1, 2, 3, 4, 5, 1], [2] * 6])
-def test_a_queue_leaves_out_the_same_key(surrogate, objective, queued, monkeypatch):
+def test_a_queue_leaves_out_the_same_key(surrogate, name, objective, queued, monkeypatch):
     """alpha and its gradient over the batch before, which is all that the queue holds of others, or over the batch if
-    that leaves none; in several tiles."""
+    that leaves none; in several tiles. With positives alpha is the same, and the objective has their mean."""
     monkeypatch.setattr(streaming, "CPU_TILE", (3, 4))
     hinge = dict(surrogate=surrogate, margin=0.9) if surrogate == "hinge" else {}
     loss = create_loss("queue", queue_size=12, mixing=0.0, rho=0.0, loss_eps=1e-6, encoder_objective=objective, **hinge)
@@ -86,9 +88,9 @@ def test_a_queue_leaves_out_the_same_key(surrogate, objective, queued, monkeypat
         return (5 * ((gap + 0.9).clamp(min=0) ** 2 if hinge else gap)).exp()
 
     old_1, old_2, *leaves = (unit(generator, 6, 16) for _ in range(4))
-    loss(old_1, old_2, torch.tensor(5.0).double(), key=keys[0])
+    loss(old_1, old_2, torch.tensor(5.0).double(), **{name: keys[0]})
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    value = loss(*leaves, torch.tensor(5.0).double(), key=keys[1])
+    value = loss(*leaves, torch.tensor(5.0).double(), **{name: keys[1]})
     counts = (keys[1][:, None] != keys[1]).double()
     g = torch.stack([(exponentials(gap) * counts).sum(dim=1) / counts.sum(dim=1) for gap in gaps_of_all(*leaves)])
     alphas, counts = [], keys[1][:, None] != keys[0]
@@ -99,7 +101,9 @@ def test_a_queue_leaves_out_the_same_key(surrogate, objective, queued, monkeypat
     alpha = torch.stack(alphas)
     torch.testing.assert_close(loss._last[2], alpha.detach())
     if objective == "unified":
-        expected = torch.autograd.grad(0.2 * ((1e-6 + g) / alpha.exp() + alpha).mean(dim=1).sum(), leaves)
+        x = equations.unicl_shift(*leaves, torch.tensor(0.2).double(), keys[1]) * (name == "positive_key")
+        relative = (1e-6 * x.detach().exp() + g * x.exp()) / (alpha + x).exp() + alpha + x
+        expected = torch.autograd.grad(0.2 * relative.mean(dim=1).sum(), leaves)
         for actual, wanted in zip(torch.autograd.grad(value, leaves), expected, strict=True):
             torch.testing.assert_close(actual, wanted)
 

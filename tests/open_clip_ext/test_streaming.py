@@ -194,9 +194,9 @@ def test_the_gradient_of_a_batch_may_be_asked_for_again(few_at_a_time):
     for _ in range(2):
         alpha = blocks.log_batch_normalizers()
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, blocks.add_gradients(gradients, alpha, alpha), *gradients))
+        found.append((alpha, *blocks.add_gradients(gradients, alpha, alpha), *gradients))
         gradients = torch.zeros_like(image), torch.zeros_like(text)
-        found.append((alpha, blocks.add_gradients(gradients, alpha, alpha), *gradients))
+        found.append((alpha, *blocks.add_gradients(gradients, alpha, alpha), *gradients))
     for again in found[1:]:
         for one, other in zip(again, found[0], strict=True):
             assert torch.equal(one, other)

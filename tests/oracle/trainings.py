@@ -161,7 +161,7 @@ def sketch(folder: Path, name: str) -> dict[str, Any]:
     sketched: dict[str, Any] = {}
     for key, tensor in content["state_dict"].items():
         sketched[f"model.{key.removeprefix('module.')}"] = _numbers(tensor)
-    _collect(sketched, "loss", content["optimizer"].get("open_clip_ext", {}).get("state", {}))
+    _collect(sketched, "loss", content.get("open_clip_ext", {}).get("state", {}))
     lines = read_metrics(run, "train")
     for key in sorted({key for line in lines for key in line if key.startswith("objective_") or key in ("lr", "tau")}):
         sketched[f"log.{key}"] = [float(f"{line[key]:.6g}") for line in lines if key in line]

@@ -86,7 +86,7 @@ def make_data(folder: Path) -> int:
     (folder / "torn.pt").write_bytes(whole[: len(whole) // 2])
     content = torch.load(folder / "neuclip/checkpoints/epoch_1.pt", weights_only=True)
     torch.save({"state_dict": content["state_dict"]}, folder / "weights.pt")
-    del content["optimizer"]["open_clip_ext"]
+    del content["open_clip_ext"]
     torch.save(content, folder / "no-state.pt")
     return 0
 

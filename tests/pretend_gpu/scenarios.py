@@ -47,7 +47,8 @@ def step(gpu: PretendGPU, loss: losses.Loss, dtype: torch.dtype, waits: bool, ke
     """One optimizer step, forward and backward, with the pairs' rows in host memory, as a data loader has them."""
     gpu.may_wait = waits
     index = torch.arange(BATCH)
-    more = {"key": index // 2} if keys and loss.takes_keys else {}
+    name = "positive_key" if loss.takes_positives else "key" if loss.takes_keys else None
+    more = {name: index // 2} if keys and name else {}
     if loss.takes_reference:
         names = "dist_image_features", "dist_text_features"
         more |= {name: torch.empty(BATCH, 6, device="cuda", dtype=dtype) for name in names}

@@ -125,10 +125,11 @@ def run(tmp_path):
 
 
 class Told:
-    """Rows and keys of every call of the loss."""
+    """Rows and keys of every call of the loss, and whether keys are of positives."""
 
     def __init__(self) -> None:
         self.calls: list = []
+        self.positives: set[bool] = set()
         self.clear = self.calls.clear
 
     def __call__(self) -> list[torch.Tensor | None]:
@@ -140,9 +141,10 @@ class Told:
 def told(monkeypatch) -> Told:
     told, forward = Told(), GlobalContrastiveLoss.forward
 
-    def call(self, *args, index=None, key=None, **kwargs):
-        told.calls.append((index, key))
-        return forward(self, *args, index=index, key=key, **kwargs)
+    def call(self, *args, index=None, **kwargs):
+        told.calls.append((index, kwargs.get("positive_key", kwargs.get("key"))))
+        told.positives.add("positive_key" in kwargs)
+        return forward(self, *args, index=index, **kwargs)
 
     monkeypatch.setattr(GlobalContrastiveLoss, "forward", call)
     return told

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from training_ext.data.loader import RowLoader
+from training_ext.core.rows import RowLoader
 
 ITERATE = RowLoader.__iter__
 

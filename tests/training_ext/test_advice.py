@@ -5,9 +5,9 @@ import math
 import pandas as pd
 import pytest
 
+from training_ext.components.advice import advise, advise_on_captions
 from training_ext.data.captions import SeenCaptions, see
 from training_ext.data.loss import build_loss
-from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import starts_from_weights
 
@@ -29,6 +29,8 @@ def test_captions_that_are_cut(length, share, lost, enough):
     (line, *more) = advise_on_captions(args, SeenCaptions(["x " * length, *"abc"], 2, "")) or [""]
     assert not more and ("--model: " + share in line if share else line == "")
     assert not share or f"lose {lost} % of theirs; --force-context-length {enough} " in line
+    few = SeenCaptions(["x " * length, *"a" * 199], 0, "")  # of 200; 99 % are read whole
+    assert not advise_on_captions(args, few)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import tarfile
 from argparse import Namespace
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,22 +21,21 @@ import pytest
 import webdataset as wds
 from conftest import LOSSES, ext_main, run_main
 from PIL import Image
+from stop import StopAt
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
-from open_clip_ext.metrics_file import TRAIN
-from training_ext.context import Run
-from training_ext.data import usable
-from training_ext.data.data_seams import DataSeams
+from training_ext.components.bad_samples import BadSamples, usable
+from training_ext.components.bad_samples import component as skips
+from training_ext.core.epoch import Epoch
+from training_ext.core.rows import RowLoader
+from training_ext.core.training import Training
 from training_ext.data.first_look import look_at_lines, look_at_shards
 from training_ext.data.keys import read_table
 from training_ext.data.rows import read_csv
-from training_ext.data.shard_rows import ShardRows
-from training_ext.feature import Epoch
-from training_ext.features import bad_samples as skips
-from training_ext.features.bad_samples import BadSamples
+from training_ext.data.shard_rows import rows_of_shards
 from training_ext.openclip.hosts import host
-from training_ext.tools.evaluation.pairs import CsvPairs, PairShards
+from training_ext.scoring.pairs import CsvPairs, PairShards
 from training_ext.tools.pairs.sources import find_sources
 
 PER_SHARD, SHARDS = 8, 4
@@ -207,12 +205,13 @@ def test_pairs_with_the_name_of_another_up_to_a_dot(run, shards):
 
 def counter(share=None, workers=2, **args) -> BadSamples:
     defaults = {"rank": 0, "accum_freq": 1, "batch_size": 8, "wandb": False, "save_logs": False}
-    return BadSamples(Run(Namespace(max_bad_samples=share, workers=workers, **(defaults | args))))
+    return BadSamples(Namespace(max_bad_samples=share, workers=workers, **(defaults | args)))
 
 
-def an_epoch(number: int, tensorboard=None, **loader) -> Epoch:
-    own = SimpleNamespace(**loader)
-    return Epoch(TRAIN, number, 3, number, own, own.num_batches, 0, 0, tensorboard, None, lambda place: None)
+def count_epoch(counts: BadSamples, train, number: int, tensorboard=None, **loader) -> None:
+    data = {"train": SimpleNamespace(dataloader=SimpleNamespace(**loader))}
+    epoch = Epoch(train, number, 3, number, data, 0, 0, *(None,) * 5, counts.args, tensorboard, None)
+    counts.epoch(epoch, lambda epoch: train())
 
 
 def test_counts_reach_tensorboard_and_wandb(monkeypatch):
@@ -222,9 +221,12 @@ def test_counts_reach_tensorboard_and_wandb(monkeypatch):
         "open_clip_train.train.wandb", SimpleNamespace(log=lambda values, step: logged.append((values, step)))
     )
     counts = counter(accum_freq=2, batch_size=4, wandb=True)
-    with counts.epoch(an_epoch(2, writer, num_batches=8)):
+
+    def train():
         counts.use()
         counts.skip(usable.NO_CAPTION, "a sample", "no caption")
+
+    count_epoch(counts, train, 2, writer, num_batches=8)
     assert scalars["data/used", 12] == scalars["data/no_caption", 12] == 1 and scalars["data/lost", 12] == 0
     ((values, step),) = logged
     assert step == values["step"] == 12 and values["data/no_caption"] == 1
@@ -235,15 +237,24 @@ def test_a_resumed_epoch_is_judged_by_its_whole_length(monkeypatch):
     counts = counter(0.05, 1)
     counts.expect(48, 0)
 
-    def resume(first: int) -> None:
-        with counts.epoch(an_epoch(0, num_batches=6, first=first)):
-            for _ in range(8):
-                counts.use()
-            counts.skip(usable.UNREADABLE, "a sample", "not an image")
+    def train():
+        for _ in range(8):
+            counts.use()
+        counts.skip(usable.UNREADABLE, "a sample", "not an image")
 
-    resume(5)
+    count_epoch(counts, train, 0, num_batches=6, first=5)
     with pytest.raises(InputError, match="more than 0.05 of the train data"):
-        resume(1)
+        count_epoch(counts, train, 0, num_batches=6, first=1)
+
+
+def test_a_run_that_resumes_near_the_end_of_an_epoch_has_no_more_bad_samples(run, shards, tmp_path, monkeypatch):
+    """2 of the rest, of 32 in the epoch; the loss has no rows, so nothing else says how many there are."""
+    data = shards(lambda row, name, content: (name, b"no" if row % PER_SHARD == 5 and ".png" in name else content))
+    common = f"{COMMON} {LOSSES['neuclip']} {data} --max-bad-samples 0.2 --name x"
+    with monkeypatch.context() as patch:
+        patch.setattr(RowLoader, "__iter__", StopAt(3))
+        assert run_main(ext_main, common, tmp_path / "logs") == 143
+    assert epochs(run("x", f"{common} --resume latest").path)[0]["unreadable"] == 2
 
 
 def test_a_shard_counts_once_however_often_it_is_read(tmp_path):
@@ -328,27 +339,46 @@ def test_a_csv_in_a_damaged_archive(datasets, tmp_path, compression):
         read_csv(args, str(path))
 
 
-@pytest.mark.parametrize("reader", ["training", "validation", "plain", "make_shards", "evaluate"])
-def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
-    """To pandas a cell that begins with one ends at the next."""
-    path = str(tmp_path / "x.csv")
-    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
-    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+def readers_of(path: str) -> dict:
+    """Each function that reads a csv with tabs between `filepath` and `title`."""
     columns = {"csv_separator": "\t", "csv_img_key": "filepath", "csv_caption_key": "title"}
     own, training = Namespace(**columns, seed=0, val_data=path), Namespace(**columns, same_key=None, loss="clip")
-    readers = {
+    return {
         "training": lambda: read_csv(training, path),
         "validation": lambda: read_csv(training, path, "--val-data"),
         "plain": lambda: read_table(Namespace(**{**vars(training), "loss": None}), path, sep="\t"),
         "make_shards": lambda: find_sources([path], own, None, {}),
         "evaluate": lambda: CsvPairs(own),
     }
-    readers[reader]()
+
+
+@pytest.mark.parametrize("reader", readers_of(""))
+def test_a_quote_that_joins_lines_is_told_by_every_reader_of_a_csv(reader, tmp_path, caplog):
+    """To pandas a cell that begins with one ends at the next."""
+    path = str(tmp_path / "x.csv")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    titles = ["a", "b", '"c', "d", 'an "e"', "f"]
+    Path(path).write_text("\n".join(["filepath\ttitle", *(f"{tmp_path}/a.png\t{title}" for title in titles)]))
+    readers_of(path)[reader]()
     assert [record.message for record in caplog.records] == [
         f"{path!r} gives 4 pairs. 1 of their captions have line breaks, the first in line 4, up to 2 in one: if none "
         "should have, a quote that begins a caption has joined the lines up to the next quote; remove such quotes"
     ]
+
+
+@pytest.mark.parametrize("folder", ["", "images/"])
+def test_images_are_from_the_current_folder_or_else_from_that_of_the_csv(folder, tmp_path, monkeypatch):
+    """To every reader but OpenCLIP's own training."""
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / folder / "a.png")
+    (tmp_path / "images/x.csv").write_text("filepath\ttitle\na.png\tone\n \ttwo\na.png\tthree\n")
+    monkeypatch.chdir(tmp_path)
+    own = Namespace(csv_separator="\t", csv_img_key="filepath", csv_caption_key="title", seed=0, same_key=None)
+    for loss in ("clip", None):
+        named = read_table(Namespace(**vars(own), loss=loss), "images/x.csv", sep="\t")["filepath"].tolist()
+        assert named == [("" if loss is None else folder) + "a.png", " ", ("" if loss is None else folder) + "a.png"]
+    (pair,) = find_sources(["images/x.csv"], own, None, {})
+    assert (pair.name, pair.path, pair.captions) == ("a.png", f"{folder}a.png", ["one", "three"])
 
 
 def test_a_csv_with_numbered_lines_and_no_name_for_them(run, datasets, tmp_path):
@@ -408,21 +438,31 @@ def ended(tmp_path, capfd):
 
 
 def test_a_bad_line_of_a_csv_for_validation(ended, csv, tmp_path):
-    data = csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
+    """That begins as an image; others are found before the start."""
+    data = csv(lambda row, path, caption: (f"{path}.cut" if row == 9 else path, caption))
+    (tmp_path / "9.png.cut").write_bytes((tmp_path / "9.png").read_bytes()[:200])
     val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
     line, log = ended(f"{COMMON} --loss clip {data} --val-data {val}")
-    assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.gone" in line
-    assert "Epoch 0 data: used 32 samples" in log
+    assert f"--val-data: line 11 of '{val}' cannot be used" in line and "9.png.cut" in line
+    assert "Epoch 0 data: used" in log
+
+
+def test_a_missing_image_of_a_csv_for_validation(refused, csv, tmp_path):
+    csv(lambda row, path, caption: (f"{path}.gone" if row == 9 else path, caption))
+    val = shutil.copy(tmp_path / "train.csv", tmp_path / "val.csv")
+    line = refused(f"{COMMON} --loss clip {csv()} --val-data {val}")
+    assert f"--val-data: line 11 of '{val}' cannot be used: '{tmp_path}/9.png.gone': No such file" in line
 
 
 def test_what_loader_workers_get_can_be_pickled(tmp_path):
     """As under the start methods spawn and forkserver."""
     counts = counter()
+    counts.training = Training([counts], lambda: None)
     stage = usable.Decode(wds.decode, counts, 0)("pilrgb", handler=None)
     loop = host()
     accepts = getattr(importlib.import_module(loop.shards), loop.sample_filter)
     complete = usable.CountIncomplete(accepts() if loop.builds_filter else accepts, counts)
-    stages = pickle.loads(pickle.dumps([stage, complete, ShardRows(None, counts.skip_shard)]))
+    stages = pickle.loads(pickle.dumps([stage, complete, rows_of_shards(None, counts.skip_shard, counts.end_shard)]))
     tar(tmp_path / "0.tar", [("0.txt", b"a"), ("1.jpg", b"b"), ("1.txt", b"c")])
     decode, complete, shard_rows = stages
     assert not list(decode(filter(complete, shard_rows([{"url": str(tmp_path / "0.tar")}]))))
@@ -522,13 +562,11 @@ def test_the_share_that_a_refusal_names_is_enough(refused, run, shards, tmp_path
 def test_one_process_with_all_bad_samples_ends_by_the_share_over_all():
     """Of 2 x 32 samples 4 are 6 %, though 4 of this process's 32 are more than 10 %."""
     args = Namespace(
-        max_bad_samples=0.1, workers=0, captions_field=None, uses_ext_loss=False, batch_size=8, world_size=2
+        max_bad_samples=0.1, workers=0, batch_size=8, world_size=2, train_data=None, dataset_type="synthetic"
     )
-    counts = BadSamples(Run(args))
-    seams = DataSeams(args, None, counts)
-    info = SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))
-    assert seams.build_dataset(lambda *args, **kwargs: info, lambda name: nullcontext(), args, None, True) is info
-    seams.workers.close()
+    counts = BadSamples(args)
+    counts.training = Training([counts], None)
+    counts.data_built({"train": SimpleNamespace(dataloader=SimpleNamespace(num_batches=4))})
     for _ in range(7):
         counts.skip(usable.UNREADABLE, "a sample", "not an image")
     with pytest.raises(InputError, match="--max-bad-samples: more than 0.1 of the train data"):

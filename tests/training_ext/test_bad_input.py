@@ -1,6 +1,7 @@
 """What a user can get wrong ends with exit code 2 and one line that names it, before anything is written."""
 
 import importlib.metadata
+import multiprocessing
 import os
 import re
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 
 import json_shards
@@ -19,16 +21,18 @@ import pytest
 import torch
 from conftest import LOSSES, SHIPPED, ext_main, run_main
 
-import training_ext
+from open_clip_ext import main
+from training_ext.core import hosts
 from training_ext.data.rows import DataRows
 from training_ext.data.usual import likely_cause
 from training_ext.flags.data_checks import check_imagenet, check_num_samples, shared_data
 from training_ext.flags.params import parse_args
-from training_ext.seams import seams
 
 SHAPES = "--dataset-type shapes --train-num-samples 16 --workers 0 --epochs 1"
 ROWS = DataRows("webdataset", 480, "", listing="")  # of shards that were not counted
 NEUCLIP, FASTCLIP = f"{SHAPES} --loss neuclip", f"{SHAPES} --loss fastclip-v3"
+
+
 def test_a_table_larger_than_memory(refused, run, monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: {"SC_PHYS_PAGES": 255, "SC_PAGE_SIZE": 1}[name])
     line = refused(f"{FASTCLIP}")  # 16 rows: 128 bytes here and 128 while a checkpoint is written
@@ -68,6 +72,21 @@ def test_shards_for_every_loader(refused, run, datasets, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "7")
     line = refused(f"{common} --workers 0")
     assert "0 in each of 7 process(es) get 0 of the 6 shards each" in line
+
+
+def test_workers_that_are_not_forked(refused, run, datasets, monkeypatch):
+    """Python 3.14's default: they are forked all the same on Linux, and elsewhere shards are refused."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        common = f"{datasets['shards']} --loss fastclip-v3 --epochs 1"
+        run("forked", f"{common} --workers 1")
+        assert multiprocessing.get_start_method() == "forkserver"
+        monkeypatch.setattr(main, "_forked_workers", nullcontext)
+        line = refused(f"{common} --workers 1")
+        assert "--workers: 1 processes that read shards must be forked" in line and line.endswith("; give 0")
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_validation_data_that_are_trained_on(tmp_path, monkeypatch):
@@ -163,7 +182,8 @@ def test_an_experiment_that_exists(refused, tmp_path):
         ("fastclip-v3", "--loss neuclip --normalizer table --encoder-objective compositional", ["--loss fastclip-v3"]),
         ("fastclip-v3", f"{LOSSES['fastclip-v3']} --negatives both", ["--negatives: both, but"]),
         ("fastclip-v3", "", ["--loss fastclip-v3", "not with OpenCLIP's own loss"]),
-        ("siglip", LOSSES["neuclip"], ["not trained with --loss neuclip"]),  # whose model trains other tensors
+        # Whose model trains other tensors
+        ("siglip", LOSSES["neuclip"], ["with OpenCLIP's own loss, not with --loss neuclip"]),
     ],
 )
 def test_a_checkpoint_of_another_loss(refused, datasets, checkpoints, saved, arguments, parts):
@@ -215,17 +235,16 @@ def test_an_unsupported_open_clip(refused, monkeypatch):
 
 
 def test_a_missing_seam(refused, monkeypatch):
-    seam = next(seam for seam in seams() if seam.path == "create_loss" or seam.path.endswith("create_task"))
+    seam = next(seam for seam in hosts.installed().SEAMS if seam.path in ("create_loss", "create_task"))
     monkeypatch.delattr(f"{seam.module}.{seam.path}")
-    assert f"open_clip_torch {open_clip.__version__} has no {seam.module}.{seam.path}" in refused(NEUCLIP)
+    assert f"open_clip_torch {open_clip.__version__} is installed, where there is no {seam.name}" in refused(NEUCLIP)
 
 
 def test_training_code_that_cannot_be_imported(refused, monkeypatch):
-    monkeypatch.delitem(sys.modules, "training_ext.launch")
-    monkeypatch.delattr(training_ext, "launch")
-    monkeypatch.delattr(open_clip_train.main, "main")
-    line = refused(NEUCLIP)
-    assert all(part in line for part in (open_clip.__version__, "'main'", "open_clip_train.main", "pip install")), line
+    monkeypatch.setitem(sys.modules, open_clip_train.main.__name__, None)
+    for flags in ("", "--bare"):
+        line = refused(f"{NEUCLIP} {flags}")
+        assert all(part in line for part in (open_clip.__version__, "open_clip_train.main", "pip install")), line
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ def test_an_optimizer_around_another(run, datasets):
     """timm's Lookahead, which has no hooks of its own."""
     flags = f"{datasets['shapes']} --loss fastclip-v3 --opt timm/lookahead_sgd --lr 0.1 --workers 0"
     run("x", f"{flags} --epochs 1")
-    optimizer = run("x", f"{flags} --epochs 2 --resume latest").checkpoint(2)["optimizer"]
-    assert optimizer["param_groups"][-1]["steps"] == optimizer["open_clip_ext"]["state"]["steps"] == 12
+    saved = run("x", f"{flags} --epochs 2 --resume latest").checkpoint(2)
+    assert saved["optimizer"]["param_groups"][-1]["steps"] == saved["open_clip_ext"]["state"]["steps"] == 12
 
 
 @pytest.mark.parametrize(

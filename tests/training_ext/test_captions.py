@@ -1,6 +1,10 @@
 """Several captions a picture: which one a sample has in each epoch, and what is a sample."""
 
+import json
+import math
 import shlex
+import shutil
+from collections import Counter
 from types import SimpleNamespace
 
 import json_shards
@@ -9,11 +13,13 @@ import pytest
 import torch
 from conftest import LOSSES
 from open_clip import get_tokenizer
+from open_clip_train import data as open_clip_data
 from open_clip_train.data import SharedEpoch
 
 from open_clip_ext.data import Scenes
-from training_ext.data.captions import Pictures, draw_from_lines, drawn
+from training_ext.data.captions import JsonCaptions, Pictures, draw_from_lines, drawn
 from training_ext.data.keys import keys_of_captions, read_table
+from training_ext.openclip.hosts import TASKS, host
 
 # Keys of captions tell which ones the loss has met.
 COMMON = f"{LOSSES['fastclip-v3']} --epochs 2 --batch-size 4 --same-caption"
@@ -92,6 +98,56 @@ def test_lists_in_shards(run, told, lists, captions):
     rows, keys = told()
     by_sample = {(row, captions[key]) for row, key in zip(rows.tolist(), keys.tolist(), strict=True)}
     assert by_sample <= {pair for numbers in epochs for pair in numbers.items()}
+
+
+FIELDS = ("long", "short", "other")
+
+
+@pytest.mark.parametrize("weights, likely", [((3, 1), (0.75, 0.25, 0)), ((0, 0, 2), (0, 0, 1)), ((), (1, 0, 0))])
+def test_fields_with_weights(weights, likely):
+    """OpenCLIP 4's --json-text-key and --json-text-key-probs: each field in proportion to its weight, the first if none
+    has one; among those that have a caption."""
+    epoch = SharedEpoch()
+    recaption = JsonCaptions(" long; short;other", 0, epoch, weights)
+
+    def count(fields, epochs=400):
+        counts = Counter()
+        for number in range(epochs):
+            epoch.set_value(number)
+            sample = {"__key__": "a", "txt": b"not this", "json": json.dumps(fields).encode()}
+            recaption(sample)
+            counts[sample.get("txt", b"").decode()] += 1
+        return counts
+
+    counts = count({name: name for name in FIELDS})
+    for name, probability in zip(FIELDS, likely, strict=True):  # within five standard deviations
+        assert abs(counts[name] - 400 * probability) <= 5 * math.sqrt(400 * probability * (1 - probability))
+    assert count({"long": " ", "short": 5, "other": "x"}, 20) == {"x": 20}
+    assert count({"text": "x"}, 1) == {"": 1}
+    if host().loop == TASKS:
+        open_clip_data.random.seed(0)
+        theirs = open_clip_data.JsonCaptionExtractor("long;short;other", weights or None)
+        drawn_by_open_clip = Counter(theirs({name: name for name in FIELDS}) for _ in range(400))
+        difference = [abs(drawn_by_open_clip[name] - counts[name]) for name in FIELDS]
+        assert max(difference) <= 5 * math.sqrt(2 * 400 * 0.75 * 0.25) and drawn_by_open_clip.keys() == counts.keys()
+
+
+def test_fields_of_openclip_in_shards(run, told, captions, tmp_path):
+    """In a training as in `test_lists_in_shards`; OpenCLIP itself reads the captions of the validation shards."""
+    if host().loop != TASKS:
+        pytest.skip("this OpenCLIP has no such flag")
+    of_row = lambda row: dict(zip(("long", "short"), CAPTIONS[2 * row : 2 * row + 2], strict=True))  # noqa: E731
+    shards = json_shards.write(tmp_path, 16, of_row, has_text=False).format(last=1)
+    held_out = shutil.copy(tmp_path / "train-000001.tar", tmp_path / "val.tar")
+    flags = f"{shards} --val-data {held_out} --json-text-key long;short --json-text-key-probs 1 1"
+    flags = f"{flags} {COMMON} --train-num-samples 16"
+    first = run("x", f"{flags} --workers 1")
+    epochs = of_epochs(told, captions, 16)
+    assert all([number // 2 for number in numbers.values()] == [*range(16)] for numbers in epochs)
+    assert epochs[0] != epochs[1] and len({number % 2 for number in epochs[0].values()}) == 2
+    run("resumed", f"{flags} --workers 2 --resume {first.path}/checkpoints/epoch_1.pt")
+    assert of_epochs(told, captions, 16) == epochs[1:]
+    assert first.log.count("clip_val_loss: ") == 2
 
 
 def test_empty_captions_are_not_drawn(run, told, lines, captions, tmp_path):

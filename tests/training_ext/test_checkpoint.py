@@ -8,6 +8,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -16,9 +17,14 @@ from torch.utils.data import get_worker_info
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.main import exit_code
-from training_ext.data.checkpoint import KEY, atomic_save, fit_names, is_same_data, take_entry
-from training_ext.data.checkpoint_files import find_resumed
+from training_ext.components.same_data import SameData, is_same
+from training_ext.core.component import Components
+from training_ext.core.files import atomic_save
+from training_ext.core.state import KEY, State, entry_of, take_entry
 from training_ext.data.rows import DataRows
+from training_ext.flags.params import parse_args
+from training_ext.flags.resumed import find_resumed
+from training_ext.launch import build
 
 MOST_RECENT = "--save-most-recent --save-frequency 0"
 
@@ -70,39 +76,43 @@ def test_every_checkpoint_carries_the_state_of_its_epoch(run, datasets, extra, n
     folder = experiment.path / "checkpoints"
     assert {path.name for path in folder.iterdir()} == set(names)
     for name, epochs in names.items():
-        entry = torch.load(folder / name)["optimizer"][KEY]
+        entry = torch.load(folder / name)[KEY]
         assert entry["state"]["steps"] == 6 * epochs
-        assert (entry["loss"], entry["normalizer"], entry["num_rows"]) == ("fastclip-v3", "table", 48)
+        assert (entry["loss"], entry["parts"]["normalizer"], entry["num_rows"]) == ("fastclip-v3", "table", 48)
 
 
-def test_the_entry_is_taken_out(tmp_path):
-    assert take_entry({"optimizer": {KEY: 1, "state": 2}}) == 1
+def test_the_entry_is_taken_out():
     for other in ({"optimizer": {"state": 2}}, {"layer.weight": torch.zeros(1)}, torch.zeros(1)):
-        assert take_entry(other) is None
-    checkpoint = {"epoch": 1, "optimizer": {KEY: {"loss": "x"}, "state": 2}}
-    assert take_entry(checkpoint) == {"loss": "x"} and checkpoint["optimizer"] == {"state": 2}
+        assert entry_of(other) is None
+    checkpoint = {"epoch": 1, "optimizer": {"state": 2}, KEY: {"loss": "x"}}
+    assert take_entry(checkpoint) == {"loss": "x"} and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
+    checkpoint["optimizer"][KEY] = {"loss": "x"}  # of version 0.1
+    assert take_entry(checkpoint)["loss"] == "x" and checkpoint == {"epoch": 1, "optimizer": {"state": 2}}
 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_files_of_every_form_are_read(tmp_path, zipped):
-    path = str(tmp_path / "x.pt")
+    path, run = str(tmp_path / "x.pt"), build(parse_args([]))
     for content, expected in (
-        ({"epoch": 1, "optimizer": {KEY: {"loss": "x"}}}, (path, {"loss": "x"})),
+        ({"epoch": 1, "optimizer": {}, KEY: {"loss": "x"}}, (path, {"loss": "x"})),
         ({"epoch": 1, "optimizer": {}}, (path, None)),
         ({"layer.weight": torch.zeros(1)}, None),
     ):
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
-        assert find_resumed(path) == expected
+        assert find_resumed(run, path) == expected
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_names_fit_any_number_of_processes(wrapped):
     names = ["module.visual.proj", "module.logit_scale"] if wrapped else ["visual.proj", "logit_scale"]
+    args = parse_args([])
+    args.distributed = wrapped
+    state = State(args, Components([], args), has_tasks=False)
     for other in (["visual.proj", "logit_scale"], ["module.visual.proj", "module.logit_scale"]):
         weights = dict.fromkeys(other, torch.zeros(1))
         for content in (weights, {"state_dict": dict(weights)}, {"epoch": 1, "state_dict": dict(weights)}):
-            fit_names(content, wrapped)
-            assert list(content.get("state_dict", content)) == names
+            loaded = state.load(lambda path, content=content: content, "x.pt")
+            assert list(loaded.get("state_dict", loaded)) == names
 
 
 def test_a_fixed_temperature_is_that_of_the_command_line(run, datasets, tmp_path, refused):
@@ -165,7 +175,7 @@ def test_a_folder_that_is_removed_in_the_run_is_one_line(datasets, tmp_path, mon
     def removed(*_):
         shutil.rmtree(tmp_path / "logs/x/checkpoints")
 
-    monkeypatch.setattr("training_ext.features.bad_samples.BadSamples._write", removed)
+    monkeypatch.setattr("training_ext.components.bad_samples.BadSamples._write", removed)
     error = ends(f"{datasets['shapes']} {LOSSES['queue']} --workers 0 --epochs 1 --name x")
     path = tmp_path / "logs/x/checkpoints/epoch_1.pt"
     assert f"'{path}' cannot be written: No such file or directory; no checkpoint is complete" in error
@@ -208,6 +218,20 @@ def test_what_the_machine_did_is_one_line_of_any_command(capsys):
     text = "Caught RuntimeError in DataLoader worker process 0.\nunable to write to file </torch_12_3_4>: "
     assert exit_code(raises(RuntimeError(f"{text}No space left on device (28)"))) == 2
     assert "error: </torch_12_3_4>: No space left on device; where nobody ended it" in capsys.readouterr().err
+    text = "unable to open shared memory object </torch_1_2_0> in read-write mode: Read-only file system (30)"
+    assert exit_code(raises(RuntimeError(text))) == 2
+    assert "error: /dev/shm cannot be written: Read-only file system (30); mount it" in capsys.readouterr().err
+    on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79 GiB")
+    no_memory = {
+        "you tried to allocate": lambda: torch.empty(1 << 50), "Unable to allocate": lambda: np.empty(1 << 50),
+        "error: CUDA out of memory. Tried to allocate 2.00 GiB; lower": raises(on_gpu),
+        "Cannot allocate memory": raises(OSError(errno.ENOMEM, "Cannot allocate memory")),
+        "error: out of memory": raises(MemoryError()),
+    }
+    for part, command in no_memory.items():
+        assert exit_code(command) == 2
+        error = capsys.readouterr().err
+        assert part in error and error.count("\n") == 1 and error.endswith("; lower --batch-size or --workers\n")
     for other in (RuntimeError("a bug"), PermissionError(errno.EACCES, "Permission denied", "x")):
         with pytest.raises(type(other)):
             exit_code(raises(other))
@@ -243,8 +267,8 @@ EPOCH = DataRows("webdataset", 48, "names", listing="names")  # --train-num-samp
 )
 @pytest.mark.parametrize("older", [False, True])
 def test_shards_that_were_not_counted_are_compared_by_name(saved, now, same, older):
-    entry = {"num_rows": saved.num_rows, "data_digest": saved.digest, "data_listing": saved.listing}
+    state = {"num_rows": saved.num_rows, "digest": saved.digest, "listing": saved.listing}
     if older:  # by their names only where it has no others
-        del entry["data_listing"]
+        state = SameData(parse_args([])).older_state({"num_rows": saved.num_rows, "data_digest": saved.digest})
         same = same and not (saved is COUNTED and now is EPOCH)
-    assert is_same_data(entry, now) == same
+    assert is_same(state, now) == same

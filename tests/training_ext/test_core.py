@@ -2,11 +2,7 @@
 
 import ast
 import importlib
-import os
-import re
-import subprocess
 import sys
-import types
 from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,10 +19,10 @@ import training_ext.core
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import option
 from training_ext.core import component, hosts, run, seam
+from training_ext.core.checks import check_optimizer
 from training_ext.core.component import Component
 from training_ext.core.seam import Seam
-from training_ext.core.state import KEY, check_optimizer
-from training_ext.seams import seams
+from training_ext.core.state import KEY
 
 ROOT = Path(__file__).parents[2]
 ROWS = 24
@@ -379,7 +375,7 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
         ("--bare --loss fastclip-v3 --resume {folder}/none.pt", "--resume: there is no"),
         ("--bare --loss fastclip-v3 --resume {folder}/text.pt", "cannot be resumed: "),
         ("--bare --loss fastclip-v3 --resume {folder}/plain.pt", "trained with OpenCLIP's own loss, not with --loss "),
-        ("--bare --loss clip --resume {folder}/ours.pt", "was trained with --loss fastclip-v3, not with OpenCLIP's"),
+        ("--bare --loss clip --resume {folder}/ours.pt", "--temperature learnable, not with OpenCLIP's own loss"),
         ("--with spy --loss fastclip-v3 --resume {folder}/with.pt", "with the component head; train with it"),
         ("--bare --loss fastclip-v3 --resume {folder}/within.pt", "was saved within an epoch"),
     ],
@@ -387,10 +383,12 @@ def broken(kind: type[Component], **attributes) -> type[Component]:
 def test_refusals(refused, register, tmp_path, flags, message):
     register(Scaled, Spy)
     entry = {"format": 5, "loss": "fastclip-v3", "num_rows": ROWS, "components": {}, "state": {"steps": 1}}
+    parts = {"normalizer": "table", "temperature": "learnable"}
+    entry["parts"] = parts
     (tmp_path / "text.pt").write_text("text")
     for name, content in {
         "plain": {}, "ours": {KEY: entry}, "with": {KEY: {**entry, "components": {"head": {}}}},
-        "within": {"optimizer": {KEY: {**entry, "position": {"batches": 3}}}},
+        "within": {"optimizer": {KEY: {**entry, **parts, "format": 3, "position": {"batches": 3}}}},
     }.items():
         steps = {"global_step": 1} if hosts.installed().HAS_TASKS else {}
         torch.save({"epoch": 1, "state_dict": {}, "optimizer": {}, **steps, **content}, tmp_path / f"{name}.pt")
@@ -438,6 +436,8 @@ def test_contracts():
     """A renamed user, a name that it no longer uses, and a parameter that is gone are seen."""
     given = dict(why="", contract="", replacement=None)
     assert Seam("training_ext.core.run", "listing", **given, used_by="training_ext.core.run:start").broken() is None
+    divided = "training_ext.core.loss:TrainingLoss.__call__"  # by way of take_added
+    assert Seam("training_ext.core.loss", "ADDED", **given, used_by=divided).broken() is None
     for path, used_by, parameters, what in (
         ("listing", "training_ext.core.run:begin", (), "there is no training_ext.core.run.begin"),
         ("listing", "training_ext.core.run:listing", (), "training_ext.core.run.listing does not use listing"),
@@ -508,64 +508,3 @@ def test_components_are_found_by_their_folder():
 def test_every_component_keeps_its_contracts():
     seams = [seam for kind in component.registry().values() for seam in kind.seams]
     assert seams and [seam.broken() for seam in seams] == [None] * len(seams)
-
-
-def without(module: str, name: str, monkeypatch) -> None:
-    """Rename an identifier in a copy of a module of OpenCLIP's, which is imported in its place."""
-    original = importlib.import_module(module)
-    source = Path(original.__file__).read_text()
-    assert re.search(rf"\b{name}\b", source)
-    renamed = types.ModuleType(module)
-    renamed.__file__ = original.__file__
-    monkeypatch.setitem(sys.modules, module, renamed)
-    exec(compile(re.sub(rf"\b{name}\b", f"{name}_renamed", source), original.__file__, "exec"), vars(renamed))
-    package, _, child = module.rpartition(".")
-    monkeypatch.setattr(sys.modules[package], child, renamed)
-
-
-@pytest.mark.parametrize(
-    "module, name, kind",
-    [
-        ("open_clip.factory", "load_state_dict", "safe_reading"),
-        ("open_clip.factory", "get_tokenizer", "safe_reading"),
-        ("open_clip_train.zero_shot", "accuracy", "numpy_scalars"),
-        ("open_clip_train.distributed", "init_distributed_device_so", "process_timeout"),
-    ],
-)
-def test_a_renamed_name_costs_a_convenience_or_is_refused(refused, run, data, monkeypatch, capsys, module, name, kind):
-    """Of the whole path, in which the components are by default."""
-    if not component.registry()[kind].seams:
-        pytest.skip("not needed with this OpenCLIP")
-    without(module, name, monkeypatch)
-    flags = f"--loss fastclip-v3 {data['csv']} {WHOLE} --epochs 1"
-    if component.registry()[kind].may_be_off:
-        run("off", flags)
-        assert f"Without {kind}: there is no {module}.{name}" in capsys.readouterr().err
-    else:
-        assert refused(flags).endswith(f"there is no {module}.{name}; give --without {kind}")
-        run("without", f"{flags} --without {kind}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, flags", [(s.path, s.needed_by) for s in seams() if s.may_be_off and "." not in s.path])
-def test_a_renamed_name_of_the_whole_path_costs_a_convenience(data, tmp_path, name, flags):
-    """In a copy of OpenCLIP's training code in which the name is another one everywhere."""
-    installed = Path(importlib.import_module("open_clip_train").__file__).parent
-    for path in installed.glob("*.py"):
-        (tmp_path / installed.name).mkdir(exist_ok=True)
-        renamed = re.sub(rf"\b{name}\b", f"{name}_renamed", path.read_text())
-        (tmp_path / installed.name / path.name).write_text(renamed)
-
-    def train(flags: str) -> subprocess.CompletedProcess:
-        script = "import sys; from pathlib import Path; from conftest import *; "
-        script += "sys.exit(run_main(ext_main, sys.argv[1], Path(sys.argv[2])))"
-        path = os.pathsep.join([str(tmp_path), *sys.path])
-        command = [sys.executable, "-c", script, f"--loss fastclip-v3 {data['shards']} {WHOLE} --epochs 1 {flags}"]
-        environment = {**os.environ, "PYTHONPATH": path}
-        return subprocess.run([*command, str(tmp_path / "logs")], env=environment, capture_output=True, text=True)
-
-    ended = train("--name off")
-    assert ended.returncode == 0 and f".{name}, so this is off" in ended.stderr, ended.stderr[-2000:]
-    for flag in flags:
-        ended = train(f"--name needed --{flag.replace('_', '-')} x")
-        assert ended.returncode == 2 and f".{name}, which open_clip_ext replaces" in ended.stderr, ended.stderr[-2000:]

@@ -18,12 +18,13 @@ from PIL import Image
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
-from training_ext.data.checkpoint import KEY
-from training_ext.data.loader import RowLoader
+from training_ext.components.exact_resume.order import NUMBER, ResumableLoader, Start
+from training_ext.components.recovery import recovered
+from training_ext.core.rows import RowLoader
+from training_ext.core.state import KEY
+from training_ext.core.tags import ROW, Tags
 from training_ext.data.rows import find_rows, kind_of
-from training_ext.data.seeding import AT_BATCH, AT_EPOCH, Start
-from training_ext.data.tags import NUMBER, ROW, Tags
-from training_ext.features.recovery import recovered
+from training_ext.data.seeding import AT_BATCH, AT_EPOCH
 from training_ext.flags.params import parse_args
 
 
@@ -191,7 +192,7 @@ def test_a_training_does_not_resume_on_exchanged_images(run, refused, tmp_path):
     rows_of(tmp_path, ["cat/2.png", "cat/1.png", "dog/1.png"])
     assert "other captions, or images below the folder of all" in refused(f"{flags} --resume {path} --name b")
     saved = torch.load(path, weights_only=True)
-    saved["optimizer"][KEY]["data_digest"] = captions  # as an earlier version
+    saved[KEY]["components"]["same_data"]["digest"] = captions  # as an earlier version
     torch.save(saved, path)
     assert run("b", f"{flags} --resume {path}").log.count("does not say which images its captions had") == 1
 
@@ -226,28 +227,32 @@ def batch(*rows):
     return torch.zeros(len(rows), 3), torch.stack([Tags((ROW,)).append(tokens, row) for row in rows])
 
 
+class Batches(list):
+    num_batches = property(len)
+
+
 def test_row_loader_keeps_the_rows_of_the_latest_batches():
-    batches = [batch(5, 1), batch(2**40, 0), batch(7, 7)]
-    loader = RowLoader(batches, keep=2, tags=Tags((ROW,)), streams=0, seed=lambda *place: None)
+    batches, steps = Batches([batch(5, 1), batch(2**40, 0), batch(7, 7)]), []
+    loader = RowLoader(batches, 2, Tags((ROW,)), lambda tokens, numbers: numbers, steps.append, lambda: steps.append(0))
     latest = []
     for images, tokens in loader:
         assert images.shape == (2, 3) and tokens.tolist() == [[0, 1, 2, 3]] * 2
-        latest.append(loader.latest(ROW).tolist())
-    assert latest == [[5, 1], [5, 1, 2**40, 0], [2**40, 0, 7, 7]]
+        latest.append(loader.latest()[ROW].tolist())
+    assert latest == [[5, 1], [5, 1, 2**40, 0]] and steps == [1, 0]  # the third batch is no whole step
     next(iter(loader))
-    assert loader.latest(ROW).tolist() == [5, 1]  # none of the epoch before
+    assert loader.latest()[ROW].tolist() == [5, 1]  # none of the epoch before
     assert len(loader) == 3 and loader.count(None) == 0  # the rest is the loader's
 
 
-def test_row_loader_tells_where_every_stream_is():
+def test_a_resumable_loader_tells_where_every_stream_is():
     """Five batches of two workers, of which an earlier run had three: worker 1 comes next, and 0 gives an empty one."""
     seeds, numbers = [], []
     order = SimpleNamespace(start_at=lambda start: None)
     batches = [(), batch(4, 5), batch(9, 12)]
-    loader = RowLoader(batches, 1, Tags((NUMBER,)), 2, lambda *place: seeds.append(place), order)
+    loader = ResumableLoader(batches, order, 2, Tags((NUMBER,)), lambda *place: seeds.append(place))
     loader.start_at(Start(epoch=0, batches=3, of=5, samples=[8, 3]))
     for _, tokens in loader:
-        assert tokens.tolist() == [[0, 1, 2, 3]] * 2
+        assert tokens[:, :-1].tolist() == [[0, 1, 2, 3]] * 2
         numbers.append(list(loader.numbers))
     assert numbers == [[8, 5], [12, 5]]
     assert seeds == [(AT_EPOCH,), (AT_BATCH, 4), (AT_BATCH, 5)]

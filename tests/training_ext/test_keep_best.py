@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from functools import wraps
 
 import open_clip
 import pytest
@@ -11,13 +12,12 @@ from conftest import ext_main, run_main
 
 from open_clip_ext.data import Scenes
 from open_clip_ext.data.scenes import COLOURS
-from training_ext.context import Run
-from training_ext.data.metrics import SCENES, is_better, num_items, open_clip_metrics
-from training_ext.features.keep_best import BEST, START
-from training_ext.features.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
+from training_ext.components.keep_best import BEST, START
+from training_ext.components.scenes import CAPTIONS, KINDS, classify_scenes, example, kind_of
+from training_ext.core.component import Components
+from training_ext.data.metrics import SCENES, evaluated_metrics, is_better, num_items, open_clip_metrics
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
-from training_ext.run import Features
 
 FLAGS = "--dataset-type shapes --train-num-samples 32 --val-num-samples 16 --workers 0"
 TUNE = "--loss tuneclip --osr-epochs 1"
@@ -38,6 +38,7 @@ def evaluations(monkeypatch):
     def set_to(values: list[float]) -> list[int]:
         rest, at = list(values), []
 
+        @wraps(host().train_module.evaluate)  # by whose names components see whether they can run
         def evaluate(model, data, epoch, args, tb_writer=None, tokenizer=None):
             at.append(epoch)
             value = rest.pop(0)
@@ -175,8 +176,8 @@ def test_metrics_known_and_their_directions():
     args = parse_args(f"{FLAGS} --imagenet-val x --imagenet-v2 y --loss clip".split())
     args.val_data = "shapes"
     never = parse_args(f"{FLAGS} --loss clip --imagenet-val x --zeroshot-frequency 0".split())
-    assert Features(Run(never)).metrics() == []
-    names = Features(Run(args)).metrics()
+    assert evaluated_metrics(never, Components.of(never)) == []
+    names = evaluated_metrics(args, Components.of(args))
     assert {RECALL, "text_to_image_mean_rank", "clip_val_loss", SCENES, "imagenet-zeroshot-val-top1"} <= set(names)
     assert "imagenetv2-zeroshot-val-top5" in names
     assert is_better(RECALL, 0.6, 0.5) and not is_better(RECALL, 0.5, 0.5)

@@ -1,4 +1,4 @@
-"""--same-key and --same-caption: what the loss is told of the samples that are not one another's negatives."""
+"""--same-key, --same-caption and --positives: what the loss is told of samples that are not one another's negatives."""
 
 import shlex
 
@@ -49,7 +49,10 @@ def test_long_numbers_beside_an_empty_cell_stay_different(run, told, datasets, t
     assert torch.equal(same(keys), same(rows))
 
 
-@pytest.mark.parametrize("flag, period", [("--same-caption", 6), ("--same-key group", 8)])
+@pytest.mark.parametrize(
+    "flag, period",
+    [("--same-caption", 6), ("--same-key group", 8), ("--positives caption", 6), ("--positives group", 8)],
+)
 def test_csv(run, told, repeated, flag, period):
     run("x", f"{repeated} {COMMON} {flag}")
     rows, keys = told()
@@ -58,13 +61,16 @@ def test_csv(run, told, repeated, flag, period):
         empty = rows % 8 == 7
         expected[empty] = same(rows)[empty]
     assert torch.equal(same(keys), expected) and len(rows) == 48
+    assert told.positives == {"--positives" in flag}
 
 
-@pytest.mark.parametrize("loss", ["fastclip-v3", "queue"])
-def test_a_field_in_shards(run, told, with_json, loss):
+@pytest.mark.parametrize(
+    "loss, flag", [("fastclip-v3", "--same-key"), ("queue", "--same-key"), ("queue", "--positives")]
+)
+def test_a_field_in_shards(run, told, with_json, loss, flag):
     """With rows beside the keys, and without."""
     flags = f"{LOSSES[loss]} --train-num-samples 40 --epochs 1 --workers 1 --batch-size 4"
-    run("x", f"{with_json[1]} {flags} --same-key set")
+    run("x", f"{with_json[1]} {flags} {flag} set")
     rows, keys = told()
     groups = torch.arange(40) % 8
     expected = same(groups)
@@ -114,6 +120,9 @@ def test_keys():
         ("{csv} --loss amorlip --same-caption", ["--same-caption", "--loss amorlip", "--normalizer table"]),
         ("{csv} --loss clip --same-caption", ["--same-caption", "clip"]),
         ("{json} --loss fastclip-v3 --same-key sett", ["--same-key", "no field 'sett'", "'set'"]),
+        ("{json} --loss clip-chunked --positives sett", ["--positives", "no field 'sett'", "'set'"]),
+        ("{csv} --loss clip-chunked --positives sett", ["--positives", "no column 'sett'", "'group'"]),
+        ("{csv} --loss clip --positives caption", ["--positives", "clip"]),
     ],
 )
 def test_wrong_flags(refused, repeated, datasets, with_json, arguments, parts):

@@ -10,8 +10,9 @@ from open_clip_train.distributed import is_using_distributed
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.main import exit_code
+from training_ext.core.plan import world_info
 from training_ext.openclip.hosts import host
-from training_ext.openclip.machine import processes_here, world_info
+from training_ext.openclip.machine import processes_here
 
 NAMES = (
     "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID",

@@ -38,7 +38,7 @@ def test_a_loss_and_its_values(shown, name):
         if row and value is not None and not isinstance(value, bool):
             assert row[1] == str(value), key
     assert len(text.splitlines()) <= 40
-    assert "--train-data" not in text and "--help without --loss" in text
+    assert "--train-data" not in text and "--help all" in text
 
 
 def test_what_follows_from_the_epochs(shown):
@@ -55,7 +55,7 @@ def test_beside_other_flags(shown):
 
 
 def test_all_flags_show_no_default_that_a_loss_changes(shown):
-    text = " ".join(shown("--help").split())
+    text = " ".join(shown("--help all").split())
     for name in ("gamma", "rho", "amor-denominator", "tau-min"):
         row = re.search(rf" --{name} [A-Z{{].*? --[a-z]", text)[0]
         assert "(default: per loss" in row and row.count("(default: ") == 1
@@ -65,12 +65,29 @@ def test_all_flags_show_no_default_that_a_loss_changes(shown):
 
 
 def test_the_first_lines_and_the_groups(shown):
-    text = shown("--help")
-    assert "--loss NAME --help" in text.splitlines()[0] and len(text.splitlines()) < 400
+    text = shown("--help all")
+    assert "--loss NAME" in text.splitlines()[0] and len(text.splitlines()) < 400
     headings = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert headings[:2] == ["which training", "data"] and headings[-1] == "OpenCLIP's flags"
     for option in all_options():
         assert len(re.findall(rf"^  {option.flag}\b(?!-)", text, re.MULTILINE)) == 1
+
+
+def test_two_screens_lead_to_every_flag(shown, monkeypatch):
+    """Each flag is shown once, by --help or under one of the topics that it names."""
+    first = shown("--help")
+    screens = [first, *(shown(f"--help {topic}") for topic in re.findall(r"--help (\w+)", first) if topic != "all")]
+
+    def flags(text: str) -> list[str]:
+        return re.findall(r"^  (?:-h, )?(--[\w-]+)", text.partition("more help:")[0], re.MULTILINE)
+
+    assert sorted(sum(map(flags, screens), [])) == sorted(flags(shown("--help all")))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert len(shown("--help").splitlines()) <= 90
+
+
+def test_an_unknown_topic_of_the_help(refused):
+    assert "--help: no topic is called 'lara'; did you mean 'lora'?" in refused("--help lara")
 
 
 def test_a_recipe_is_a_line(shown):

@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.metrics_file import read_metrics
-from training_ext import evaluations
+from training_ext.components import retrieval
+from training_ext.components.exact_resume import stopping
+from training_ext.components.exact_resume.stopping import StopRequest
+from training_ext.components.exact_resume.workers import WorkersIgnoreSigterm
+from training_ext.components.recovery.recovery import UNFINISHED
 from training_ext.components.remote_sync import RemoteSync
-from training_ext.data.loader import RowLoader
-from training_ext.data.workers import WorkersIgnoreSigterm
-from training_ext.features import stopping
-from training_ext.features.recovery.recovery import UNFINISHED
-from training_ext.features.stopping import StopRequest
+from training_ext.core.rows import RowLoader
 
 TIMES = {"time", "throughput", "data_time", "batch_time", "samples_per_second", "samples_per_second_per_gpu"}
 
@@ -132,7 +132,7 @@ def test_an_evaluation_that_is_killed_is_repeated_and_no_step(run, datasets, log
     common = f"{datasets['shapes']} {LOSSES['fastclip-v3']} --workers 0 {often}"
     whole = run("whole", common)
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(evaluations, "validation_metrics", kill)
+        patch.setattr(retrieval, "validation_metrics", kill)
         run_main(ext_main, f"{common} --name resumed", logs)
     resumed = run("resumed", f"{common} --resume latest")
     assert resumed.log.count("Saved after step") == resumed.log.count("=> resuming after step 6 of 6") == 1
@@ -289,7 +289,7 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
     number = signal.SIGINT if loss == "neuclip" else signal.SIGTERM
     flags = LOSSES.get(loss, f"--loss {loss}")
     common = f"{datasets[data]} {flags} --epochs 2 --force-patch-dropout 0.25 {extra}"
-    place = "training_ext.data.loader.RowLoader.__iter__"
+    place = "training_ext.core.rows.RowLoader.__iter__"
     codes = [
         [process.code for process in pair(f"{common} --name {name}", tmp_path, **patches)]
         for name, patches in (
@@ -306,12 +306,12 @@ def test_two_processes(datasets, pair, tmp_path, loss, data, extra, batch, rank)
 def test_other_numbers_of_processes(datasets, pair, run, stopped, logs):
     common = f"{datasets['shards']} {LOSSES['fastclip-v3']} --epochs 2 --workers 1"
     stopped("x", common, StopAt(3))
-    patches = {"training_ext.data.loader.RowLoader.__iter__": StopAt(3)}
+    patches = {"training_ext.core.rows.RowLoader.__iter__": StopAt(3)}
     assert [process.code for process in pair(f"{common} --name x --resume latest", logs, **patches)] == [143, 143]
     experiment = run("x", f"{common} --resume latest")
     assert "processes 1, now 2" in experiment.log and "processes 2, now 1" in experiment.log
     assert experiment.log.count("=> resuming after step") == 2
-    assert experiment.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
+    assert experiment.checkpoint(2)["open_clip_ext"]["state"]["state.log_u"].shape == (48, 2)
 
 
 class Slow(IterableDataset):
@@ -400,8 +400,8 @@ def test_a_checkpoint_of_before_there_were_steps(run, datasets):
     common = f"{datasets['shapes']} {LOSSES['neuclip']} --workers 0"
     path = run("a", f"{common} --epochs 1").path / "checkpoints/epoch_1.pt"
     checkpoint = torch.load(path, weights_only=True)
-    entry = checkpoint["optimizer"]["open_clip_ext"]
-    entry["format"] = 2
-    del entry["order"], entry["position"]
+    entry = checkpoint.pop("open_clip_ext")
+    old = {"format": 2, "data_digest": entry["components"]["same_data"]["digest"], **entry["parts"]}
+    checkpoint["optimizer"]["open_clip_ext"] = old | {name: entry[name] for name in ("loss", "num_rows", "state")}
     torch.save(checkpoint, path)
     assert len(run("b", f"{common} --epochs 2 --resume {path}").logged()) == 6

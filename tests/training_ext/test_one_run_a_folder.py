@@ -23,7 +23,7 @@ def test_another_run_is_named(refused, tmp_path, arguments):
 
 
 def test_a_run_has_its_folder_until_its_end(run, monkeypatch, tmp_path):
-    from training_ext.features import summary as module
+    from training_ext.components import summary as module
 
     def also_used(*args):
         from open_clip_ext.files import InUseError

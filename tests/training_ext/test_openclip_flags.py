@@ -55,7 +55,7 @@ def test_a_flag(run, seen, loss, flags):
     experiment = run("x", f"{DATA} {LOSSES[loss]} {flags}")
     checkpoint = experiment.checkpoint(1)
     assert all(value.isfinite().all() for value in checkpoint["state_dict"].values())
-    state = checkpoint["optimizer"]["open_clip_ext"]["state"]
+    state = checkpoint["open_clip_ext"]["state"]
     assert state["steps"] == 4
     kept = [value for key, value in state.items() if key in ("state.weight", "state.log_u")]
     assert kept[0].dtype == torch.float32 and kept[0].isfinite().all()
@@ -86,7 +86,7 @@ def test_a_scripted_model_resumes(run):
     common = f"{DATA} {LOSSES['neuclip']} --torchscript"
     run("x", common)
     resumed = run("x", f"{common.replace('--epochs 1', '--epochs 2')} --resume latest")
-    assert resumed.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]["steps"] == 8
+    assert resumed.checkpoint(2)["open_clip_ext"]["state"]["steps"] == 8
 
 
 def test_an_abbreviation_means_what_it_means_to_open_clip(monkeypatch):

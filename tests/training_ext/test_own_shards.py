@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shlex
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,15 @@ from test_captions import of_epochs
 from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from open_clip_ext.make_shards import main as make_shards
+from training_ext.components.advice import advise
+from training_ext.core.plan import global_batch
 from training_ext.data.keys import keys_of_captions
 from training_ext.data.loss import build_loss
 from training_ext.data.pair_folders import NO_PICTURE, NO_TEXT
 from training_ext.data.settings import setting_for
-from training_ext.features.advice import advise
 from training_ext.flags.data_checks import check_steps
 from training_ext.flags.params import parse_args
 from training_ext.flags.preflight import check_batch
-from training_ext.openclip.machine import global_batch
 from training_ext.tools.pairs import command, writing
 from training_ext.tools.pairs.sources import EMPTY_CAPTION, EMPTY_IMAGE, HELD_OUT, Pair, find_sources
 from training_ext.tools.pairs.writing import OTHER_FORMAT, UNREADABLE
@@ -137,6 +138,28 @@ def test_a_stopped_run_resumes(folder, written, tmp_path, monkeypatch, capsys):
     assert "--out: " in (line := capsys.readouterr().err) and "of other pairs or settings" in line
 
 
+def test_images_that_are_repaired_are_looked_at_again(folder, written, tmp_path, capsys):
+    whole = {path: path.read_bytes() for path in folder.rglob("*.[pj]*")}
+    for path in whole:
+        path.write_bytes(b"no image")
+    assert make_shards([str(folder), "--out", str(tmp_path / "shards")]) == 2
+    assert "none of the images can be used" in capsys.readouterr().err and not (tmp_path / "shards").exists()
+    for path in list(whole)[1:]:
+        path.write_bytes(whole[path])
+    assert left_out(written(folder)) == {UNREADABLE: 1}
+    next(iter(whole)).write_bytes(next(iter(whole.values())))
+    assert make_shards([str(folder), "--out", str(tmp_path / "shards")]) == 2
+    assert "of other pairs or settings; give another folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_goes_away_while_it_is_written(folder, tmp_path, monkeypatch, capsys):
+    stored, out = writing.stored, tmp_path / "shards"
+    monkeypatch.setattr(writing, "stored", lambda *given: shutil.rmtree(out, ignore_errors=True) or stored(*given))
+    assert make_shards([str(folder), "--out", str(out)]) == 2
+    error = capsys.readouterr().err.replace("\r", "\n").splitlines()[-1]
+    assert error.startswith("open_clip_ext: error: --out: ") and "No such file or directory" in error
+
+
 def test_shards_that_are_lost_are_written_again(folder, written, capsys):
     given = (folder, "--val-share", "0.1", "--per-shard", "8")
     (folder / "00.png").write_bytes(b"no image")
@@ -224,6 +247,10 @@ def test_a_parquet_with_images_or_paths(folder, written, tmp_path):
         "bytes": {"jpg": data, "caption": [CAPTIONS[n] for n in range(40)]},
         "dicts": {"jpg": [{"bytes": one, "path": None} for one in data], "caption": [CAPTIONS[:2]] * 39 + [[]]},
         "paths": {"jpg": list(map(str, paths)), "caption": [CAPTIONS[n] for n in range(39)] + [None]},
+        "dicts of paths": {
+            "jpg": [{"bytes": None, "path": str(path)} for path in paths[:-1]] + [None],
+            "caption": [CAPTIONS[n] for n in range(40)],
+        },
     }
     for name, columns in forms.items():
         pd.DataFrame(columns).to_parquet(tmp_path / f"{name}.parquet")

@@ -98,7 +98,7 @@ def test_another_loss_has_its_own_settings(tmp_path, write):
 
 
 def test_a_run_of_tuneclip_can_be_swept_from_its_recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 5.0})
+    monkeypatch.setattr("training_ext.components.recovery.recovered.read", lambda path: {"epochs": 5.0})
     args = parse("--loss tuneclip --pretrained w.pt --train-data x.tar --osr-save s.state --name run")
     recipes.save(str(tmp_path), recipes.of_run(args, recipes.resolved_flags(args), None))
     again = parse(f"--recipe {tmp_path}/recipe.yaml --osr-load s.state --lr 1e-6")
@@ -129,7 +129,7 @@ def test_the_command_line_changes_the_recovery_of_a_recipe(tmp_path, monkeypatch
 
     # A file of statistics may be gone later; --osr-epochs resumes the training, or recovers anew.
     with monkeypatch.context() as patch:
-        patch.setattr("training_ext.features.recovery.recovered.read", lambda path: {"epochs": 1.5})
+        patch.setattr("training_ext.components.recovery.recovered.read", lambda path: {"epochs": 1.5})
         recipe = saved("--osr-load s.state")
     with pytest.raises(InputError, match="there is no file 's.state'; .* give its --osr-epochs instead"):
         parse(recipe)
@@ -201,7 +201,7 @@ def test_a_dry_run_writes_nothing_and_counts_as_the_training_does(arguments, run
     assert "--lr 1e-3" not in text and re.search(r"recipe .*--lr 0\.001", text)
     data = arguments if shapes else arguments.replace("--train-data x-{0..5}.tar", datasets["shards"])
     trained = run("trained", f"{data}{shapes} --recipe {path}")
-    steps = trained.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]["steps"]
+    steps = trained.checkpoint(1)["open_clip_ext"]["state"]["steps"]
     assert f"{steps} per epoch, {steps} in total" in text and steps == 6
     assert "total         48 samples" in text
     about = float(re.search(r"a checkpoint +([\d.]+) MiB", text)[1]) * 2**20
@@ -231,6 +231,9 @@ def test_a_dry_run_without_recipe(capsys, refused, datasets, write):
     text = capsys.readouterr().out
     assert text.startswith("Flags") and "queue of embeddings" in text and "Recipe" not in text
     assert "settings.md   for 64 pairs --loss queue --rho 2.2 " in text
+    assert "Not found, so that a training would end here\n  --train-data: 1 of 1 shards cannot be read: 'x.tar'" in text
+    assert ext_main([*TINY.split(), *datasets["csv"].split(), *"--loss clip --val-data y.csv --dry-run".split()]) == 0
+    assert "would end here\n  --val-data: 'y.csv' does not exist\n" in capsys.readouterr().out
     assert "'x.tar'" in refused(flags)
     assert "is missing; give it, or --train-data" in refused("--loss queue --lr 1e-3 --dry-run")
     # The samples are counted, as the training would.
@@ -268,6 +271,17 @@ def plan_of(capsys, flags: str) -> str:
 )
 def test_a_plan_has_the_steps_of_the_training(flags, part, capsys):
     assert part in plan_of(capsys, f"--dataset-type shapes --name x {flags}")
+
+
+def test_a_plan_shows_what_was_set_for_the_user_and_what_was_not_found(capsys):
+    flags = "--train-data no.tar --val-data none.tar --imagenet-val nowhere"
+    text = plan_of(capsys, flags)
+    shown, _, problems = text.partition("Not found, so that a training would end here")
+    for flag, path in zip(*[iter(flags.split())] * 2, strict=True):
+        assert re.search(rf"{flag}: [^-]*'{path}'", problems), problems
+    own = shown.partition("set for you")[2].partition(" Training ")[0]
+    assert "--rho " in own and "--lr-tau 0.0" in own and "--save-frequency" not in shown and "--loss-eps" not in shown
+    assert "Not found" not in plan_of(capsys, "--dataset-type shapes --val-num-samples 8")
 
 
 def test_a_dry_run_counts_rows_not_epochs_and_says_what_it_leaves_out(capsys, datasets):

@@ -8,8 +8,7 @@ import torch
 from conftest import DEVICE
 
 from open_clip_ext import create_loss, recover_statistics
-from training_ext.data.loader import RowLoader
-from training_ext.data.tags import ROW
+from training_ext.core.rows import RowLoader
 
 EPOCHS = 1.5  # of 6 steps
 FLAGS = f"--lr 1e-3 --osr-epochs {EPOCHS} --epochs 1 --workers 0"
@@ -33,7 +32,7 @@ def test_moments_and_table_are_the_commands(run, datasets, weights, monkeypatch,
     def recorded(self):
         epochs.append([])
         for images, tokens in original(self):
-            epochs[-1].append((images.clone(), tokens.clone(), self.latest(ROW).clone()))
+            epochs[-1].append((images.clone(), tokens.clone(), self.latest()["index"].clone()))
             yield images, tokens
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)

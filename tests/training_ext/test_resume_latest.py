@@ -1,8 +1,10 @@
 """`--resume latest` takes the checkpoint with the most training, and a run that fails leaves it."""
 
 import os
+import pkgutil
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,8 +88,10 @@ def test_a_run_removes_what_a_kill_left_half_written(run, datasets):
 )
 def test_an_evaluation_that_fails_loses_no_epoch(datasets, tmp_path, ends, loss, extra, name):
     lines = Path(datasets["csv"].split()[1]).read_text().splitlines()
-    (tmp_path / "torn.png").write_bytes(b"torn")
-    lines[5] = "\t".join([str(tmp_path / "torn.png"), *lines[5].split("\t")[1:]])
+    image, *rest = lines[5].split("\t")
+    whole = Path(image).read_bytes()
+    (tmp_path / "torn.png").write_bytes(whole[: len(whole) // 2])  # whose header is read before the start
+    lines[5] = "\t".join([str(tmp_path / "torn.png"), *rest])
     (tmp_path / "val.csv").write_text("\n".join(lines) + "\n")
     common = f"{datasets['csv']} {LOSSES[loss]} --workers 0 --epochs 2 --name x {extra}"
     assert "--val-data: line 6 of" in ends(f"{common} --val-data {tmp_path}/val.csv")
@@ -97,3 +101,22 @@ def test_an_evaluation_that_fails_loses_no_epoch(datasets, tmp_path, ends, loss,
     assert torch.load(sorted(folder.glob("epoch_[2l]*.pt"))[0], weights_only=True)["epoch"] == 2
     log = (tmp_path / "logs/x/out.log").read_text()
     assert "resuming checkpoint" in log and log.count("Epoch 0 6/6") == 1
+
+
+def test_what_a_resumed_run_does_once_or_twice(run, datasets, monkeypatch):
+    """Once before anything is written, without which it could not be refused, and once to train."""
+    common, calls = f"{datasets['shapes']} {FLAGS}", Counter()
+    run("x", f"{common} --epochs 1")
+
+    def counted(name: str):
+        def call(*args, **kwargs):
+            calls[name.rpartition(".")[2]] += 1
+            return original(*args, **kwargs)
+
+        original = pkgutil.resolve_name(name)
+        monkeypatch.setattr(name, call)
+
+    for name in ("torch.load", "training_ext.core.loss.create_loss", "argparse.ArgumentParser.parse_known_args"):
+        counted(name)
+    run("x", f"{common} --epochs 2 --resume latest")
+    assert calls == {"load": 2, "create_loss": 2, "parse_known_args": 2}

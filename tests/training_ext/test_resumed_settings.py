@@ -5,7 +5,7 @@ import yaml
 from conftest import LOSSES, ext_main, run_main
 from stop import Killed, StopAt
 
-from training_ext.data.loader import RowLoader
+from training_ext.core.rows import RowLoader
 
 SGD = "--opt timm/lookahead_sgdw --lr 1e-3 --momentum"
 

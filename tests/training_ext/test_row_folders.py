@@ -11,9 +11,9 @@ from stop import Killed, StopAt
 from test_training import same
 
 from open_clip_ext import normalizers_report, row_files
+from training_ext.components.recovery.recovery import UNFINISHED
+from training_ext.core.rows import RowLoader
 from training_ext.data import checkpoint_files, row_folders
-from training_ext.data.loader import RowLoader
-from training_ext.features.recovery.recovery import UNFINISHED
 
 SPLIT = "--split-rows-above 0"
 
@@ -25,14 +25,15 @@ def folders(experiment):
 def named(experiment):
     """The folders that the checkpoints name."""
     files = (experiment.path / "checkpoints").glob("*.pt")
-    return {path.with_name(torch.load(path, weights_only=True)["optimizer"]["open_clip_ext"]["rows"]) for path in files}
+    components = {path: torch.load(path, weights_only=True)["open_clip_ext"]["components"] for path in files}
+    return {path.with_name(component["row_files"]["folder"]) for path, component in components.items()}
 
 
 def whole(experiment, epoch):
     """The checkpoint as if its rows were in the file."""
     checkpoint = experiment.checkpoint(epoch)
-    entry = checkpoint["optimizer"]["open_clip_ext"]
-    folder = experiment.path / "checkpoints" / entry["rows"]
+    entry = checkpoint["open_clip_ext"]
+    folder = experiment.path / "checkpoints" / entry["components"].pop("row_files")["folder"]
     for name, value in [*entry["state"].items()]:
         if isinstance(value, dict):
             files = row_files.RowFiles(folder)
@@ -45,7 +46,6 @@ def whole(experiment, epoch):
         names = ("tau", "first_moment", "second_moment")
         entry["state"] |= {f"temperature.{name}": part for name, part in zip(names, rows.split(2, dim=1), strict=False)}
     entry["state"].pop("state.unvisited", None)
-    entry |= {"rows": None, "format": 3}
     return checkpoint
 
 
@@ -58,7 +58,7 @@ def kill(run_, arguments, logs, monkeypatch, batch):
 def test_a_resumed_run_equals_one_with_plain_files(run, datasets, tmp_path, monkeypatch):
     common = f"{datasets['shapes']} {LOSSES['fastclip-v2']} --workers 0 --epochs 2"
     plain = run("plain", common)
-    assert folders(plain) == set() and "temperature.tau" in plain.checkpoint(2)["optimizer"]["open_clip_ext"]["state"]
+    assert folders(plain) == set() and "temperature.tau" in plain.checkpoint(2)["open_clip_ext"]["state"]
     # Stopped after step 8 of 12; the folder of epoch_1_step_2.pt goes once epoch_2.pt is there.
     with monkeypatch.context() as patch:
         patch.setattr(RowLoader, "__iter__", StopAt(8))
@@ -94,7 +94,7 @@ def test_other_numbers_of_processes(run, pair, datasets, tmp_path, monkeypatch):
     experiment = Experiment(logs, "x")
     (folder,) = folders(experiment)
     assert {path.name[-14:] for path in folder.glob("*.safetensors")} == {"0_of_2.safetensors"[-14:]}
-    tables = whole(experiment, 1)["optimizer"]["open_clip_ext"]["state"]
+    tables = whole(experiment, 1)["open_clip_ext"]["state"]
     seen = []
     load = row_folders.load_state
 
@@ -109,7 +109,7 @@ def test_other_numbers_of_processes(run, pair, datasets, tmp_path, monkeypatch):
         assert torch.equal(seen[0][name], tables[name])
     patches = {"training_ext.data.row_folders.load_state": Gathered(str(logs / "seen.pt"))}
     assert [process.code for process in pair(f"{common} --epochs 3 --resume latest", logs, **patches)] == [0, 0]
-    read, tables = torch.load(logs / "seen.pt"), whole(experiment, 2)["optimizer"]["open_clip_ext"]["state"]
+    read, tables = torch.load(logs / "seen.pt"), whole(experiment, 2)["open_clip_ext"]["state"]
     for name in ("state.log_u", "temperature.tau", "temperature.second_moment"):
         assert torch.equal(read[name], tables[name])
 
@@ -144,8 +144,8 @@ MOST_RECENT = "--save-most-recent --save-frequency 0"
 STEPS = [
     ("open_clip_ext.row_files.RowFiles._write_part", "", "no part, so the older"),
     ("open_clip_ext.row_files.RowFiles.finish", MOST_RECENT, "no index, so the older"),
-    ("training_ext.data.checkpoint_files.atomic_save", "", "no file, so the older"),
-    ("training_ext.data.checkpoint_files.atomic_save", MOST_RECENT, "the older under the same name"),
+    ("training_ext.core.state.atomic_save", "", "no file, so the older"),
+    ("training_ext.core.state.atomic_save", MOST_RECENT, "the older under the same name"),
     ("training_ext.data.checkpoint_files.remove_unnamed", "", "both folders, and the newer file"),
 ]
 

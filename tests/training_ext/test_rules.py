@@ -55,6 +55,10 @@ CASES = [
     ("--loss neuclip --train-data x.tar --dataset-type csv", "--dataset-type: 'csv'.*--train-data"),
     (f"{CLIP} --several-captions", "--several-captions: is for a csv, not for 'shapes'.*--captions-field"),
     ("--loss clip --train-data x.csv --captions-field a", "--captions-field: 'a' is .*'x.csv'.*--several-captions"),
+    ("--loss clip --train-data x.csv --json-text-key a;b", "--json-text-key: 'a;b' is .*'x.csv'.*--several-captions"),
+    ("--loss clip --train-data x.tar --json-text-key a --captions-field b", "--captions-field: 'b' with --json-text"),
+    ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs 1 2", "--json-text-key-probs: .*each"),
+    ("--loss clip --train-data x.tar --json-text-key a --json-text-key-probs -1", "--json-text-key-probs: .*least 0"),
     (f"{OURS} --same-caption --same-key a", "--same-caption: with --same-key 'a'; give one of the two"),
     (f"{OURS} --same-key a", "--same-key: 'a' is a column or a field, and shapes has none; use --same-caption"),
     (f"{SHAPES} --loss amorlip --same-caption", "--same-caption: --loss amorlip as given .*--normalizer table"),
@@ -62,6 +66,10 @@ CASES = [
         "--loss fastclip-v3 --negatives both --train-data x.csv --same-key a",
         "--same-key: --loss fastclip-v3 as given .*--negatives cross",
     ),
+    (f"{OURS} --positives a --same-key b", "--positives: 'a' with --same-key or --same-caption; give one of the three"),
+    (f"{OURS} --positives a", "--positives: 'a' is a column or a field, and shapes has none; use caption"),
+    (f"{SHAPES} --loss tuneclip --positives caption", "--positives: --loss tuneclip as .*--surrogate identity"),
+    (f"{SHAPES} --loss siglip-chunked --positives caption", "--positives: --loss siglip-chunked as .*clip-chunked"),
     (f"{CLIP} --batch-size 1", "--batch-size: 1 in 1 process"),
     (f"{SHAPES} --loss amorlip --batch-size 1", "--batch-size: 1; --loss amorlip needs more pairs"),
     (f"{OURS} --horovod", "--horovod: --loss fastclip-v3 .*torchrun"),
@@ -91,7 +99,7 @@ CASES = [
     (f"{OURS} --text-layer-decay 2", "--text-layer-decay: 2.0"),
     (f"{OURS} --image-layer-decay 0", "--image-layer-decay: 0.0"),
 ]
-OF_TASKS = ("--fsdp", "--torchcompile-strategy", "-layer-decay")
+OF_TASKS = ("--fsdp", "--json-text-key", "--torchcompile-strategy", "-layer-decay")
 broken: set[int] = set()
 
 
@@ -117,6 +125,7 @@ def test_every_rule_has_a_case():
     left = {rule.flag for number, rule in enumerate(RULES) if number not in broken}
     variable_text = {"model"}  # a model of OpenCLIP 4's
     of_tasks = {"text_layer_decay", "image_layer_decay", "torchcompile_strategy", "precision"}
+    of_tasks |= {"captions_field", "json_text_key", "json_text_key_probs"}
     of_fsdp = {"osr_epochs", "keep_best", "zeroshot_data"}
     assert left <= variable_text | (set() if host().loop == TASKS else of_tasks | of_fsdp)
 
@@ -170,8 +179,8 @@ OTHERS = [
     (f"{OURS} --val-data x.csv", "--val-data: 'x.csv' .*--val-num-samples"),
     (f"{OURS} --train-num-samples 0", "--train-num-samples: 0 .*from 1"),
     (f"{OURS} --shapes-seed -1", "--shapes-seed: -1 .*at least 0"),
-    (f"{OURS} --dataset-type synthetic --shapes-seed 1", "--shapes-seed: 1 .*synthetic.*shapes"),
-    (f"{OURS} --dataset-type synthetic --shapes-shifted", "--shapes-shifted: .*synthetic"),
+    (f"{OURS} --dataset-type synthetic --shapes-seed 1", "--shapes-seed: has no effect without --dataset-type"),
+    (f"{OURS} --dataset-type synthetic --shapes-shifted", "--shapes-shifted: has no effect without --dataset-type"),
     ("--dataset-type synthetic --loss neuclip", "--train-num-samples: .*synthetic.*at least 1"),
     ("--train-data x.parquet --loss neuclip", "--train-data: 'x.parquet'.*--dataset-type"),
     (f"{REMOTE} --loss fastclip-v3", "--train-data: .*'https://a.example/00.tar'.*--shard-sizes.*{\"00.tar\": "),

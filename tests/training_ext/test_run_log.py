@@ -9,15 +9,15 @@ from math import inf, nan
 import pytest
 from conftest import LOSSES, ext_main, run_main
 
-from open_clip_ext.metrics_file import TRAIN, MetricsFile, read_metrics
+from open_clip_ext.metrics_file import MetricsFile, read_metrics
 from open_clip_ext.retrieval import SIDES
 from open_clip_ext.surrogates import PowerHinge
-from training_ext.context import Run
-from training_ext.feature import Epoch
-from training_ext.features import bad_samples as skips
-from training_ext.features import log as run_log
-from training_ext.features.log import Log, duration
-from training_ext.features.summary import summary
+from training_ext.components import log as run_log
+from training_ext.components.bad_samples import component as skips
+from training_ext.components.log import Log, duration
+from training_ext.components.summary import summary
+from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.training import Training
 from training_ext.flags.params import parse_args
 
 FLAGS = "--dataset-type shapes --train-num-samples 48 --workers 0 --epochs 1"
@@ -32,20 +32,22 @@ def test_the_line_of_a_large_training_fits(monkeypatch, caplog):
     )
     now = iter([0.0, 3600.0, 3600.0])
     monkeypatch.setattr(run_log, "time", Namespace(monotonic=lambda: next(now), time=lambda: 0.0))
-    log = Log(Run(args))
-    log.loss_built(Namespace(name="objective_learnable"))
+    log = Log(args)
+    log.training = Training([log], None, loss=Namespace(value_name="objective_learnable"))
     caplog.set_level(logging.INFO)
     first = 32 * 99_999
-    loader = Namespace(first=49_999)
-    epoch = Epoch(TRAIN, 32, 33, 32, loader, 99_999, first, 0, None, None, lambda place: None)
-    with log.epoch(epoch):
-        numbers = {
-            "lr": 3.9e-05, "scale": 19.53, "objective_learnable": -12.3456, "normalizer_mse": 0.312,
-            "minibatch_mse": 0.871,
-        }
+    loader = Namespace(first=49_999, num_batches=99_999)
+    data = {"train": Namespace(dataloader=loader)}
+    numbers = {
+        "lr": 3.9e-05, "scale": 19.53, "objective_learnable": -12.3456, "normalizer_mse": 0.312, "minibatch_mse": 0.871,
+    }
+
+    def train(epoch):
         for name, number in numbers.items():
-            epoch.add_scalar(f"train/{name}", number, 32 * 99_999 + 50_999)
-        log.step_done(51_000, epoch.numbers)
+            epoch.writer.add_scalar(f"train/{name}", number, 32 * 99_999 + 50_999)
+        log.step_done(51_000)
+
+    log.epoch(Epoch(train, 32, 33, 32, data, first, 0, *(None,) * 5, args, None, None), train)
     line = caplog.messages[0]
     # 1,001 steps of 4,096 in an hour, and 48,999 to go.
     assert line == "Epoch 32 51000/99999 loss -12.35 lr 3.9e-05 tau 0.0512 error 0.31/0.87 1139/s left 48h57m"
@@ -59,10 +61,10 @@ def test_a_model_that_has_learned_nothing(rank, effective, warned, caplog):
     """Chance's rank of 250 is 125.5 with a standard error of 4.6; 31 negatives with equal weights count as 31."""
     args = parse_args(f"{FLAGS} --model ViT-test --loss queue --lr 0.1 --batch-size 32 --report-to none".split())
     args.rank, args.save_logs, args.world_size = 0, False, 1
-    log = Log(Run(args))
+    log = Log(args)
     log._losses, log._numbers = [0.2], {} if effective is None else {"effective_negatives": effective}
     metrics = {f"{side}_mean_rank": max(rank, 117.0 * (side != SIDES[0])) for side in SIDES}
-    log.evaluated(3, {**metrics, "num_samples": 250}, None, {})
+    log.evaluated(Evaluation(3, None, {}), {**metrics, "num_samples": 250})
     line = "After epoch 3 the model has learned nothing: the mean ranks among 250 pairs are 117.0 and 117.0, chance"
     assert [message.startswith(line) for message in caplog.messages] == [True] * warned
     assert not warned or caplog.messages[0].endswith("A likely cause: --lr 0.1; usual is 1e-5 to 1e-3")
@@ -127,7 +129,7 @@ def test_the_summary(run, loss):
     experiment = run("x", f"{FLAGS} {LOSSES[loss]} --val-num-samples 8")
     end = experiment.log.split("Done: ")[1]
     assert end.startswith(f"1 epoch(s) of {loss}; this run took ")
-    assert f"open_clip_ext.evaluate --checkpoint {experiment.path}/checkpoints/epoch_1.pt" in end
+    assert f"open_clip_ext.evaluate --checkpoint {experiment.path}/checkpoints/epoch_1.pt --data FOLDER --out" in end
     assert ("normalizers_report" in end) == (loss != "amorlip")
     (evaluated,) = read_metrics(experiment.path, "eval")
     value = f"{evaluated['image_to_text_R@1']:.4f}"
@@ -143,10 +145,12 @@ def test_the_best_of_the_summary(tmp_path):
     file.close()
     args = Namespace(
         logs=str(tmp_path / "logs"), name="x", epochs=3, loss="queue", same_key=None, same_caption=False,
-        zeroshot_data="my classes", skip_scheduler=False,
+        positives=None, zeroshot_data="my classes", skip_scheduler=False, dataset_type="auto", val_data="val.csv",
+        csv_separator=",", given_flags={"csv_separator", "val_data"},
     )
     text = list(summary(args, 61.0))
-    assert any(line.endswith("epoch_3.pt --zeroshot-data 'my classes' --out scores.jsonl") for line in text)
+    data = "--zeroshot-data 'my classes' --val-data val.csv --csv-separator ,"
+    assert any(line.endswith(f"epoch_3.pt {data} --out scores.jsonl") for line in text)
     assert text[-1].startswith("  (--lr then follows its schedule over all N epochs")
     lines = [line.split() for line in text]
     assert lines[0][-1] == "1m01s"

@@ -9,16 +9,8 @@ import torch
 from open_clip_train.data import SharedEpoch
 from torch.utils.data import DataLoader, IterableDataset
 
-from training_ext.data.seeding import (
-    SampleStream,
-    SeededEpochs,
-    Start,
-    kept_random_state,
-    seed_all,
-    seed_host,
-    seed_of,
-    seed_of_shards,
-)
+from training_ext.components.exact_resume.order import SampleStream, SeededEpochs, Start, seed_of_shards
+from training_ext.data.seeding import kept_random_state, seed_all, seed_host, seed_of
 
 
 def draw() -> tuple[float, float, float]:
@@ -94,7 +86,7 @@ def test_a_stream_goes_on_anywhere(workers):
     whole, after = stream_epochs(None, [1, 2], workers)
     ways = max(1, workers)
     numbers = [text.split("\x1f")[0] for batch in whole[::ways] for text, _ in batch]
-    assert numbers == [str(number + 1) for number in range(28 // ways)]
+    assert numbers == [f"number={number + 1}" for number in range(28 // ways)]
     order = [text.split("\x1f")[1] for batch in whole[::ways] for text, _ in batch]
     assert sorted(order[:10]) == [str(i) for i in range(10)] != order[:10] != order[10:20]
     assert len({draws for batch in whole for _, draws in batch}) == 28 and whole != after

@@ -12,10 +12,12 @@ import torch
 from open_clip_train.data import tarfile_to_samples_nothrow
 
 from open_clip_ext.errors import InputError
+from training_ext.components.exact_resume.order import NUMBER
+from training_ext.components.same_key import KEY
+from training_ext.core.tags import ROW, SEPARATOR, Tags, TagsTokenizer
 from training_ext.data import shard_scan, tars
-from training_ext.data.shard_rows import ShardRows
+from training_ext.data.shard_rows import rows_of_shards
 from training_ext.data.shards import Shards, check_missing, find_shards
-from training_ext.data.tags import KEY, NUMBER, ROW, SEPARATOR, Tags
 from training_ext.data.tars import read_samples, scan
 
 
@@ -108,7 +110,7 @@ def test_samples_and_their_count_are_openclips(tmp_path, name, pack, form):
     assert len(theirs) == expected and list(read_samples(url)) == theirs
     shards = find_shards(f"{url}::{other}")
     assert shards.sizes == (expected, 1)
-    *_, last = read(ShardRows(shards, reraise), url, other)
+    *_, last = read(rows_of_shards(shards, reraise), url, other)
     assert split_row(last["txt"].decode())[0] == expected
 
 
@@ -394,7 +396,7 @@ def test_rows_of_every_sample(tmp_path):
     first = write(tmp_path / "a/0.tar", pairs(3))
     second = write(tmp_path / "b/0.tar", [member("a.jpg"), member("b.jpg"), member("b.txt", b"two\x1fparts")])
     shards = find_shards(f"{first}::{second}")
-    samples = read(ShardRows(shards, reraise), second, first, first)
+    samples = read(rows_of_shards(shards, reraise), second, first, first)
     assert "txt" not in samples[0]
     texts = [split_row(sample["txt"].decode()) for sample in samples[1:]]
     assert texts[0] == (4, "two\x1fparts")
@@ -411,7 +413,7 @@ def test_samples_before_a_damage_are_openclips(tmp_path, name, caplog):
     # Of a zeroed or broken header OpenCLIP's reader does not say a word.
     assert ("Handling webdataset error" in caplog.text) == ("header" not in name)
     errors = []
-    stage = ShardRows(None, lambda *told: errors.append(told[1]))
+    stage = rows_of_shards(None, lambda *told: errors.append(told[1]))
     found = read(stage, url)
     assert found == expected[: len(found)] and len(errors) == 1
     assert not any("txt" in sample for sample in expected[len(found) :])  # at most the one that has the damage
@@ -421,7 +423,8 @@ def test_a_shard_that_breaks_off_is_told_and_left(tmp_path):
     cut = write(tmp_path / "0.tar", PLAIN[: 3 * 1536 + 700])
     good = write(tmp_path / "1.tar", pairs(2))
     failed, ended = [], []
-    stage = ShardRows(Shards((cut, good), (4, 2)), lambda *told: failed.append(told), lambda *told: ended.append(told))
+    both = Shards((cut, good), (4, 2))
+    stage = rows_of_shards(both, lambda *told: failed.append(told), lambda *told: ended.append(told))
     samples = read(stage, cut, good)
     assert [split_row(sample["txt"].decode())[0] for sample in samples] == [0, 4, 5]
     ((url, error, position, size),) = failed
@@ -431,17 +434,17 @@ def test_a_shard_that_breaks_off_is_told_and_left(tmp_path):
 
 def test_shards_that_are_not_as_they_were_counted(tmp_path):
     url, other = (write(tmp_path / f"{i}.tar", pairs(3)) for i in range(2))
-    assert len(read(ShardRows(Shards((url,), (3,)), reraise), url)) == 3
-    one_line_error(lambda: read(ShardRows(Shards((url,), (4,)), reraise), url), url, "only 3 samples", "size of 4")
-    one_line_error(lambda: read(ShardRows(Shards((url,), (3,)), reraise), other), other, "--train-data")
+    assert len(read(rows_of_shards(Shards((url,), (3,)), reraise), url)) == 3
+    one_line_error(lambda: read(rows_of_shards(Shards((url,), (4,)), reraise), url), url, "only 3 samples", "size of 4")
+    one_line_error(lambda: read(rows_of_shards(Shards((url,), (3,)), reraise), other), other, "--train-data")
     two = [write(tmp_path / "a.tar", [member("a.jpg")]), write(tmp_path / "b.tar", [member("a.txt")])]
-    samples = read(ShardRows(Shards(tuple(two), (1, 1)), reraise), *two)
-    assert len(samples) == 2 and samples[1]["txt"] == b"1\x1fx"  # OpenCLIP's reader joins equal keys of two shards
+    samples = read(rows_of_shards(Shards(tuple(two), (1, 1)), reraise), *two)
+    assert len(samples) == 2 and samples[1]["txt"] == b"row=1\x1fx"  # OpenCLIP's reader joins equal keys of two shards
 
 
 def test_a_shard_that_was_replaced_since_it_was_counted(tmp_path):
     url = write(tmp_path / "0.tar", pairs(3))
-    stage = ShardRows(find_shards(url), reraise)
+    stage = rows_of_shards(find_shards(url), reraise)
     assert len(read(stage, url)) == 3
     write(tmp_path / "0.tar", [*pairs(2), member("new.jpg"), member("new.txt")])
     one_line_error(lambda: read(stage, url), url, "other samples")
@@ -495,15 +498,15 @@ def test_the_share_that_is_named_is_enough(tmp_path):
 
 
 def test_numbers_come_back():
-    assert split_row(f"12{SEPARATOR}a{SEPARATOR}b") == (12, f"a{SEPARATOR}b")
-    assert split_row(f"0{SEPARATOR}") == (0, "")
-    for text in ("a caption", "12", f"x{SEPARATOR}a"):
+    assert split_row(f"row=12{SEPARATOR}a{SEPARATOR}b") == (12, f"a{SEPARATOR}b")
+    assert split_row(f"row=0{SEPARATOR}") == (0, "")
+    for text in ("a caption", "row=12", f"row=x{SEPARATOR}a", f"number=1{SEPARATOR}a"):
         with pytest.raises(ValueError):
             split_row(text)
-    tags = Tags((KEY, ROW, NUMBER))
-    text = Tags.write(Tags.write(Tags.write(b"a", -(2**63)), 2**40), 7).decode()
-    assert tags.split(text) == ([-(2**63), 2**40, 7], "a")
-    batch = pickle.loads(pickle.dumps(tags.tokenizer(letters)))(text)
+    tags = Tags((KEY, NUMBER, ROW))
+    text = Tags.write(Tags.write(b"a", key=-(2**63), row=2**40), number=7).decode()
+    assert tags.split(text) == ([-(2**63), 7, 2**40], "a")
+    batch = pickle.loads(pickle.dumps(TagsTokenizer(letters, tags)))(text)
     tokens, numbers = tags.take(torch.cat([batch, batch]))
     assert tokens.tolist() == [[97], [97]] and tokens.is_contiguous()
     assert {name: column.tolist() for name, column in numbers.items()} == {

@@ -16,9 +16,8 @@ from torch.nn.functional import normalize
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.metrics_file import read_metrics
 from open_clip_ext.recovery import FrozenWeights
-from training_ext.data.loader import RowLoader
-from training_ext.data.tags import ROW
-from training_ext.features.recovery.recovery import FIRST_EPOCH, UNFINISHED
+from training_ext.components.recovery.recovery import FIRST_EPOCH, UNFINISHED
+from training_ext.core.rows import RowLoader
 from training_ext.flags.params import parse_args
 from training_ext.openclip.hosts import host
 
@@ -42,9 +41,11 @@ class Epoch:
         self.moments = {names[p]: deepcopy(state) for p, state in optimizer.state.items()}
         self.lrs = [group["lr"] for group in optimizer.param_groups]
         self.scaler = deepcopy(scaler.state_dict()) if scaler else None
-        self.loss_state = loss.loss.full_state() if hasattr(loss, "loss") else {}
-        self.normalizer = getattr(getattr(loss, "loss", None), "normalizer", None)
-        self.gamma = getattr(self.normalizer, "current_gamma", None)
+        run = getattr(getattr(loss, "losses", None), "__self__", None)  # of this package's loss, not of OpenCLIP's own
+        self.loss = None if run is None else run.training.loss
+        self.loss_state = {} if self.loss is None else self.loss.full_state()
+        self.normalizer = getattr(self.loss, "normalizer", None)
+        self.gamma: float | None = None
 
 
 @pytest.fixture
@@ -54,8 +55,10 @@ def epochs(monkeypatch) -> list[Epoch]:
     original = host().main_module.train_one_epoch
 
     def recorded(*given, **kwargs):
-        seen.append(Epoch(*given_to_epoch(given)))
-        return original(*given, **kwargs)
+        seen.append(epoch := Epoch(*given_to_epoch(given)))
+        result = original(*given, **kwargs)
+        epoch.gamma = getattr(epoch.normalizer, "current_gamma", None)  # set at the epoch's first batch
+        return result
 
     monkeypatch.setattr(host().main_module, "train_one_epoch", recorded)
     return seen
@@ -100,7 +103,7 @@ def test_algorithm_1_in_float64(run, datasets, pretrained, monkeypatch, tmp_path
 
     def recorded(self):
         for batch in original(self):
-            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest(ROW))])
+            batches.append([tensor.clone() for tensor in (*host().pair(batch), self.latest()["index"])])
             yield batch
 
     monkeypatch.setattr(RowLoader, "__iter__", recorded)

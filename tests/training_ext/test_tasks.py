@@ -10,8 +10,10 @@ from torch.nn.functional import normalize
 
 from open_clip_ext import create_loss, list_losses
 from open_clip_ext.metrics_file import read_metrics
+from training_ext.core.loss import LossItems
+from training_ext.core.state import KEY
 from training_ext.data import checkpoint_files
-from training_ext.data.checkpoint import KEY, SHARDED
+from training_ext.data.checkpoint import SHARDED
 from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.openclip.hosts import TASKS, host
 
@@ -38,7 +40,7 @@ def test_two_processes_move_the_weights_of_one(pair, run, tmp_path, flags):
     for name, tensor in weights_of(two.checkpoint(4)).items():
         # A float32 has 2**-24, and each step sums over thousands.
         assert (tensor - after[name]).abs().max() < 1e-5 * moved, name
-    (table, expected) = (e.checkpoint(4)["optimizer"][KEY]["state"]["state.log_u"] for e in (two, one))
+    (table, expected) = (e.checkpoint(4)[KEY]["state"]["state.log_u"] for e in (two, one))
     assert torch.allclose(table, expected, rtol=1e-4, atol=1e-4) and table.shape == (16, 2)
 
 
@@ -57,14 +59,15 @@ def test_fsdp_resumes(pair, tmp_path, form, extra):
         ours, theirs = resumed.checkpoint(4), whole.checkpoint(4)
         same(ours["state_dict"], theirs["state_dict"])
         same(ours["optimizer"]["state"], theirs["optimizer"]["state"])
-        same(ours["optimizer"][KEY], theirs["optimizer"][KEY])
+        same(ours[KEY], theirs[KEY])
         return
     entries = [torch.load(e.path / "checkpoints/epoch_4" / SHARDED, weights_only=True) for e in (resumed, whole)]
     if not extra:
         same(*entries)
     for experiment, entry in zip((resumed, whole), entries, strict=True):
-        assert (entry["rows"] is not None) == bool(extra)
-        assert not extra or (experiment.path / "checkpoints" / entry["rows"] / "index.json").exists()
+        rows = entry["components"].get("row_files")
+        assert (rows is not None) == bool(extra)
+        assert not extra or (experiment.path / "checkpoints" / rows["folder"] / "index.json").exists()
 
 
 @in_tasks
@@ -96,14 +99,12 @@ def test_ones_own_zero_shot_evaluation(run, datasets):
 @pytest.mark.parametrize("name", [preset.name for preset in list_losses() if not preset.is_open_clip])
 def test_logged_values_are_on_the_device_of_the_loss(name):
     """The loop reduces them by the group's backend, which may be for a GPU only; meta is in place of one."""
-    from training_ext.data.tasks import TaskLosses
-
     loss = create_loss(name, num_samples=16, epochs=2)
     loss.set_epoch(0)
     image, text = normalize(torch.randn(2, 8, 4), dim=2)
     reference = {"dist_image_features": image, "dist_text_features": text} if loss.takes_reference else {}
     loss(image.requires_grad_(), text, torch.tensor(14.0), index=torch.arange(8), **reference)
-    losses = TaskLosses(torch.zeros((), device="meta"), "objective", loss.diagnostics)
+    losses = LossItems(torch.zeros((), device="meta"), "objective", loss.diagnostics)
     losses["loss"] = losses["contrastive_loss"]
     assert {value.device.type for _, value in losses.items()} == {"meta"}
 
@@ -128,15 +129,22 @@ def test_latest_of_folders_of_shards(tmp_path):
     assert resumed_path(args) == newest
 
 
+POSITION = {"position": {"batches": 5}}
+
+
 @in_tasks
-def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path):
+@pytest.mark.parametrize(
+    "entry", [{KEY: {"components": {"exact_resume": POSITION}}}, {"optimizer": {KEY: POSITION}}], ids=["", "0.1"]
+)
+def test_latest_of_a_file_within_an_epoch_and_folders_of_shards(tmp_path, entry):
     """OpenCLIP prefers the file of --save-most-recent, however old."""
     folder = tmp_path / "x/checkpoints"
     latest = shards(folder, "epoch_latest", 9)
     file = folder / "epoch_latest.pt"
     args = Namespace(resume="latest", name="x", logs=str(tmp_path), remote_sync=None, save_most_recent=True)
     for epoch, path in ((9, file), (0, folder / "epoch_latest")):
-        torch.save({"epoch": epoch, "optimizer": {KEY: {"position": {"batches": 5}}}}, file)
+        torch.save({"epoch": epoch, "optimizer": {}, **entry}, file)
+        assert checkpoint_files.progress(str(file)) == (epoch, 5)
         assert resumed_path(args) == str(path)
         bring_up_to_date(args)
         assert file.exists() == (epoch == 9)

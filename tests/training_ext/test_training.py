@@ -60,7 +60,7 @@ def test_restarts_by_default_come_every_fifth_of_an_epoch(run, datasets):
         ("recovered", "shapes", "--osr-epochs 0.5 --osr-transfer moments", 2),
     ):
         experiment = run(name, f"{datasets[data]} {flags} {more}")
-        state = experiment.checkpoint(1)["optimizer"]["open_clip_ext"]["state"]
+        state = experiment.checkpoint(1)["open_clip_ext"]["state"]
         assert state["state.restart_every"] == every, name
         assert f"Loss neuclip: normalizers prototypes (restarted every {every} steps, adagrad at 0.0" in experiment.log
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from open_clip_ext.retrieval import ANY_CAPTION, validation_metrics
-from training_ext import evaluations
+from training_ext.components import retrieval
+from training_ext.components.keep_best import BEST
 from training_ext.data.metrics import num_items
-from training_ext.features.keep_best import BEST
 from training_ext.openclip.hosts import host
 
 FLAGS = "--epochs 1 --workers 0 --lr 1e-3"
@@ -72,7 +72,7 @@ def test_any_caption_of_an_image_counts(run, datasets, lines, tmp_path, monkeypa
         features[:] = image.double(), text.double()
         return validation_metrics(image, text, *rest)
 
-    monkeypatch.setattr(evaluations, "validation_metrics", recorded)
+    monkeypatch.setattr(retrieval, "validation_metrics", recorded)
     found = evaluated(run("x", f"{flags} --val-data {val_data}"))
     assert found["num_images"] == 12 and found["num_samples"] == 48
     image, text = (rows[torch.tensor(order).argsort()] for rows in features)

@@ -9,7 +9,7 @@ ACCURACY = Seam(
     why="from NumPy 2.4 on, float refuses an array with one element in a dimension",
     contract="accuracy makes a number of each of its arrays of one element by float(array), and nothing else there "
     "uses float",
-    replacement=lambda original, own: lambda array: array.item(),
+    replacement=lambda original, component: lambda array: array.item(),
     used_by="open_clip_train.zero_shot:accuracy",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ class ProcessTimeout(Component):
             "open_clip_train.distributed", "torch.distributed.init_process_group",
             why="NCCL ends a training in which process 0 alone counts shards or evaluates for 10 minutes",
             contract="it starts the processes by init_process_group(backend=, init_method=, ...)",
-            replacement=lambda original, own: partial(original, timeout=timedelta(hours=HOURS)),
+            replacement=lambda original, component: partial(original, timeout=timedelta(hours=HOURS)),
             used_by=f"open_clip_train.distributed:{STARTS}",
             parameters=("timeout",),
         ),

@@ -79,7 +79,7 @@ class RemoteSync(Component):
             contract="with --remote-sync main calls start_sync_process(seconds, local folder, remote folder, protocol) "
             "on process 0, starts the process that it returns, and ends it after the last epoch; "
             "file_utils.remote_sync uses fsspec.get_mapper and subprocess.run",
-            replacement=lambda original, own: own.start,
+            replacement=lambda original, component: component.start,
             used_by="open_clip_train.main:main",
         ),
     )  # fmt: skip

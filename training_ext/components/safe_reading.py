@@ -1,26 +1,25 @@
 """Read what others may have written without executing anything in it: weights, tokenizers, members of shards."""
 
 import os
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from open_clip_ext.errors import InputError
 from training_ext.core.component import Component
 from training_ext.core.hosts import release
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA, Seam
-
-PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
-"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
+from training_ext.data.tars import decode_pairs
+from training_ext.openclip.loading import load_plain, one_line, verify, without_remote_code
 
 DECODE = Seam(
     "open_clip_train.data", "wds.decode",
     why="webdataset unpickles members named .pyd, .pickle or .pth, for which OpenCLIP has no use",
     contract="get_wds_dataset decodes samples by wds.decode(..., handler=), then takes image and caption by name",
-    replacement=lambda original, own: decode_pairs(original),
+    replacement=lambda original, component: decode_pairs(original),
     used_by="open_clip_train.data:get_wds_dataset",
     scopes=(TRAIN_DATA, VAL_DATA),
 )  # fmt: skip
+
+HAS_TASKS = release() >= (4, 0)
 
 
 class SafeReading(Component):
@@ -32,7 +31,7 @@ class SafeReading(Component):
             why="where reading fails by a TypeError, OpenCLIP leaves it to torch's default whether the file's pickles "
             "are run; and weights that cannot be read end in one line",
             contract="load_state_dict reads every file of weights but .safetensors by torch.load(path, ...)",
-            replacement=lambda original, own: load_weights,
+            replacement=lambda original, component: load_weights,
             used_by="open_clip.factory:load_state_dict",
         ),
         Seam(
@@ -40,11 +39,27 @@ class SafeReading(Component):
             why="a hub folder's configuration may ask for a tokenizer with code of its own, and one that cannot be "
             "loaded ends in one line",
             contract="get_tokenizer passes tokenizer_kwargs of the configuration to HFTokenizer(source, ...)",
-            replacement=lambda original, own: without_remote_code(original),
+            replacement=lambda original, component: without_remote_code(original),
             used_by="open_clip.factory:get_tokenizer",
         ),
-        *((DECODE,) if release() < (4, 0) else ()),  # later, OpenCLIP itself decodes images alone
+        Seam(
+            "open_clip_train.file_utils" if HAS_TASKS else "open_clip_train.main", "pt_load",
+            why="OpenCLIP leaves it to torch's default whether the pickles of --resume are run, and no changed bit is "
+            "seen",
+            contract="main, or the load_checkpoint that it calls, loads --resume by pt_load(path, map_location=)",
+            replacement=lambda original, component: load_resumed,
+            used_by="open_clip.task.checkpoint:load_checkpoint" if HAS_TASKS else "open_clip_train.main:main",
+            layer=-1,
+        ),
+        *(() if HAS_TASKS else (DECODE,)),  # later, OpenCLIP itself decodes images alone
     )  # fmt: skip
+
+
+def load_resumed(path: str, map_location: Any) -> Any:
+    """Replaces `pt_load`; raises as `load_checkpoint`."""
+    from training_ext.openclip.loading import load_checkpoint
+
+    return load_checkpoint(path, map_location=map_location)
 
 
 def load_weights(path: Any, **options: Any) -> Any:
@@ -53,45 +68,8 @@ def load_weights(path: Any, **options: Any) -> Any:
     Raises:
         InputError: the file cannot be read, or has more than tensors, numbers and strings.
     """
-    from training_ext.openclip.loading import load_plain, one_line, verify
-
     try:
         verify(path)
         return load_plain(path, **options)
     except Exception as error:
         raise InputError(f"pretrained weights: {os.fspath(path)!r} cannot be read: {one_line(error)}") from None
-
-
-def decode_pairs(decode: Callable) -> Callable:
-    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
-
-    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
-    """
-    return partial(decode, only=PAIR_MEMBERS)
-
-
-def without_remote_code(tokenizer: Callable) -> Callable:
-    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
-
-    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
-    """
-    from training_ext.openclip.loading import one_line
-
-    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        if trust_remote_code:
-            raise InputError(
-                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
-                "refused; give a model with a tokenizer of transformers",
-                "--model",
-            )
-        try:
-            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
-        except Exception as error:  # transformers may raise anything
-            reason = one_line(error).rstrip(".") or repr(error)
-            raise InputError(
-                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
-                "or a model of the hub that has one",
-                "--model",
-            ) from None
-
-    return build

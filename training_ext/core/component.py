@@ -8,7 +8,8 @@ import importlib
 import logging
 import pkgutil
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
@@ -17,9 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from open_clip_ext.errors import InputError, not_one_of
+from open_clip_ext.losses import Loss
 from open_clip_ext.options import WithOptions, flag_of
 from training_ext import components
+from training_ext.core import hosts
+from training_ext.core.epoch import Epoch, Evaluation
+from training_ext.core.plan import Plan
 from training_ext.core.seam import Seam
+from training_ext.core.training import Training
 
 GROUP = "open_clip_ext.components"
 LOG = logging.getLogger(__name__)  # not the root, which logging.warning would set up before OpenCLIP does
@@ -42,28 +48,95 @@ class Component(WithOptions):
         name: of the component, its state in checkpoints, and `--without NAME`.
         switch: the option that asks for it; without one, every run has it, unless `wanted` says otherwise.
         seams: the names of OpenCLIP's that it replaces.
+        condition: what else asks for it, in words, where `wanted` says so.
         may_be_off: whether a run without its flags goes on without it, after a warning, where OpenCLIP no longer keeps
             a seam's contract; else the run is refused until --without names it.
+        state_is_needed: whether a checkpoint with its state is resumed with it only, and one without it without it.
+        needs_loss: whether its flags are refused without --loss.
+        needs_ext_loss: whether they are refused with OpenCLIP's own losses, too.
+        topic: heading of its flags in --help, if not its name.
+        layer: hooks are called in this order, and of equal layers by name.
+
+    Attributes:
+        training: what the run trains with.
+        plan: processes, sizes, folder, and when it saves.
     """
 
     name: ClassVar[str]
     switch: ClassVar[str | None] = None
+    condition: ClassVar[str | None] = None
     seams: ClassVar[tuple[Seam, ...]] = ()
     may_be_off: ClassVar[bool] = True
+    state_is_needed: bool = True
+    needs_loss: ClassVar[bool] = False
+    needs_ext_loss: ClassVar[bool] = False
+    topic: ClassVar[str | None] = None
+    layer: ClassVar[int] = 0
+
+    training: Training
 
     def __init__(self, args: Namespace):
         super().__init__(**{option.name: getattr(args, option.name, None) for option in self.options})
         self.args = args
+        self.plan = Plan(args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Loader workers that get a copy get it without what is trained."""
+        return {name: value for name, value in vars(self).items() if name != "training"}
+
+    @classmethod
+    def answers(cls, hook: str) -> bool:
+        """Whether it has its own method of this name in place of the one here."""
+        return getattr(cls, hook) is not getattr(Component, hook)
+
+    @classmethod
+    def is_resumed(cls) -> bool:
+        """Whether a checkpoint needs it to be resumed: it changes the model or its groups, or has a state."""
+        return any(map(cls.answers, ("wrap_model", "param_groups", "state_dict")))
+
+    # Before anything is written
+
+    @classmethod
+    def resolve(cls, args: Namespace) -> None:
+        """Fill in settings in `args`, of a run with --loss; raise InputError for those that have no effect.
+
+        Settings of the loss are those given until then. `args.epochs_before` epochs, 0.0 here, count for its schedules.
+        """
 
     def wanted(self) -> bool:
         """Whether the run has it."""
         return self.switch is None or bool(getattr(self, self.switch))
 
     def check(self) -> None:
-        """Raise InputError for flags that do not go together, before anything is written."""
+        """Raise InputError for flags that do not go together."""
+
+    def metrics(self) -> Sequence[str]:
+        """Names of the metrics that it adds to an evaluation."""
+        return ()
+
+    def check_plan(self, metrics: list[str]) -> None:
+        """Process 0: raise InputError for what cannot work.
+
+        Args:
+            metrics: names of all that the run evaluates.
+        """
+
+    def check_rows(self, rows: Any, resumes: bool) -> None:
+        """The same for the train data, as `DataRows`; `resumes`: a training goes on."""
+
+    def prepare(self, until: ExitStack) -> None:
+        """Every process, before anything is read or written: take what the run needs for itself until `until` ends."""
+
+    # In the order in which they are called
 
     def wrap_model(self, model: nn.Module) -> None:
         """Change the model that OpenCLIP has built, in place, before its optimizer and its wrappers."""
+
+    def model_built(self, model: nn.Module) -> None:
+        """The model to train is as it will be, and the log is set up."""
+
+    def reference_built(self, model: nn.Module) -> None:
+        """The frozen model of --distill-model is built."""
 
     def param_groups(self, groups: list[dict[str, Any]], names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
         """The optimizer's groups, before its first step; a group's `lr_scale` multiplies OpenCLIP's learning rate.
@@ -73,6 +146,37 @@ class Component(WithOptions):
             names: of the parameters in the model without its wrappers.
         """
         return groups
+
+    def columns(self) -> Sequence[str]:
+        """Names of the int64 numbers that samples of shards carry besides their row, see `tags.Tags`."""
+        return ()
+
+    def raw_sample(self, sample: dict[str, Any]) -> dict[str, int] | None:
+        """In a loader worker: a sample of train shards is read, bytes by suffix, and may be changed.
+
+        Returns:
+            Those of its `columns` that are known by now; None to leave the sample out.
+        """
+        return {}
+
+    def for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a loss of this package gets of a batch's samples besides their rows, by argument, (b,) int64 each.
+
+        Args:
+            tokens: of the captions, (b, L).
+            numbers: rows and `columns` of the samples, by name, (b,) each.
+        """
+        return {}
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        """Every process has OpenCLIP's data sets, by name; the `loader` of the train loader may be replaced."""
+
+    def begin(self, resumed: bool) -> None:
+        """The first epoch of this run is about to begin; `resumed`: an earlier run has begun the training."""
+
+    def epoch(self, epoch: Epoch, train: Callable[[Epoch], None]) -> None:
+        """Run an epoch by calling `train`, with what it needs before and after."""
+        train(epoch)
 
     def losses(self, batch: dict[str, Tensor], output: dict[str, Tensor]) -> dict[str, Tensor]:
         """One loss or more to be added to the run's, by name without `_loss`: means over this process's batch, 0-d.
@@ -87,15 +191,47 @@ class Component(WithOptions):
         """
         return {}
 
+    def step_done(self, step: int) -> None:
+        """`step` steps of the epoch are done."""
+
+    def scores(self, evaluation: Evaluation) -> dict[str, float]:
+        """Process 0, within an evaluation: values of `metrics`."""
+        return {}
+
+    def evaluated(self, evaluation: Evaluation, metrics: dict[str, Any]) -> None:
+        """Process 0: OpenCLIP has evaluated the model; epoch 0 is before the first step."""
+
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has the state of the checkpoint that is resumed."""
+
+    def saving(self) -> None:
+        """Every process: a checkpoint is about to be written."""
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors, numbers and strings to resume from, the same on every process, each of which calls it."""
         return {}
 
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        """Raise InputError unless the run can go on from this state in the checkpoint `path`; {}: it has none."""
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`, before the first epoch."""
+
+    def older_state(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Its state in a checkpoint's entry of version 0.1."""
+        return {}
+
+    def save_rows(self, loss: Loss, file: str) -> dict[str, Any] | None:
+        """Write the loss's rows per sample beside the checkpoint `file`, without its end, and return the rest of its
+        state; None: it is written whole. Every process calls this."""
+        return None
+
+    def load_rows(self, loss: Loss, rest: dict[str, Any], state: dict[str, Any], path: str) -> bool:
+        """Load what `save_rows` wrote; False: `rest` is the whole. `state` is the component's in `path`."""
+        return False
+
+    def saved(self, path: str) -> None:
+        """On the processes that write it: the checkpoint is complete."""
 
     def end(self, completed: bool) -> None:
         """The run ends, after an error or not; `completed`: OpenCLIP's main has come to its end."""
@@ -106,17 +242,6 @@ class Component(WithOptions):
 
 
 warn_early = cache(LOG.warning)  # once, before OpenCLIP sets up the log
-
-
-def overrides(component: Component, hook: Any) -> bool:
-    """Whether the component has its own `hook`, a method of `Component`."""
-    return getattr(type(component), hook.__name__) is not hook
-
-
-def is_resumed(component: Component) -> bool:
-    """Whether a checkpoint needs the component to be resumed: it changes the model or its groups, or has a state."""
-    hooks = Component.wrap_model, Component.param_groups, Component.state_dict
-    return any(overrides(component, hook) for hook in hooks)
 
 
 @cache
@@ -175,7 +300,8 @@ class Components(list[Component]):
     """
 
     def __init__(self, classes: Iterable[type[Component]], args: Namespace, named: bool = False):
-        super().__init__(component for component in self._wanted(classes, args, named) if self._can_run(component))
+        wanted = self._wanted(sorted(classes, key=lambda kind: kind.layer), args, named)
+        super().__init__(component for component in wanted if self._can_run(component))
 
     @classmethod
     def of(cls, args: Namespace) -> "Components":
@@ -190,7 +316,7 @@ class Components(list[Component]):
                 component.check()
                 yield component
                 continue
-            needed = flag_of(kind.switch or kind.name)
+            needed = kind.condition or flag_of(kind.switch or kind.name)
             for option in kind.options:
                 if getattr(args, option.name, None) is not None:
                     raise InputError(f"has no effect without {needed}", option.flag)
@@ -200,13 +326,14 @@ class Components(list[Component]):
 
     @staticmethod
     def _can_run(component: Component) -> bool:
-        for seam in component.seams:
+        asked_by = component.condition or (component.switch and flag_of(component.switch))
+        events = (seam for hook, seam in hosts.events().items() if component.answers(hook))
+        for seam in (*component.seams, *events):
             if (broken := seam.broken()) is None:
                 continue
-            if component.may_be_off and component.switch is None:
+            if component.may_be_off and asked_by is None:
                 warn_early(f"Without {component.name}: {broken} in this OpenCLIP; {seam.why}")
                 return False
-            switch = component.switch
-            remedy = f"give --without {component.name}" if switch is None else f"leave out {flag_of(switch)}"
+            remedy = f"give --without {component.name}" if asked_by is None else f"leave out {asked_by}"
             raise InputError(f"{component.name} cannot run with this OpenCLIP: {broken}; {remedy}")
         return True

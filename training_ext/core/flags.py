@@ -4,15 +4,17 @@ import argparse
 from argparse import Namespace
 from collections.abc import Mapping
 from math import ceil
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from open_clip_train import params
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import Option, flag_of
-from training_ext.core.component import Component, choose, names_of
 from training_ext.core.temperature import trains_logit_scale
+
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 NEEDS_LOSS = "needs --loss; without it the loss is OpenCLIP's own"
 OPEN_CLIP_TAU_MIN = 0.01  # its clamp of logit_scale at log 100
@@ -39,7 +41,7 @@ def add_option(group: Any, option: Option, note: str = "") -> None:
         raise InputError("another package's option has the name of another flag", option.flag) from None
 
 
-def parse(argv: list[str]) -> tuple[Namespace, list[type[Component]]]:
+def parse(argv: list[str]) -> "tuple[Namespace, list[type[Component]]]":
     """The command line as OpenCLIP's namespace, with every setting of the loss; and the classes of the components.
 
     Raises:
@@ -51,7 +53,11 @@ def parse(argv: list[str]) -> tuple[Namespace, list[type[Component]]]:
     names.add_argument("--with", dest="added", metavar="NAMES", help="with these components, with commas between them")
     names.add_argument("--without", metavar="NAMES", help="without these components")
     chosen, _ = names.parse_known_args(argv)
-    classes = choose(names_of(chosen.added), names_of(chosen.without))
+    classes: list[type[Component]] = []
+    if chosen.added or chosen.without:
+        from training_ext.core.component import choose, names_of
+
+        classes = choose(names_of(chosen.added), names_of(chosen.without))
 
     parser = Parser(prog="open_clip_ext.main", add_help=False, allow_abbrev=False, parents=[names])
     parser.add_argument("--loss", metavar="NAME", help=f"one of {', '.join(factory.presets())}")

@@ -3,7 +3,7 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from open_clip_ext import create_loss, factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
-from training_ext.core.component import Component, overrides
+
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 ADDED = "open_clip_ext."  # before the name of a component's loss in the model's output
 
@@ -49,19 +51,21 @@ def build_loss(
     return loss
 
 
-def add_losses(model: nn.Module, components: Iterable[Component]) -> bool:
+def add_losses(model: nn.Module, components: "Iterable[Component]") -> bool:
     """Compute the components' losses within the model's forward in training, and return whether there are any.
 
     They travel in the model's output, one number for each micro-batch. With --accum-freq OpenCLIP's loop concatenates
     those of the micro-batches, of which one has a gradient; so their mean has the step's value and its gradient.
     """
-    adding = [component for component in components if overrides(component, Component.losses)]
+    adding = [component for component in components if component.answers("losses")]
     if adding:
         model.register_forward_hook(partial(_add, adding), with_kwargs=True)
     return bool(adding)
 
 
-def _add(components: list[Component], model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+def _add(
+    components: "list[Component]", model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any
+) -> Any:
     if not model.training:
         return output
     batch = dict(zip(("image", "text"), args, strict=False)) | kwargs
@@ -86,6 +90,27 @@ def take_added(output: dict[str, Tensor], expected: bool) -> dict[str, Tensor]:
     return {f"{name.removeprefix(ADDED)}_loss": value for name, value in added.items()}
 
 
+class LossItems(dict):
+    """The losses of a step by name, of which OpenCLIP's loops sum `values()`, or `items()` before "loss" is there.
+
+    From then on `items()` is what they log: the value under the loss's own name, and its diagnostics. They call it on
+    logged steps only, so no other step waits for the device.
+    """
+
+    def __init__(self, value: Tensor, name: str, diagnostics: Callable[[], dict[str, Tensor]]):
+        super().__init__(contrastive_loss=value)
+        self._name = name
+        self._diagnostics = diagnostics
+
+    def items(self) -> Any:
+        if "loss" not in self:
+            return super().items()
+        own = {self._name if name == "contrastive_loss" else name: value for name, value in super().items()}
+        total = own.pop("loss")
+        # OpenCLIP 4 reduces them over the processes, which NCCL does on its own devices only.
+        return {name: value.to(total.device) for name, value in (own | self._diagnostics()).items()}.items()
+
+
 class TrainingLoss:
     """What OpenCLIP's loops call for the loss: the run's, and those that components add.
 
@@ -103,5 +128,5 @@ class TrainingLoss:
         losses = self.losses(**output, output_dict=True)
         if clash := added.keys() & losses.keys():
             raise InputError(f"a component adds a loss {clash.pop()!r}, which the run has already")
-        losses |= added  # with names that end in _loss, the only ones that OpenCLIP 4 sums
+        losses.update(added)  # with names that end in _loss, the only ones that OpenCLIP 4 sums
         return losses if output_dict else sum(losses.values())

@@ -2,14 +2,16 @@
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
 
-from training_ext.core.component import Component
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 
-def regroup(optimizer: Optimizer, model: nn.Module, components: Sequence[Component]) -> None:
+def regroup(optimizer: Optimizer, model: nn.Module, components: "Sequence[Component]") -> None:
     """Let components change the optimizer's groups, before its first step.
 
     Args:

@@ -1,28 +1,34 @@
 """The row of every train sample, from where it is read to the loss, through OpenCLIP's unchanged data pipeline.
 
 A row is the sample's number in the data set: the line of a csv, or the offset of its shard plus its place in the tar.
-In shards it stands before the caption until that is tokenized. Then it is one more int64 column behind the tokens,
-which `RowLoader` takes off the batch before OpenCLIP's loop sees it.
+It travels as one of `Tags`, which components may add to.
 """
 
 import json
 import os
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from open_clip_train import data
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from open_clip_ext import factory
 from open_clip_ext.errors import InputError
 from training_ext.core.seam import TRAIN_DATA, VAL_DATA
+from training_ext.core.tags import ROW, Tags, TagsTokenizer
 
-SEPARATOR = "\x1f"
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
+
 SIZES = "sizes.json"  # OpenCLIP's file beside shards: samples by file name
+RawHook = Callable[[dict[str, Any]], dict[str, int] | None]
+"""See `Component.raw_sample`."""
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -35,13 +41,8 @@ def with_text(batch: Any, text: Tensor) -> Any:
     return {**batch, "text": text} if isinstance(batch, dict) else (batch[0], text)
 
 
-def append_row(tokens: Tensor, row: int) -> Tensor:
-    """Append the row to tokens (L,); (L + 1,) int64."""
-    return torch.cat([tokens.long(), torch.tensor([row])])
-
-
-class WithRow(Dataset):
-    """A map-style data set of OpenCLIP's whose tokens end in the sample's row."""
+class Wrapped(Dataset):
+    """A map-style data set in the place of another, whose other attributes it has."""
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
@@ -49,54 +50,70 @@ class WithRow(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, row: int) -> Any:
-        sample = self.dataset[row]
-        return with_text(sample, append_row(pair_of(sample)[1], row))
-
-
-class RowTokenizer:
-    """OpenCLIP's tokenizer for texts 'row, separator, caption'; (1, L + 1)."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-
-    def __call__(self, text: str, **options: Any) -> Tensor:
-        row, caption = text.split(SEPARATOR, 1)
-        return append_row(self.tokenizer(caption, **options)[0], int(row))[None]
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # while a copy or a pickle is being made
             raise AttributeError(name)
-        return getattr(vars(self)["tokenizer"], name)
+        return getattr(vars(self)["dataset"], name)
+
+
+class WithRow(Wrapped):
+    """A data set of OpenCLIP's whose tokens end in the sample's row."""
+
+    def __getitem__(self, row: int) -> Any:
+        sample = self.dataset[row]
+        return with_text(sample, Tags((ROW,)).append(pair_of(sample)[1], row))
+
+
+def has_caption(sample: dict[str, Any]) -> bool:
+    """Whether a raw sample has a caption with more than white space."""
+    return bool(sample.get("txt", b"").decode(errors="replace").strip())
 
 
 class ShardRows:
-    """Replaces OpenCLIP's reader of shards: writes each sample's row before its caption.
+    """Replaces OpenCLIP's reader of shards: writes each sample's numbers before its caption.
+
+    A sample with an empty caption has none afterwards, so that OpenCLIP leaves it out.
 
     Args:
         read: OpenCLIP's reader, from an iterable of shards to samples.
-        urls: of the shards, each of which has a number of samples in the sizes.json beside it.
+        sizes: samples in each shard, in order of the rows; {}: samples have no rows.
+        hooks: `raw_sample` of components.
 
-    Raises:
-        InputError: a shard has no size.
+    Iterating raises InputError at a shard with more samples than its size.
     """
 
-    def __init__(self, read: Callable[[Iterable[dict]], Iterable[dict]], urls: Iterable[str]):
+    def __init__(
+        self, read: Callable[[Iterable[dict]], Iterable[dict]], sizes: dict[str, int], hooks: Sequence[RawHook] = ()
+    ):
         self.read = read
-        self.sizes = {url: _size(url) for url in dict.fromkeys(urls)}
-        self.first = dict(zip(self.sizes, accumulate(self.sizes.values(), initial=0), strict=False))
-        self.num_rows = sum(self.sizes.values())
+        self.sizes = sizes
+        self.first = dict(zip(sizes, accumulate(sizes.values(), initial=0), strict=False))
+        self.hooks = hooks
 
     def __call__(self, shards: Iterable[dict]) -> Iterator[dict]:
         for shard in shards:
             url = shard["url"]
             for position, sample in enumerate(self.read([shard])):
-                if position >= (size := self.sizes[url]):
-                    raise InputError(f"shard {url!r} has more than the {size} samples that {SIZES} says; correct it")
-                if sample.get("txt", b"").strip():  # OpenCLIP 4 leaves out empty captions
-                    row = self.first[url] + position
-                    sample["txt"] = f"{row}{SEPARATOR}".encode() + sample["txt"]
-                    yield sample
+                if (numbers := self._numbers(sample)) is None:
+                    continue
+                if self.sizes:
+                    if position >= (size := self.sizes[url]):
+                        text = f"shard {url!r} has more than the {size} samples that {SIZES} says; correct it"
+                        raise InputError(text, "--train-data")
+                    numbers[ROW] = self.first[url] + position
+                if has_caption(sample):
+                    sample["txt"] = Tags.write(sample["txt"], **numbers)
+                else:
+                    sample.pop("txt", None)
+                yield sample
+
+    def _numbers(self, sample: dict) -> dict[str, int] | None:
+        numbers: dict[str, int] = {}
+        for hook in self.hooks:
+            if (more := hook(sample)) is None:
+                return None
+            numbers |= more
+        return numbers
 
 
 def _size(url: str) -> int:
@@ -111,27 +128,45 @@ def _size(url: str) -> int:
 
 
 class RowLoader:
-    """OpenCLIP's train loader, which takes the rows off each batch and tells when the last step of an epoch is done.
+    """OpenCLIP's train loader, which takes the numbers off each batch and tells when a step and an epoch are done.
+
+    OpenCLIP's loop asks for a batch when the step before is done. It computes a learning rate for batches that are too
+    few for a step, too, which after the last step may divide by zero; they are read, but not passed on.
 
     Args:
+        loader: OpenCLIP's, or a component's around it; `first` of it, if there is one, batches of the epoch are done.
         keep: batches per optimizer step.
-        has_rows: whether the samples carry rows.
-        at_end: called on every process when OpenCLIP asks for a batch after the last one.
+        tags: the numbers that the samples carry.
+        for_loss: from tokens and numbers of a batch to what the loss gets of its samples, by argument, (b,) each;
+            None: the loss is OpenCLIP's.
+        at_step: called with the number of steps of the epoch that are done.
+        at_end: called on every process after the last step.
     """
 
-    def __init__(self, loader: Any, keep: int, has_rows: bool, at_end: Callable[[], None]):
+    def __init__(
+        self, loader: Any, keep: int, tags: Tags, for_loss: Callable[[Tensor, dict], dict[str, Tensor]] | None,
+        at_step: Callable[[int], None], at_end: Callable[[], None],
+    ):
         self.loader = loader
-        self.has_rows = has_rows
-        self._rows: deque[Tensor] = deque(maxlen=keep)
-        self._at_end = at_end
+        self.keep = keep
+        self.tags = tags
+        self._for_loss = for_loss
+        self._latest: deque[dict[str, Tensor]] = deque(maxlen=keep)
+        self._at_step, self._at_end = at_step, at_end
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.loader:
-            if self.has_rows:
-                text = pair_of(batch)[1]
-                self._rows.append(text[:, -1].contiguous())
-                batch = with_text(batch, text[:, :-1].contiguous())
+        self._latest.clear()
+        last = self.loader.num_batches // self.keep * self.keep
+        for done, batch in enumerate(self.loader, getattr(self.loader, "first", 0) + 1):
+            if done > last:
+                continue
+            if self._for_loss is not None:
+                tokens, numbers = self.tags.take(pair_of(batch)[1])
+                self._latest.append(self._for_loss(tokens, numbers))
+                batch = with_text(batch, tokens)
             yield batch
+            if done % self.keep == 0:
+                self._at_step(done // self.keep)
         self._at_end()
 
     def __len__(self) -> int:
@@ -142,31 +177,48 @@ class RowLoader:
             raise AttributeError(name)
         return getattr(vars(self)["loader"], name)
 
-    def rows(self) -> Tensor | None:
-        """Rows of the batches since the last step, int64 on the CPU; None without rows."""
-        return torch.cat(tuple(self._rows)) if self.has_rows else None
+    def latest(self) -> dict[str, Tensor]:
+        """What the loss gets of the samples of the last `keep` batches, int64 on the CPU."""
+        return {name: torch.cat([given[name] for given in self._latest]) for name in self._latest[-1]}
 
 
 class TrainData:
     """OpenCLIP's train data set, built with the rows of its samples.
 
-    Args:
-        needs_rows: whether the loss keeps state per sample.
-        in_place: returns a context in which the seams of a scope are in place.
-        at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
-        at_end: see `RowLoader`.
-
     Attributes:
         num_rows: n, once the data set is built; of shards without rows the samples of an epoch.
         samples_per_epoch: of OpenCLIP's epochs, before it rounds them to whole batches.
+        sizes: samples in each shard by url, in order of the rows; {}: samples of shards have no rows.
+        rows: what a component that counted the rows knows of them.
+        worker_init: what loader workers call first, if a component asks for it.
     """
 
-    def __init__(self, needs_rows: bool, in_place: Callable, at_epoch: Callable[[int], None], at_end: Callable):
-        self.needs_rows = needs_rows
+    rows: Any = None
+    worker_init: Any = None
+
+    def __init__(self, args: Namespace, components: "Sequence[Component]" = ()):
+        self._has_loss = args.uses_ext_loss
+        parts = factory.parts_of(args.loss, vars(args)) if args.uses_ext_loss else ()
+        self._needs_rows = any(part.needs_index for part in parts)
+        self._components = components
         self.num_rows = self.samples_per_epoch = 0
+        self.sizes: dict[str, int] = {}
+        self.tags = Tags()
         self.loader: RowLoader
-        self._in_place, self._at_epoch, self._at_end = in_place, at_epoch, at_end
-        self._urls: list[str] = []
+
+    def attend(self, in_place: Callable, at_epoch: Callable, at_step: Callable, at_end: Callable) -> None:
+        """Name whom to tell.
+
+        Args:
+            in_place: returns a context in which the seams of a scope are in place.
+            at_epoch: called with the epoch's number when OpenCLIP's loop begins it.
+            at_step, at_end: see `RowLoader`.
+        """
+        self._in_place, self._at_epoch, self._at_step, self._at_end = in_place, at_epoch, at_step, at_end
+
+    def of_last_step(self) -> dict[str, Tensor]:
+        """What a loss gets of the samples since the last step besides the model's output."""
+        return self.loader.latest()
 
     def dataset_fn(self, original: Callable, path: str, kind: str) -> Callable:
         """Replaces OpenCLIP's `get_dataset_fn`, which returns the function that builds the data set."""
@@ -178,31 +230,43 @@ class TrainData:
         if not is_train:
             with self._in_place(VAL_DATA):
                 return build(args, transform, is_train, tokenizer=tokenizer, **more)
+        self.tags = Tags((ROW,)) if self._has_loss else Tags()
         if build is data.get_wds_dataset:
-            self.num_rows = self.samples_per_epoch = args.train_num_samples or data.get_dataset_size(args.train_data)[0]
-            if self.needs_rows:
-                self._urls, tokenizer = data.expand_urls(args.train_data)[0], RowTokenizer(tokenizer)
+            self._prepare_shards(args)
+            tokenizer = TagsTokenizer(tokenizer, self.tags) if self.tags.names else tokenizer
         with self._in_place(TRAIN_DATA):
             info = build(args, transform, is_train, tokenizer=tokenizer, **more)
         self.samples_per_epoch = self.samples_per_epoch or self.num_rows
-        self.loader = info.dataloader = RowLoader(info.dataloader, args.accum_freq, self.needs_rows, self._at_end)
-        info.set_epoch = partial(self._begin, info.set_epoch)
+        for_loss = self._for_loss if self._has_loss else None
+        self.loader = RowLoader(info.dataloader, args.accum_freq, self.tags, for_loss, self._at_step, self._at_end)
+        info.dataloader, info.set_epoch = self.loader, partial(self._begin, info.set_epoch)
         return info
+
+    def _prepare_shards(self, args: Any) -> None:
+        self.num_rows = self.samples_per_epoch = args.train_num_samples or data.get_dataset_size(args.train_data)[0]
+        if self._needs_rows and not self.sizes:
+            self.sizes = {url: _size(url) for url in dict.fromkeys(data.expand_urls(args.train_data)[0])}
+        self.num_rows = sum(self.sizes.values()) or self.num_rows
+        added = (name for component in self._components for name in component.columns())
+        self.tags = Tags((*added, *((ROW,) if self.sizes else ())))
 
     def _begin(self, original: Callable[[int], None], epoch: int) -> None:
         original(epoch)
         self._at_epoch(epoch)
 
+    def _for_loss(self, tokens: Tensor, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+        given = {"index": numbers[ROW]} if ROW in numbers else {}
+        for component in self._components:
+            given |= component.for_loss(tokens, numbers)
+        return given
+
     def map_style(self, original: Callable, *args: Any, **kwargs: Any) -> Dataset:
         """Replaces a class of OpenCLIP's data sets."""
         dataset = original(*args, **kwargs)
         self.num_rows = len(dataset)
-        return WithRow(dataset) if self.needs_rows else dataset
+        return WithRow(dataset) if self._has_loss else dataset
 
     def shards(self, original: Callable) -> Callable:
         """Replaces OpenCLIP's reader of shards."""
-        if not self._urls:
-            return original
-        reader = ShardRows(original, self._urls)
-        self.num_rows = reader.num_rows
-        return reader
+        hooks = [one.raw_sample for one in self._components if one.answers("raw_sample")]
+        return ShardRows(original, self.sizes, hooks) if hooks or self.tags.names else original

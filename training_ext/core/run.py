@@ -2,27 +2,31 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import open_clip
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from open_clip_ext import MODEL_CONFIGS, factory
+from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import Loss
 from training_ext.core import hosts
-from training_ext.core.component import Components
 from training_ext.core.flags import OPEN_CLIP_TAU_MIN, parse
-from training_ext.core.loss import TrainingLoss, add_losses, build_loss
+from training_ext.core.loss import LossItems, TrainingLoss, add_losses, build_loss
 from training_ext.core.optimizer import GivenSettings, regroup
 from training_ext.core.rows import TrainData
 from training_ext.core.seam import RUN, Seam, in_place
 from training_ext.core.state import State
 from training_ext.core.temperature import TemperatureGroup, train_temperature, trains_logit_scale
+from training_ext.core.training import Training
+
+if TYPE_CHECKING:
+    from training_ext.core.component import Component
 
 
 class Run:
@@ -30,43 +34,61 @@ class Run:
 
     Args:
         args: the command line, see `flags.parse`.
-        components: what it can do besides training.
+        components: what it can do besides training, a `component.Components`.
         host: the module of `hosts` with the seams of the installed OpenCLIP.
 
     Attributes:
-        loss: of this package, from the first epoch on; None with OpenCLIP's own.
+        by_epoch: metrics of every evaluation on process 0, where a component takes part in evaluations.
+        is_besides: whether the epoch is not of the training, but one of a component's.
     """
 
-    def __init__(self, args: Namespace, components: Components, host: ModuleType):
+    def __init__(self, args: Namespace, components: "Sequence[Component]", host: ModuleType):
         self.args = args
         self.components = components
         self.host = host
-        self.loss: Loss | None = None
+        self.data = TrainData(args, components)
+        self.data.attend(partial(in_place, list(self.seams())), self.begin_epoch, self.end_step, self.end_epoch)
         self.state = State(args, components, host.HAS_TASKS)
-        needs_rows = args.uses_ext_loss and any(p.needs_index for p in factory.parts_of(args.loss, vars(args)))
-        self.data = TrainData(needs_rows, partial(in_place, list(self.seams())), self.begin_epoch, self.end_epoch)
-        self.model: nn.Module | None = None  # without wrappers
+        self.training = Training(components, self._build_loss, self.data, self.state)
+        for component in components:
+            component.training = self.training
+        self.by_epoch: list[dict[str, float]] = []
+        if components:
+            from training_ext.core.events import Events
+
+            self.events = Events(self)
         self.temperature: TemperatureGroup | None = None
-        self.adds_losses = self._has_begun = False
+        self.adds_losses = self._has_begun = self.is_besides = False
         self._settings: GivenSettings
-        self._epoch = 0
 
     def seams(self) -> Iterator[tuple[Seam, Any]]:
         """Every seam of the run with its owner."""
         yield from ((seam, self) for seam in self.host.SEAMS)
+        events = hosts.events().items() if self.components else ()
+        yield from ((seam, self) for hook, seam in events if any(one.answers(hook) for one in self.components))
         yield from ((seam, component) for component in self.components for seam in component.seams)
+
+    def prepare(self, until: ExitStack) -> None:
+        """Let components take what the run needs for itself until `until` ends, before anything is read or written."""
+        for component in self.components:
+            component.prepare(until)
 
     # Model and optimizer
 
     def create_model(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
         model, *transforms = original(*args, **kwargs)
-        if self.model is None:  # a second one is frozen, to learn from
-            self.model = model
+        if self.training.model is not None:  # this one is frozen, to learn from
             for component in self.components:
-                component.wrap_model(model)
-            self.adds_losses = add_losses(model, self.components)
-            if self.args.uses_ext_loss:
-                self._prepare_temperature(model)
+                component.reference_built(model)
+            return model, *transforms
+        self.training.model = model
+        for component in self.components:
+            component.wrap_model(model)
+        self.adds_losses = add_losses(model, self.components)
+        if self.args.uses_ext_loss:
+            self._prepare_temperature(model)
+        for component in self.components:
+            component.model_built(model)
         return model, *transforms
 
     def _prepare_temperature(self, model: Any) -> None:
@@ -81,9 +103,8 @@ class Run:
         train_temperature(model, self.args)
 
     def create_optimizer(self, original: Callable, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Replaces a constructor of optimizers whose parameters are those of `self.model`."""
-        assert self.model is not None
-        return self.prepare_optimizer(original(*args, **kwargs), self.model)
+        """Replaces a constructor of optimizers whose parameters are those of `training.model`."""
+        return self.prepare_optimizer(original(*args, **kwargs), self.training.model)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: Any) -> torch.optim.Optimizer:
         """Give components and the temperature their groups, and keep the settings that a checkpoint replaces.
@@ -92,6 +113,7 @@ class Run:
             model: without wrappers, with the parameters that are trained.
         """
         inner = getattr(optimizer, "_base_optimizer", optimizer)  # timm's Lookahead calls no hooks of its own
+        self.training.optimizer = inner
         regroup(inner, model, self.components)
         if trains_logit_scale(self.args):
             schedule = self.args.lr_tau, self.args.lr_tau_scheduler, self.args.lr
@@ -114,7 +136,9 @@ class Run:
         return original(SimpleNamespace(param_groups=groups))
 
     def highest_scale(self) -> float | None:
-        """Where logit_scale is clamped after each step, log(1 / tau); None if the loss does not learn it."""
+        """Where logit_scale is clamped after each step, log(1 / tau); None if the step does not change it."""
+        if self.is_besides:
+            return None
         if not self.args.uses_ext_loss:
             return -math.log(OPEN_CLIP_TAU_MIN)
         return -math.log(self.args.tau_min) if trains_logit_scale(self.args) else None
@@ -126,35 +150,92 @@ class Run:
             return TrainingLoss(self.loss_of, self.adds_losses)
         return TrainingLoss(original(args), True) if self.adds_losses else original(args)
 
-    def loss_of(self, output_dict: bool = True, **output: Any) -> dict[str, Tensor]:
+    def loss_of(self, output_dict: bool = True, **output: Any) -> LossItems:
         """This package's loss of a model's output for the batches since the last step."""
-        assert self.loss is not None
-        return self.loss(**output, index=self.data.loader.rows(), output_dict=True)
+        loss = self.training.loss
+        assert loss is not None
+        value = loss(**output, **self.data.of_last_step(), output_dict=True)["contrastive_loss"]
+        return LossItems(value, loss.value_name, self._diagnostics)
+
+    def _diagnostics(self) -> dict[str, Tensor]:
+        loss = self.training.loss
+        assert loss is not None
+        loss.raise_if_not_finite()
+        return loss.diagnostics()
+
+    def _build_loss(self) -> Loss:
+        args = self.args
+        batch = args.batch_size * args.accum_freq * args.world_size
+        return build_loss(args, self.data.num_rows, args.device, self.data.samples_per_epoch, batch)
+
+    # Epochs
+
+    def begin(self) -> None:
+        """The first epoch of the run is about to begin: load what it resumes from."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if self.args.uses_ext_loss:
+            self.training.loss = self._build_loss()
+        self.state.load_into(self.training.loss, self.data.num_rows)
+        self._settings.put_back()
+        if self.temperature is not None:
+            self.temperature.begin(self.args.skip_scheduler)
+        for component in self.components:
+            component.begin(self.state.is_resumed)
 
     def begin_epoch(self, epoch: int) -> None:
+        self.begin()
         self._epoch = epoch
-        args, rows = self.args, self.data.num_rows
-        if self.loss is None and args.uses_ext_loss:
-            batch = args.batch_size * args.accum_freq * args.world_size
-            self.loss = build_loss(args, rows, args.device, self.data.samples_per_epoch, batch)
-        if not self._has_begun:
-            self._has_begun = True
-            self.state.load_into(self.loss, rows)
-            self._settings.put_back()
-            if self.temperature is not None:
-                self.temperature.begin(args.skip_scheduler)
-        if self.loss is not None:
-            self.loss.set_epoch(epoch)
+        if self.training.loss is not None and not self.is_besides:
+            self.training.loss.set_epoch(math.ceil(self.args.epochs_before) + epoch)
+
+    def end_step(self, step: int) -> None:
+        """`step` steps of the epoch are done.
+
+        Raises:
+            NonFiniteError: a value of an earlier step was not finite.
+        """
+        # On process 0 diagnostics show it; wrong norms, and in `amorlip` NaN, are seen only by the process with them
+        loss = self.training.loss
+        if loss is not None and self.args.rank and (step - 1) % self.args.log_every_n_steps == 0:
+            loss.raise_if_not_finite()
+        for component in self.components:
+            component.step_done(step)
 
     def end_epoch(self) -> None:
         """Every process: the last step of the epoch is done, and OpenCLIP is about to evaluate and to save.
 
         Raises:
-            NonFiniteError: a value of an earlier step was not finite.
+            NonFiniteError: a value of an earlier step, or a parameter, is not finite.
         """
-        if self.loss is not None:
-            self.loss.raise_if_not_finite()
-        self.state.gather(self.loss, self.data.num_rows, self._epoch + 1)
+        if not self.is_besides:
+            self.state.gather(self.training, self._epoch + 1)
+
+    def train(self) -> None:
+        """Run OpenCLIP's main with the names of the seams replaced.
+
+        Raises:
+            InputError: OpenCLIP ended before it trained.
+        """
+        completed = False
+        try:
+            with in_place(self.seams(), RUN):
+                if self.host.main().main([]):
+                    flag = None if self.args.remote_sync is None else "--remote-sync"
+                    raise InputError("OpenCLIP ended before it trained; the reason is in its own output above", flag)
+            completed = True
+        finally:
+            for component in self.components:
+                component.end(completed)
+
+
+def check_seams(host: ModuleType) -> None:
+    """Raise InputError if the installed OpenCLIP does not keep the contract of a seam that every run needs."""
+    for seam in host.SEAMS:
+        if (broken := seam.broken()) is not None:
+            version = hosts.open_clip_version()
+            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
 
 
 def start(argv: list[str]) -> Run | None:
@@ -165,29 +246,24 @@ def start(argv: list[str]) -> Run | None:
         NonFiniteError: the training met a NaN or an infinity.
     """
     host = hosts.installed()
+    check_seams(host)
     open_clip.add_model_config(MODEL_CONFIGS)
     args, classes = parse(argv)
-    components = Components(classes, args, named=True)
+    components: Sequence[Component] = ()
+    if classes:
+        from training_ext.core.component import Components
+
+        components = Components(classes, args, named=True)
     run = Run(args, components, host)
-    for seam, owner in run.seams():
-        if owner is run and (broken := seam.broken()) is not None:
-            version = hosts.open_clip_version()
-            raise InputError(f"open_clip_torch {version} is installed, where {broken}; it runs with {host.RANGE}")
     if args.seams:
         print(listing(run))
         return None
     if args.uses_ext_loss:
         host.check_flags(args)
-    run.state.check()
-    completed = False
-    try:
-        with in_place(run.seams(), RUN):
-            if run.host.main().main([]):
-                raise InputError("OpenCLIP ended before it trained; the reason is in its own output above")
-        completed = True
-    finally:
-        for component in components:
-            component.end(completed)
+    with ExitStack() as until:
+        run.prepare(until)
+        run.state.check()
+        run.train()
     return run
 
 

@@ -1,10 +1,12 @@
 """`Seam`: one name of OpenCLIP's that is replaced while a run trains, and what the replacement relies on."""
 
+import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from functools import cache
+from types import CodeType, FunctionType
 from typing import Any
 
 from training_ext.core.patching import look_up, replaced
@@ -22,7 +24,8 @@ class Seam:
         why: what OpenCLIP cannot do without it.
         contract: what the replacement relies on; `used_by` and `parameters` are the part that is checked at the start.
         replacement: maps the original and the owner, the `Run` or a component, to the replacement.
-        used_by: the function that looks the name up, such as "open_clip_train.main:main".
+        used_by: the function that looks the name up, itself or in one of its module that it calls, such as
+            "open_clip_train.main:main".
         parameters: names of parameters of the original that the replacement relies on.
         layer: where several replace the same name, those of a higher layer get the lower ones' replacement as original.
         scopes: of RUN, TRAIN_DATA and VAL_DATA.
@@ -53,8 +56,7 @@ class Seam:
             user = look_up(module, function)
         except (AttributeError, ImportError):
             return f"there is no {module}.{function}"
-        missing = set(self.path.split(".")) - names_in(inspect.unwrap(user).__code__)
-        if missing:
+        if not parts_of(self.path) <= names_used(inspect.unwrap(user)):
             return f"{module}.{function} does not use {self.path}"
         if self.parameters:
             known = inspect.signature(original).parameters
@@ -64,11 +66,33 @@ class Seam:
         return None
 
 
-def names_in(code: CodeType) -> set[str]:
-    """Global names, attributes and imported names that a function uses, also in functions within it."""
-    inner = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
-    dotted = (part for name in code.co_names for part in name.split("."))
-    return set(dotted).union(*inner)
+def names_used(function: Any) -> set[str]:
+    """`names_in` a function and in those of its module that it calls, since OpenCLIP divides long ones."""
+    users = [function]
+    names: set[str] = set()
+    for user in users:  # which grows
+        used = names_in(user.__code__)
+        names |= used
+        for other in map(user.__globals__.get, used):
+            if isinstance(other, FunctionType) and other.__module__ == user.__module__ and other not in users:
+                users.append(other)
+    return names
+
+
+@cache
+def names_in(code: CodeType) -> frozenset[str]:
+    """Global and imported names that a function uses, and attributes with a dot before them; also within it."""
+    names = {
+        f".{step.argval}" if "ATTR" in step.opname or "METHOD" in step.opname else step.argval
+        for step in dis.get_instructions(code) if step.opcode in dis.hasname
+    }
+    return frozenset(names).union(*(names_in(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+
+
+def parts_of(path: str) -> set[str]:
+    """A dotted path as the names of `names_in`."""
+    first, *attributes = path.split(".")
+    return {first, *(f".{name}" for name in attributes)}
 
 
 def replacements(owned: Iterable[tuple[Seam, Any]], scope: str) -> dict[tuple[str, str], Any]:
@@ -84,8 +108,6 @@ def replacements(owned: Iterable[tuple[Seam, Any]], scope: str) -> dict[tuple[st
             original = values[place] if place in values else look_up(*place)
             values[place] = seam.replacement(original, owner)
     return values
-
-
 
 
 @contextmanager

@@ -7,9 +7,11 @@ key.
 
 import hashlib
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from bisect import bisect
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, chain, islice, repeat
 from typing import Any
 
 import numpy as np
@@ -19,14 +21,19 @@ from open_clip_train.data import SharedEpoch
 from open_clip_ext.errors import InputError
 from training_ext.data.seeding import CAPTION, seed_of
 from training_ext.data.tars import fields_of
-from training_ext.openclip.hosts import host
 
 FIRST = 1000  # captions by which the share that is longer than the context is estimated
 
 
-def drawn(captions: Sequence[Any], seed: int, epoch: int, picture: int) -> Any:
-    """One of the captions, drawn uniformly."""
-    return captions[seed_of(seed, CAPTION, epoch, picture) % len(captions)]
+def drawn(
+    captions: Sequence[Any], seed: int, epoch: int, picture: int, weights: Sequence[float] | None = None
+) -> Any:
+    """One of the captions, drawn uniformly, or in proportion to weights, not all of which are 0."""
+    number = seed_of(seed, CAPTION, epoch, picture)
+    if weights is None:
+        return captions[number % len(captions)]
+    sums = list(accumulate(weights))
+    return captions[bisect(sums, number / 2**63 * sums[-1], hi=len(sums) - 1)]
 
 
 def is_empty(cell: Any) -> bool:
@@ -51,11 +58,11 @@ class SeenCaptions:
 
 def see(captions: pd.Series, images: pd.Series | None, where: str) -> SeenCaptions:
     """The captions that were read, of these images if a caption may stand beside others of its image."""
-    known = captions[~captions.map(is_empty)]
-    first = [str(caption) for caption in islice(known, FIRST)]
+    non_empty = captions[~captions.map(is_empty)]
+    examples = [str(caption) for caption in islice(non_empty, FIRST)]
     if images is not None:
-        known = known[~pd.DataFrame({0: known, 1: images}).duplicated()]
-    return SeenCaptions(first, int(known.duplicated(keep=False).sum()), where.format(len(known)))
+        non_empty = non_empty[~pd.DataFrame({0: non_empty, 1: images}).duplicated()]
+    return SeenCaptions(examples, int(non_empty.duplicated(keep=False).sum()), where.format(len(non_empty)))
 
 
 class Pictures:
@@ -79,36 +86,16 @@ class Pictures:
         """The lines of one image."""
         return self._order[self._starts[picture] : self._starts[picture + 1]].tolist()
 
-    def check_alike(self, cells: pd.Series, images: pd.Series) -> None:
-        """Raise InputError for the first image whose lines differ in the column `cells`."""
+    def check_alike(self, cells: pd.Series, images: pd.Series, flag: str) -> None:
+        """Raise InputError, with the flag, for the first image whose lines differ in the column `cells`."""
         codes = pd.factorize(cells)[0]
-        others = (codes != codes[self.first][self.of]).nonzero()[0]
-        if len(others):
+        differing_rows = (codes != codes[self.first][self.of]).nonzero()[0]
+        if len(differing_rows):
             raise InputError(
-                f"the lines of {images[others[0]]!r} differ in column {cells.name!r}; give them one entry "
+                f"the lines of {images[differing_rows[0]]!r} differ in column {cells.name!r}; give them one entry "
                 "or leave out --several-captions",
-                "--same-key",
+                flag,
             )
-
-
-class DigestLoader:
-    """OpenCLIP's loader of validation pairs without paths, whose equal images are told by the pixels for the model.
-
-    Attributes:
-        digests: of the images of the latest pass, in their order.
-    """
-
-    def __init__(self, loader: Any):
-        self.loader = loader
-        self.num_samples, self.num_batches = loader.num_samples, loader.num_batches
-        self.digests: list[bytes] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        self.digests.clear()
-        for batch in self.loader:
-            images, _ = host().pair(batch)
-            self.digests += [hashlib.blake2b(image.contiguous().numpy(), digest_size=16).digest() for image in images]
-            yield batch
 
 
 @dataclass
@@ -135,45 +122,77 @@ class DrawnCaptions:
 
 
 def draw_from_lines(csv: Any, seed: int, epoch: SharedEpoch) -> Pictures:
-    """Change OpenCLIP's data set of lines, by position, into one of images; returns the grouping."""
+    """Change OpenCLIP's data set of lines, by position, into one of images; returns the grouping.
+
+    `first_lines` of it is the first line of each image.
+    """
     pictures = Pictures(list(csv.images))
     csv.captions = DrawnCaptions(csv.captions, pictures, seed, epoch)
+    csv.first_lines = pictures.first.tolist()
     csv.images = pd.Series([csv.images[line] for line in pictures.first], dtype=object)
     return pictures
 
 
+def fields_in(named: str) -> tuple[str, ...]:
+    """The fields that OpenCLIP's --json-text-key names, with semicolons between them."""
+    return tuple(name.strip() for name in named.split(";") if name.strip())
+
+
 @dataclass
 class JsonCaptions:
-    """Replaces a sample's .txt by one of the captions in a field of its .json.
+    """Replaces a sample's .txt by one of the captions in its .json.
 
-    The field is a list or one caption; entries that are empty or not text are ignored. If no caption is left, the
-    sample has no .txt afterwards, and is skipped and counted like any other without a caption.
+    Of --captions-field, a list of captions or one, each is as likely. The fields of --json-text-key have one caption
+    each: with `weights` one is drawn in proportion to them, and the first in order is taken where none has a weight
+    above 0. So does OpenCLIP 4, whose draws depend on the loader's workers. Captions that are empty or not text are
+    ignored. If none is left, the sample has no .txt afterwards, and is skipped and counted like any other without one.
+
+    Args:
+        named: the flag's value, one field or several.
+        weights: of the fields, for --json-text-key alone; those without one have 0.
     """
 
-    field: str
+    named: str
     seed: int
     epoch: SharedEpoch
+    weights: Sequence[float] | None = None
 
     @property
     def missing(self) -> str:
         """What a sample without captions lacks, for messages."""
-        return f"no captions in the field {self.field!r} of a .json (--captions-field)"
+        flag = "--captions-field" if self.weights is None else "--json-text-key"
+        return f"no captions in the field {self.named!r} of a .json ({flag})"
 
-    def __call__(self, sample: dict) -> None:
-        """Change the sample, a dict of bytes by suffix with its "__key__", in place."""
+    def __call__(self, sample: dict) -> dict[str, int]:
+        """Change the sample, a dict of bytes by suffix with its "__key__", in place; as `Component.raw_sample`."""
         sample.pop("txt", None)
-        try:
-            value = fields_of(sample).get(self.field)
-        except ValueError:
-            return
-        entries = value if isinstance(value, list) else [value]
-        captions = [text for text in entries if isinstance(text, str) and text.strip()]
-        if captions:
-            name = hashlib.blake2b(str(sample["__key__"]).encode(errors="surrogateescape"), digest_size=8).digest()
-            picture = int.from_bytes(name, "big")
-            sample["txt"] = drawn(captions, self.seed, self.epoch.get_value(), picture).encode(errors="replace")
+        with suppress(ValueError):
+            if caption := self._caption(fields_of(sample), str(sample["__key__"])):
+                sample["txt"] = caption.encode(errors="replace")
+        return {}
+
+    def _caption(self, fields: dict[str, Any], key: str) -> str | None:
+        if self.weights is None:
+            value = fields.get(self.named)
+            entries = [(caption, 1.0) for caption in (value if isinstance(value, list) else [value])]
+        else:
+            values = map(fields.get, fields_in(self.named))
+            entries = list(zip(values, chain(self.weights, repeat(0.0)), strict=False))
+        usable = [(text, weight) for text, weight in entries if isinstance(text, str) and text.strip()]
+        drawable = [(text, weight) for text, weight in usable if weight > 0]
+        if not drawable:
+            return usable[0][0] if usable else None
+        captions, weights = zip(*drawable, strict=True)
+        digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8).digest()
+        picture = int.from_bytes(digest, "big")
+        return drawn(captions, self.seed, self.epoch.get_value(), picture, None if self.weights is None else weights)
 
 
 def captions_of_samples(args: Namespace, epoch: SharedEpoch | None = None) -> JsonCaptions | None:
     """The `JsonCaptions` of the command line, by default for epoch 0; None if captions are in .txt."""
-    return JsonCaptions(args.captions_field, args.seed, epoch or SharedEpoch()) if args.captions_field else None
+    epoch = epoch or SharedEpoch()
+    if field := getattr(args, "captions_field", None):
+        return JsonCaptions(field, args.seed, epoch)
+    if key := getattr(args, "json_text_key", None):  # of OpenCLIP 4
+        return JsonCaptions(key, args.seed, epoch, args.json_text_key_probs or ())
+    return None

@@ -1,6 +1,5 @@
 """The checkpoint files of a run's folder: at the end of an epoch and within one, and the one that `--resume` means."""
 
-import logging
 import os
 import re
 import shutil
@@ -9,43 +8,19 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-import torch
-
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import PARTIAL, whole_file
-from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS, atomic_save, read_sharded_entry, take_entry
+from training_ext.core.plan import trains
+from training_ext.core.state import entry_of
+from training_ext.data.checkpoint import SHARDED, SHARDED_PARTS
 from training_ext.data.row_folders import MARK, remove_unnamed
-from training_ext.data.rows import trains
 from training_ext.openclip.hosts import TASKS, host
-from training_ext.openclip.loading import load_checkpoint, load_mapped
+from training_ext.openclip.loading import load_mapped
 
 # In the order of OpenCLIP's --resume latest, epoch_3_step_N.pt lies between epoch_3.pt and epoch_4.pt.
 NAME, PATTERN = "epoch_{epoch}_step_{step}.pt", re.compile(r"epoch_\d+_step_\d+\.pt")
 EPOCH = re.compile(r"epoch_\d+\.pt")
 BEFORE_RENAME = "tmp.pt"  # OpenCLIP's name of a --save-most-recent file until it is complete
-
-
-def write(args: Namespace, content: dict[str, Any], position: dict[str, Any]) -> None:
-    """Write a checkpoint at a position in the next epoch, and remove older ones."""
-    epoch = content["epoch"]
-    # OpenCLIP's --remote-sync does not copy the file of --save-most-recent.
-    latest = args.save_most_recent and args.remote_sync is None
-    name = host().main_module.LATEST_CHECKPOINT_NAME if latest else name_of(args, epoch, position)
-    path = os.path.join(args.checkpoint_path, name)
-    atomic_save(torch.save, content, path)
-    remove_older(path)
-    logging.info(f"Saved after step {position['batches'] // args.accum_freq} of epoch {epoch}: {path}")
-
-
-def name_of(args: Namespace, epoch: int, position: dict[str, Any]) -> str:
-    return NAME.format(epoch=epoch, step=position["batches"] // args.accum_freq)
-
-
-def save_checkpoint(save: Callable, content: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces OpenCLIP's `torch.save` by `atomic_save`; an epoch's file replaces the mid-epoch ones."""
-    atomic_save(save, content, path, *args, **kwargs)
-    if isinstance(path, str) and EPOCH.fullmatch(os.path.basename(path)):
-        remove_older(path)
 
 
 def progress(path: str) -> tuple[int, int]:
@@ -55,8 +30,15 @@ def progress(path: str) -> tuple[int, int]:
             raise FileNotFoundError(path)
         return load_mapped(os.path.join(path, SHARDED_PARTS[-1]))["epoch"], 0  # at the end of an epoch only
     loaded = load_mapped(path)
-    position = (take_entry(loaded) or {}).get("position") or {}
-    return loaded["epoch"], position.get("batches", 0)
+    return loaded["epoch"], batches_of(entry_of(loaded))
+
+
+def batches_of(entry: dict[str, Any] | None) -> int:
+    """Batches of the next epoch that a checkpoint with this entry has."""
+    if entry is None:
+        return 0
+    resume_state = entry.get("older") or entry.get("components", {}).get("exact_resume", {})
+    return (resume_state.get("position") or {}).get("batches", 0)
 
 
 def is_whole_folder(path: str) -> bool:
@@ -133,7 +115,8 @@ def most_trained(folder: str, or_torn: bool = False) -> str | None:
     file = host().main_module.LATEST_CHECKPOINT_NAME
     names = (file, file.removesuffix(".pt"), BEFORE_RENAME, newest_numbered(folder))
     there = [name for name in names if name is not None and os.path.exists(os.path.join(folder, name))]
-    return furthest(folder, there) or (os.path.join(folder, there[-1]) if or_torn and there else None)
+    last = os.path.join(folder, there[-1]) if or_torn and there else None
+    return last if last and len(there) == 1 else furthest(folder, there) or last
 
 
 def last_saved(args: Namespace) -> str:
@@ -180,21 +163,3 @@ def latest_checkpoint(original: Callable, folder: str, remote: bool) -> str | No
     cannot be read, since a run must not begin anew without a word.
     """
     return original(folder, remote=True) if remote else most_trained(folder, or_torn=True)
-
-
-def find_resumed(path: str | None) -> tuple[str, dict | None] | None:
-    """The local checkpoint with a training state at `path`, and our entry in it; None if remote or weights only.
-
-    Raises:
-        InputError: it is missing or not complete.
-    """
-    if path is None or "://" in path:
-        return None
-    if os.path.isdir(path):
-        return path, read_sharded_entry(path)
-    found = load_checkpoint(path)
-    if isinstance(found, dict) and "epoch" in found:
-        return path, take_entry(found)
-    if isinstance(found, dict) and "state_dict" in found:
-        raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
-    return None

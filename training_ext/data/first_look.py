@@ -11,13 +11,12 @@ import pandas as pd
 from PIL import Image
 
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import PAIR_MEMBERS
 from training_ext.data.captions import JsonCaptions, SeenCaptions, see
 from training_ext.data.images import COMPARED, spread, warn_of_images
 from training_ext.data.pair_folders import place_of
 from training_ext.data.shards import local_path
 from training_ext.data.tars import headers_of_samples, one_line, read_samples
-from training_ext.openclip.loading import missing_of
+from training_ext.openclip.loading import PAIR_MEMBERS, missing_of
 
 LOOKED_AT = 100  # at most: shards, samples per shard, lines of a csv
 SHARDS, PASSED = 20, 2000  # over which the images that are looked at are spread: shards, and samples in all of these
@@ -58,8 +57,8 @@ def look_at_shards(
         except Exception as error:  # such shards are skipped and counted in the run; find_shards refuses what must be
             reasons[f"{url!r} cannot be read: {one_line(error)}"] += 1
     if reasons:
-        (first, _), *_ = reasons.items()
-        raise InputError(f"none of the first {reasons.total()} samples can be used, as {first}", flag)
+        (example, _), *_ = reasons.items()
+        raise InputError(f"none of the first {reasons.total()} samples can be used, as {example}", flag)
     return None
 
 
@@ -84,13 +83,13 @@ def _reason(sample: dict, missing: str) -> str | None:
     if (lacks := missing_of(sample, missing)) is not None:
         return f"a sample has {lacks}"
     *images, text = PAIR_MEMBERS
-    found = [name for name in images if name in sample]
+    image_suffixes = [name for name in images if name in sample]
     try:
         if not sample[text].decode().strip():
             return f"a caption .{text} is empty"
-        Image.open(io.BytesIO(sample[found[0]])).load()
+        Image.open(io.BytesIO(sample[image_suffixes[0]])).load()
     except Exception as error:  # image libraries may raise anything
-        return f"a .{found[0]} or .{text} cannot be decoded ({one_line(error)})"
+        return f"a .{image_suffixes[0]} or .{text} cannot be decoded ({one_line(error)})"
     return None
 
 
@@ -129,7 +128,7 @@ def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "-
     Raises:
         InputError: none of them can be read.
     """
-    first = None
+    first_problem = None
     images = table[image_key].dropna()
     first_images = images.head(LOOKED_AT)
     for row, image in first_images.items():
@@ -138,6 +137,6 @@ def look_at_lines(table: pd.DataFrame, image_key: str, path: str, flag: str = "-
             warn_of_images(((str(image), str(image)) for image in spread(images.tolist())), flag)
             return
         except Exception as error:
-            first = first or f"{place_of(path, row)} names {str(image)!r}: {one_line(error)}"
-    if first is not None:
-        raise InputError(f"none of the first {len(first_images)} images of {path!r} can be read; {first}", flag)
+            first_problem = first_problem or f"{place_of(path, row)} names {str(image)!r}: {one_line(error)}"
+    if first_problem is not None:
+        raise InputError(f"none of the first {len(first_images)} images of {path!r} can be read; {first_problem}", flag)

@@ -41,31 +41,31 @@ def find_files(folder: str, flag: str | None = None) -> FolderFiles:
     Raises:
         InputError: a folder cannot be read.
     """
-    found = FolderFiles()
+    listing = FolderFiles()
     read: set[str] = set()  # real paths
     todo = deque([folder])
     while todo:
-        place = todo.popleft()
-        if (real := os.path.realpath(place)) in read:
-            found.left_out.setdefault(REPEATED, []).append(place)
+        path = todo.popleft()
+        if (real := os.path.realpath(path)) in read:
+            listing.left_out.setdefault(REPEATED, []).append(path)
             continue
         read.add(real)
-        for entry in entries(place, flag):
+        for entry in entries(path, flag):
             if is_hidden(entry.name):
                 continue
             kind = _kind(entry)
             if kind == "folder":
                 # Links wait until all folders without a link are read.
                 (todo.append if entry.is_symlink() else todo.appendleft)(entry.path)
-                if place is folder:
-                    found.folders.append(entry.name)
+                if path is folder:
+                    listing.folders.append(entry.name)
             elif kind == "file" or entry.name.lower().endswith((*IMAGES, CAPTIONS)):
-                found.files.append(entry.path)
+                listing.files.append(entry.path)
             elif entry.is_symlink():
-                found.left_out.setdefault(LEADS_NOWHERE, []).append(entry.path)
-    for paths in (found.files, *found.left_out.values()):
+                listing.left_out.setdefault(LEADS_NOWHERE, []).append(entry.path)
+    for paths in (listing.files, *listing.left_out.values()):
         paths.sort()
-    return found
+    return listing
 
 
 def entries(folder: str, flag: str | None = None) -> list[os.DirEntry]:
@@ -75,8 +75,8 @@ def entries(folder: str, flag: str | None = None) -> list[os.DirEntry]:
         InputError: it cannot be read.
     """
     try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as iterator:
+            return sorted(iterator, key=lambda entry: entry.name)
     except OSError as error:
         raise InputError(
             f"the folder {folder!r} cannot be read: {error.strerror}; make it readable, or take it out", flag

@@ -21,15 +21,15 @@ def spread(items: Sequence, number: int = COMPARED) -> Sequence:
 
 def warn_of_images(images: Iterable[tuple[str, Any]], flag: str) -> None:
     """Warn once of each kind of change between some images, names and files, and what the model sees."""
-    found: dict[str, list[str]] = {}
+    names_by_change: dict[str, list[str]] = {}
     looked_at = 0
     with suppress(Exception):  # a cut shard
         for name, file in images:
             with suppress(Exception), Image.open(file) as image:  # the run counts images that cannot be read
                 looked_at += 1
                 for change in changes(image):
-                    found.setdefault(change, []).append(name)
-    for change, names in found.items():
+                    names_by_change.setdefault(change, []).append(name)
+    for change, names in names_by_change.items():
         some = f"{flag}: {len(names)} of {looked_at} images that were looked at"
         warn_once(f"{some} {change}. The first is {names[0]!r}")
 

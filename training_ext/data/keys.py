@@ -1,8 +1,8 @@
-"""Keys of samples: samples with the same key are not used as each other's negatives.
+"""Keys of samples: those with the same key are not each other's negatives, with `--positives` each other's positives.
 
-`--same-key` takes them from a column of a csv or a field of the .json in shards,
-`--same-caption` from the captions. A caption's key is a hash of its tokens, so texts that differ only
-beyond the context length have the same key.
+`--same-key NAME` and `--positives NAME` take them from a column of a csv or a field of the .json in shards,
+`--same-caption` and `--positives caption` from the captions. A caption's key is a hash of its tokens, so texts that
+differ only beyond the context length have the same key.
 """
 
 import hashlib
@@ -18,45 +18,76 @@ import torch
 from torch import Tensor
 
 from open_clip_ext.errors import InputError
-from training_ext.data.captions import Pictures
+from training_ext.core.plan import world_info
+from training_ext.data.captions import Pictures, is_empty
 from training_ext.data.pair_folders import read_folder
 from training_ext.data.tars import fields_of
 from training_ext.openclip.loading import warn_once
-from training_ext.openclip.machine import world_info
 
 _NAMED = 10  # fields in a message
+CAPTION = "caption"  # what --positives calls the captions
+LOOKED_AT = 100  # first images of a table
 Keys = Callable[[Tensor, Tensor | None], Tensor]
 """Maps tokens (b, L) and rows (b,) of a batch to its keys, (b,) int64."""
 
 
+def key_name(args: Namespace) -> str | None:
+    """The column of the csv, or field in shards, with the keys; None without. `args` are those of any command."""
+    positives = getattr(args, "positives", None)
+    return getattr(args, "same_key", None) if positives in (None, CAPTION) else positives
+
+
 def has_keys(args: Namespace) -> bool:
-    return args.same_key is not None or bool(args.same_caption)
+    of_captions = getattr(args, "same_caption", None) or getattr(args, "positives", None) == CAPTION
+    return bool(of_captions) or key_name(args) is not None
+
+
+def key_flag(args: Namespace) -> str:
+    return "--same-key" if getattr(args, "positives", None) is None else "--positives"
+
+
+def key_argument(args: Namespace) -> str:
+    """What the loss calls the keys."""
+    return "key" if args.positives is None else "positive_key"
 
 
 def check_column(args: Namespace, table: pd.DataFrame) -> None:
-    """Raise InputError unless the csv has the column of `--same-key`."""
-    if args.same_key is not None and args.same_key not in table.columns:
-        columns = ", ".join(repr(name) for name in table.columns)
-        raise InputError(
-            f"{args.train_data!r} has no column {args.same_key!r}; its columns are {columns}", "--same-key"
-        )
+    """Raise InputError unless the csv has the column of the keys."""
+    name = key_name(args)
+    if name is not None and name not in table.columns:
+        columns = ", ".join(repr(column) for column in table.columns)
+        raise InputError(f"{args.train_data!r} has no column {name!r}; its columns are {columns}", key_flag(args))
 
 
 def read_table(args: Namespace, path: str, read: Callable[..., Any] = pd.read_csv, **more: Any) -> pd.DataFrame:
     """A csv by pandas' `read_csv`, or the pairs of a folder, indexed by position.
 
     The columns that flags name are text: as numbers they lose leading zeros, and with an empty cell among them the last
-    digits. Without --loss they are what OpenCLIP makes of them. `args` are those of any command that reads pairs.
+    digits. Images are from the current folder, or else from the csv's. Without --loss both are as OpenCLIP has them.
+    `args` are those of any command that reads pairs.
     """
     if os.path.isdir(path):
         return read_folder(path, args.csv_img_key, args.csv_caption_key)
-    columns = filter(None, (args.csv_img_key, args.csv_caption_key, getattr(args, "same_key", None)))
-    as_text = {} if getattr(args, "loss", "") is None else {"dtype": dict.fromkeys(columns, str)}
+    columns = filter(None, (args.csv_img_key, args.csv_caption_key, key_name(args)))
+    is_openclips = getattr(args, "loss", "") is None
+    as_text = {} if is_openclips else {"dtype": dict.fromkeys(columns, str)}
     # A header with one name fewer than the lines makes labels of the first column.
     table = read(path, **as_text, **more).reset_index(drop=True)
+    if not is_openclips and args.csv_img_key in table:
+        table[args.csv_img_key] = from_folder_of(path, table[args.csv_img_key])
     if args.csv_caption_key in table:
         _warn_of_joined(table[args.csv_caption_key], path)
     return table
+
+
+def from_folder_of(path: str, images: pd.Series) -> pd.Series:
+    """The images that a table names, joined to its folder if of the first ones some are there and none in the current
+    folder."""
+    folder = os.path.dirname(path)
+    first = [image for image in images.head(LOOKED_AT) if not is_empty(image)]
+    if any(map(os.path.exists, first)) or not any(os.path.exists(os.path.join(folder, image)) for image in first):
+        return images
+    return images.map(lambda image: image if is_empty(image) else os.path.join(folder, image))
 
 
 def _warn_of_joined(captions: pd.Series, path: str) -> None:
@@ -105,16 +136,17 @@ def check_columns(args: Namespace, names: list[str], path: str) -> None:
         raise InputError(f"{path!r} has no column {column!r}; its columns{separated} are {columns}", key)
 
 
-def find_keys(args: Namespace, kind: str) -> Keys | None:
+def find_keys(args: Namespace, in_shards: bool) -> Keys | None:
     """The function that finds the keys of a batch; None without keys, or if `JsonKey` finds them as shards are read."""
-    if args.same_caption:
+    name = key_name(args)
+    if has_keys(args) and name is None:
         return lambda tokens, rows: keys_of_captions(tokens)
-    if args.same_key is None or kind == "webdataset":
+    if name is None or in_shards:
         return None
-    columns = [args.same_key, args.csv_img_key]
+    columns = [name, args.csv_img_key]
     table = read_table(args, args.train_data, sep=args.csv_separator, usecols=columns)
-    cells = table[args.same_key]
-    if args.several_captions:
+    cells = table[name]
+    if getattr(args, "several_captions", None):
         cells = cells[Pictures(table[args.csv_img_key].tolist()).first]
     of_rows = keys_of_cells(cells)
     return lambda tokens, rows: of_rows[rows]
@@ -129,6 +161,7 @@ class JsonKey:
     """
 
     field: str
+    flag: str = "--same-key"
 
     def __call__(self, sample: dict) -> int:
         """The key, a signed integer, of a sample: a dict of bytes by suffix, with its "__key__" and "__url__".
@@ -149,13 +182,14 @@ class JsonKey:
         text = json.dumps(value, sort_keys=True)
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
-    def _error(self, sample: dict, what: str) -> InputError:
-        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {what}", "--same-key")
+    def _error(self, sample: dict, problem: str) -> InputError:
+        return InputError(f"sample {sample['__key__']!r} of shard {sample['__url__']!r} has {problem}", self.flag)
 
 
 def key_of_samples(args: Namespace) -> JsonKey | None:
-    """The function that finds the key of a shard's sample as it is read; None without --same-key."""
-    return None if args.same_key is None else JsonKey(args.same_key)
+    """The function that finds the key of a shard's sample as it is read; None if no field has it."""
+    name = key_name(args)
+    return None if name is None else JsonKey(name, key_flag(args))
 
 
 def keys_of_cells(cells: pd.Series) -> Tensor:

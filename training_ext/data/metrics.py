@@ -2,6 +2,7 @@
 
 import math
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
 from open_clip_ext.retrieval import ANY_CAPTION, NUM_IMAGES, SIDES, VALIDATION
@@ -32,6 +33,12 @@ def open_clip_metrics(args: Namespace, epoch: int | None = None) -> list[str]:
     if is_due(args, epoch, "zeroshot_frequency"):
         names += [*(IMAGENET if args.imagenet_val else ()), *(IMAGENET_V2 if args.imagenet_v2 else ())]
     return names
+
+
+def evaluated_metrics(args: Namespace, components: Iterable[Any], epoch: int | None = None) -> list[str]:
+    """Names of the metrics that the run evaluates; after `epoch` epochs, if given."""
+    added = [name for component in components for name in component.metrics()]
+    return open_clip_metrics(args, epoch) + (added if is_due(args, epoch) else [])
 
 
 def smaller_is_better(metric: str) -> bool:

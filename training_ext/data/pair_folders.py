@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import pandas as pd
 from tqdm import tqdm
 
+from open_clip_ext.errors import InputError
+from training_ext.core.plan import world_info
 from training_ext.data.folder_files import CAPTIONS, IMAGES, LeftOut, describe_left_out, find_files
 from training_ext.openclip.loading import warn_once
-from training_ext.openclip.machine import world_info
 
 NO_TEXT, NO_PICTURE, NO_CAPTION = "images without .txt", ".txt without image", "images without caption in their .txt"
 NOT_UTF8, UNREADABLE_TEXT = ".txt that are not UTF-8", "images whose .txt cannot be read"
@@ -46,7 +47,7 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
     if listed.are_splits() and len(listed.folders) > 1 and world_info()[1] == 0:
         splits = ", ".join(map(repr, listed.folders))
         warn_once(f"{folder!r} has the folders {splits}, and the pairs of all are read; for one of them give its path")
-    found = FolderPairs(left_out=listed.left_out)
+    folder_pairs = FolderPairs(left_out=listed.left_out)
     stems = [(*os.path.splitext(path), path) for path in listed.files]
     texts = {stem: path for stem, end, path in stems if end.lower() == CAPTIONS}
     images = [(stem, path) for stem, end, path in stems if end.lower() in IMAGES]
@@ -64,25 +65,30 @@ def find_pairs(folder: str, flag: str | None = None) -> FolderPairs:
             why = UNREADABLE_TEXT
         else:
             if captions:
-                found.pairs.append((path, captions))
+                folder_pairs.pairs.append((path, captions))
                 continue
             why = NO_CAPTION
-        found.left_out.setdefault(why, []).append(path)
-    known = dict(images)
-    if lonely := [path for stem, path in texts.items() if stem not in known]:
-        found.left_out[NO_PICTURE] = lonely
-    return found
+        folder_pairs.left_out.setdefault(why, []).append(path)
+    image_stems = dict(images)
+    if lonely := [path for stem, path in texts.items() if stem not in image_stems]:
+        folder_pairs.left_out[NO_PICTURE] = lonely
+    return folder_pairs
 
 
 def read_folder(folder: str, image_key: str, caption_key: str) -> pd.DataFrame:
     """The pairs as OpenCLIP reads a csv: a line for each caption. Process 0 warns of files that are no pair."""
-    found = find_pairs(folder)
-    if found.left_out and world_info()[1] == 0:
-        warn_once(f"Left out of {folder!r}: {found.told()}")
-    lines = [(path, caption) for path, captions in found.pairs for caption in captions]
+    folder_pairs = find_pairs(folder)
+    if folder_pairs.left_out and world_info()[1] == 0:
+        warn_once(f"Left out of {folder!r}: {folder_pairs.told()}")
+    lines = [(path, caption) for path, captions in folder_pairs.pairs for caption in captions]
     return pd.DataFrame(lines, columns=[image_key, caption_key], dtype=object)
 
 
 def place_of(path: str, row: int) -> str:
     """A row of a csv, whose first line is its header, or of a folder, in words."""
     return f"pair {row + 1} of {path!r}" if os.path.isdir(path) else f"line {row + 2} of {path!r}"
+
+
+def unusable_line(path: str, row: int, why: str) -> InputError:
+    """The error of a row of validation data, all of which metrics must cover."""
+    return InputError(f"{place_of(path, row)} cannot be used: {why}; repair or remove it", "--val-data")

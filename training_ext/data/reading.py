@@ -9,15 +9,15 @@ from typing import Any
 from open_clip_train import data as open_clip_data
 from torch.utils.data import Dataset
 
-from training_ext.components.safe_reading import decode_pairs
 from training_ext.core.patching import replaced
+from training_ext.core.rows import pair_of
+from training_ext.core.tags import ROW, Tags
 from training_ext.data.captions import captions_of_samples, draw_from_lines, is_empty
 from training_ext.data.keys import read_table
-from training_ext.data.rows import shapes_dataset
-from training_ext.data.shard_rows import ShardRows
+from training_ext.data.scenes import shapes_dataset
+from training_ext.data.shard_rows import rows_of_shards
 from training_ext.data.shards import Shards
-from training_ext.data.tags import ROW, Tags
-from training_ext.openclip.hosts import host
+from training_ext.data.tars import decode_pairs
 
 Report = Callable[[str], object]
 Source = Callable[[int, int, Report], Iterator[tuple[int, Any, Any]]]
@@ -43,7 +43,7 @@ def source_of(
         columns = {"img_key": args.csv_img_key, "caption_key": args.csv_caption_key, "sep": args.csv_separator}
         with replaced({("open_clip_train.data", "pd.read_csv"): partial(read_table, args)}):  # as in the training
             csv = open_clip_data.CsvDataset(args.train_data, transform, **columns, tokenizer=tokenizer)
-        if args.several_captions:
+        if getattr(args, "several_captions", None):
             draw_from_lines(csv, args.seed, open_clip_data.SharedEpoch())
         return partial(_read, partial(_line, csv))
     if kind == "shapes":
@@ -68,7 +68,7 @@ def _line(csv: Any, row: int) -> Any:
 def _read(get: Callable[[int], Any], start: int, stop: int, report: Report) -> Iterator[tuple[int, Any, Any]]:
     for row in range(start, stop):
         try:
-            image, tokens = host().pair(get(row))
+            image, tokens = pair_of(get(row))
         except Exception as error:  # image libraries may raise anything
             report(f"row {row}: {error!r}")
         else:
@@ -84,16 +84,17 @@ def _read_shards(
         return True
 
     def wanted(samples: Iterator[dict]) -> Iterator[dict]:
-        for row, sample in enumerate(samples, first):
+        for row, sample in enumerate(samples, first_row):
             if row >= stop:
                 return
             if row >= start and sample.get("txt") and open_clip_data.filter_no_caption_or_no_image(sample):
                 yield sample
 
     wds = open_clip_data.wds
-    stage = ShardRows(shards, lambda url, error, *place: tell(error), recaption=recaption)
-    for url, first in shards.offsets.items():
-        if first >= stop or first + shards.size_of[url] <= start:
+    hooks = () if recaption is None else (recaption,)
+    stage = rows_of_shards(shards, lambda url, error, *_: tell(error), hooks=hooks)
+    for url, first_row in shards.offsets.items():
+        if first_row >= stop or first_row + shards.size_of[url] <= start:
             continue
         decoded = decode_pairs(wds.decode)("pilrgb", handler=tell)(wanted(stage([{"url": url}])))
         for sample in wds.rename(image="jpg;png;jpeg;webp", text="txt")(decoded):

@@ -13,6 +13,7 @@ import shutil
 from argparse import Namespace
 from collections.abc import Iterable
 from contextlib import nullcontext
+from math import inf
 from typing import Any
 
 from open_clip_ext.distributed import all_gather_object, object_of_first, rank, world_size
@@ -21,7 +22,7 @@ from open_clip_ext.files import temporary_name
 from open_clip_ext.losses import Loss
 from open_clip_ext.row_files import check_row_files, rows_in_files
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.data.checkpoint import KEY
+from training_ext.core.state import entry_of
 from training_ext.openclip.loading import load_mapped, one_line
 
 MIB = 2**20
@@ -35,7 +36,8 @@ def splits(args: Namespace, num_bytes: int) -> bool:
     """Whether `num_bytes` of rows per sample, over all processes, are saved by each process in its own files."""
     if args.remote_sync is not None:
         return False
-    return num_bytes > (SPLIT_ABOVE if args.split_rows_above is None else args.split_rows_above) * MIB
+    above = getattr(args, "split_rows_above", inf)  # a flag of what splits them
+    return num_bytes > (SPLIT_ABOVE if above is None else above) * MIB
 
 
 def save_state(args: Namespace, loss: Loss, file: str) -> tuple[dict[str, Any], str | None]:
@@ -63,13 +65,13 @@ def _all_see(file: str) -> bool:
     if rank() == 0:
         open(probe, "xb").close()
     probe = object_of_first(probe)
-    seen = all_gather_object(os.path.exists(probe))
+    visible = all_gather_object(os.path.exists(probe))
     if rank() == 0:
         os.remove(probe)
-        if not all(seen):
+        if not all(visible):
             where = f"'{os.path.dirname(file)}'"
-            logging.warning(f"Process {seen.index(False)} does not see {where}: process 0 gathers the rows")
-    return all(seen)
+            logging.warning(f"Process {visible.index(False)} does not see {where}: process 0 gathers the rows")
+    return all(visible)
 
 
 def load_state(loss: Loss, state: dict[str, Any], folder: str | None, path: str, flag: str) -> None:
@@ -128,9 +130,11 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
         begin: of the folders' names.
     """
     with os.scandir(folder) as entries:
-        found = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    found = [path for path in found if FOLDER.fullmatch(name := os.path.basename(path)) and name.startswith(begin)]
-    if not found:
+        row_folders = [
+            entry.path for entry in entries
+            if entry.is_dir(follow_symlinks=False) and FOLDER.fullmatch(entry.name) and entry.name.startswith(begin)
+        ]
+    if not row_folders:
         return
     named = set()
     for file in files:
@@ -141,7 +145,7 @@ def remove_unnamed(folder: str, files: Iterable[str], begin: str = "") -> None:
         except Exception as error:
             logging.warning(f"Folders of rows beside '{file}' are kept, as it cannot be read: {one_line(error)}")
             return
-    for path in found:
+    for path in row_folders:
         if os.path.basename(path) not in named:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -151,5 +155,14 @@ def _named_in(file: str) -> Any:
     content = load_mapped(file)
     if not isinstance(content, dict):
         return None
-    entry = content.get("optimizer", {}).get(KEY) if "optimizer" in content else content
-    return entry.get("rows") if isinstance(entry, dict) else None
+    if "optimizer" not in content and "components" not in content:  # of a recovery, or version 0.1's of shards
+        return content.get("rows")
+    entry = entry_of(content) if "optimizer" in content else content
+    return None if entry is None else rows_folder_of(entry)
+
+
+def rows_folder_of(entry: dict[str, Any]) -> Any:
+    """The name of the folder that our entry of a checkpoint names, if any."""
+    if "older" in entry:
+        return entry["older"].get("rows")
+    return entry.get("components", {}).get("row_files", {}).get("folder")

@@ -3,24 +3,18 @@
 import hashlib
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import pandas as pd
-from torch.utils.data import Dataset
 
 from open_clip_ext import factory
-from open_clip_ext.data import Scenes
 from open_clip_ext.errors import InputError
 from training_ext.data.captions import Pictures, SeenCaptions, captions_of_samples, is_empty, see
 from training_ext.data.first_look import look_at_lines, look_at_shards
-from training_ext.data.keys import check_column, key_of_samples, open_csv
+from training_ext.data.keys import check_column, key_flag, key_name, key_of_samples, open_csv
 from training_ext.data.pair_folders import is_folder
 from training_ext.data.shards import Shards, check_missing, digest_of_list, find_shards, shard_urls
-from training_ext.openclip.hosts import host
-
-HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,6 @@ class DataRows:
     def counted(self) -> bool:
         """Whether n is the number of samples."""
         return self.listing is None or self.shards is not None
-
-
-def trains(args: Namespace) -> bool:
-    """Whether OpenCLIP trains, by its own rule; otherwise it only evaluates."""
-    return bool(args.train_data) or args.dataset_type == "synthetic"
 
 
 def needs_index(args: Namespace) -> bool:
@@ -89,19 +78,21 @@ def find_rows(args: Namespace) -> DataRows:
     Raises:
         InputError: the data cannot be read, or their rows cannot be counted; the message says what to provide.
     """
-    kind = kind_of(args, args.train_data)
+    kind, shard_sizes = kind_of(args, args.train_data), getattr(args, "shard_sizes", None)
+    several_captions = getattr(args, "several_captions", None)
     if kind == "webdataset":
         if args.train_num_samples is not None and not needs_index(args):
-            if args.shard_sizes:
+            if shard_sizes:
                 raise InputError(f"--loss {args.loss} with --train-num-samples does not use it", "--shard-sizes")
-            seen = check_usable(args)
+            caption_summary = check_usable(args)
             listing = digest_of_list(args.train_data)
-            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=seen)
-        shards = find_shards(args.train_data, args.shard_sizes, max_bad=tolerated(args))
+            return DataRows(kind, args.train_num_samples, listing, listing=listing, seen=caption_summary)
+        shards = find_shards(args.train_data, shard_sizes, max_bad=tolerated(args))
         urls = [url for url in shards.urls if shards.size_of[url]]
-        seen = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
-        return DataRows(kind, shards.num_rows, shards.digest, shards, digest_of_list(args.train_data), seen=seen)
-    if args.shard_sizes:
+        caption_summary = look_at_shards(urls, key_of_samples(args), captions_of_samples(args))
+        listing = digest_of_list(args.train_data)
+        return DataRows(kind, shards.num_rows, shards.digest, shards, listing, seen=caption_summary)
+    if shard_sizes:
         raise InputError(f"--dataset-type {kind} has no shards and does not use it", "--shard-sizes")
     if kind == "csv":
         table = read_csv(args, args.train_data, max_bad=tolerated(args))
@@ -113,35 +104,35 @@ def find_rows(args: Namespace) -> DataRows:
         for number, caption in enumerate(captions):
             lines.update(b"\x1f" * bool(number) + str(caption).encode())
         num_rows = len(captions)
-        if args.several_captions:
+        if several_captions:
             pictures = Pictures(table[args.csv_img_key].tolist())
-            if args.same_key is not None:
-                pictures.check_alike(table[args.same_key], table[args.csv_img_key])
+            if (name := key_name(args)) is not None:
+                pictures.check_alike(table[name], table[args.csv_img_key], key_flag(args))
             num_rows = len(pictures)
             lines.update(pictures.of.astype("<i8").tobytes())
         by_captions = lines.hexdigest()
         for path in below_common_folder(table[args.csv_img_key]):
             lines.update(b"\x1f" + path.encode(errors="surrogateescape"))
-        images = table[args.csv_img_key] if args.several_captions else None
-        seen = see(captions, images, "the {} captions")
-        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=seen)
+        images = table[args.csv_img_key] if several_captions else None
+        caption_summary = see(captions, images, "the {} captions")
+        return DataRows(kind, num_rows, lines.hexdigest(), captions=by_captions, seen=caption_summary)
     if not args.train_num_samples or args.train_num_samples < 1:
         raise InputError(f"{args.train_num_samples} with --dataset-type {kind}; give at least 1", "--train-num-samples")
     seed = args.shapes_seed if kind == "shapes" else None
-    shifted = " shifted" if args.shapes_shifted else ""
+    shifted = " shifted" if getattr(args, "shapes_shifted", None) else ""
     digest = hashlib.sha256(f"{kind} {args.train_num_samples} {seed}{shifted}".encode()).hexdigest()
     return DataRows(kind, args.train_num_samples, digest)
 
 
 def tolerated(args: Namespace) -> float | None:
-    """The share of the data that may be unusable, where a feature has a flag for it."""
+    """The share of the data that may be unusable, where a component has a flag for it."""
     return getattr(args, "max_bad_samples", None)
 
 
 def below_common_folder(images: pd.Series) -> Iterator[str]:
     """Each path without the longest folder that all have, since moved images are the same data; "" of an empty cell."""
-    known = images.dropna()
-    folder = os.path.commonprefix([known.min(), known.max()]).rpartition("/")[0] if len(known) else ""
+    paths = images.dropna()
+    folder = os.path.commonprefix([paths.min(), paths.max()]).rpartition("/")[0] if len(paths) else ""
     return (path[len(folder):] for path in images.fillna(""))
 
 
@@ -174,35 +165,11 @@ def read_csv(
     empty = cells.any(axis=1).to_numpy().nonzero()[0]
     if len(empty) and len(empty) / len(table) > (max_bad or 0):
         column = cells.columns[cells.iloc[empty[0]]][0]
-        instead = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
+        remedy = "fill or remove it" + ("" if flag == "--val-data" else ", or skip such lines by --max-bad-samples")
         raise InputError(
             f"{len(empty)} of {len(table)} lines of {path!r} have an empty cell, the first line {empty[0] + 2} "
-            f"in column {column!r} (words such as NA and null count as empty); {instead}",
+            f"in column {column!r} (words such as NA and null count as empty); {remedy}",
             flag,
         )
     look_at_lines(table, args.csv_img_key, path, flag)
     return table
-
-
-class HostScenes(Scenes):
-    """Generated scenes as samples of the host."""
-
-    def __getitem__(self, i: int) -> Any:
-        return host().batch(*super().__getitem__(i))
-
-
-def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
-    """The replacement of SyntheticDataset in OpenCLIP's builder for `--dataset-type shapes`."""
-
-    def build(transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any) -> Scenes:
-        return HostScenes(
-            num_samples=args.train_num_samples if is_train else args.val_num_samples,
-            seed=args.shapes_seed,
-            image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
-            first_row=0 if is_train else HELD_OUT_SCENES,
-            shifted=is_train and bool(args.shapes_shifted),
-            transform=transform,
-            tokenizer=tokenizer,
-        )
-
-    return build

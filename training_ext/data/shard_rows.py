@@ -1,96 +1,118 @@
-"""`ShardRows`: read the samples of shards with their rows, and detect shards that are not as they were counted."""
+"""Read the samples of shards to a damage, and detect shards that are not as they were counted.
+
+Each class is a stage from shards, dicts with a "url", to their samples, around another such stage.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from open_clip_ext.errors import InputError
+from training_ext.core.rows import RawHook, ShardRows
 from training_ext.data.shards import Shards
-from training_ext.data.tags import Tags
 from training_ext.data.tars import KeyDigest, samples_before
 from training_ext.openclip.loading import missing_of
 
+Stage = Callable[[Iterable[dict]], Iterable[dict]]
+BROKEN = "__broken__"  # of a sample in which a damage may lie
 _RECORDED = "its recorded size of {}: correct --shard-sizes or the sizes.json beside it; without either it is counted"
 
 
+class DamagedShard(Exception):
+    """A shard cannot be read, or not to its end, because of the error that is its argument."""
+
+
+def read_to_damage(shards: Iterable[dict]) -> Iterator[dict]:
+    """Yields samples as OpenCLIP's reader does, marks the one in which a damage may lie, and raises DamagedShard."""
+    for shard in shards:
+        errors: list[Exception] = []
+        for sample in samples_before(shard["url"], errors):
+            yield {**sample, BROKEN: True} if errors else sample
+        if errors:
+            raise DamagedShard(errors[0])
+
+
+def leave_out_broken(sample: dict) -> dict[str, int] | None:
+    """Leave out the sample in which a shard breaks off if it is no pair; as `Component.raw_sample`."""
+    if BROKEN in sample and missing_of(sample) is not None:
+        return None
+    sample.pop(BROKEN, None)
+    return {}
+
+
 @dataclass
-class ShardRows:
-    """Pipeline stage that reads tars as OpenCLIP does and writes each sample's row in front of its caption.
+class CountedShards:
+    """Compares the shards with their counts.
 
-    It replaces OpenCLIP's `tarfile_to_samples_nothrow`. Samples without "txt", which OpenCLIP drops later,
-    are counted but not changed; an empty caption gets no row, and white space becomes one. The sample in which a shard
-    breaks off is left out if it is no pair. `Tags` reads it back.
-
-    Args:
-        shards: the shards that have rows; None: read without rows.
-        failed: called with url, error, number of samples before it and recorded size, if any, for a shard that cannot
-            be read, or not to its end.
-        ended: called with url and number of samples of a shard that was read to its end.
-        key: tells the key of a sample, which then stands between the row, if any, and the caption.
-        recaption: puts the caption of a sample in the place of its "txt", before all else.
-
-    Iterating raises InputError at a shard that is not among `shards`, at one that is not as it was counted, and what
-    `key` raises.
+    Iterating raises InputError at a shard that is not among `shards`, or not as it was counted.
     """
 
-    shards: Shards | None
-    failed: Callable[[str, Exception, int, int | None], object]
-    ended: Callable[[str, int], object] | None = None
-    key: Callable[[dict], int] | None = None
-    recaption: Callable[[dict], object] | None = None
+    read: Stage
+    shards: Shards
 
-    def __call__(self, src: Iterable[dict]) -> Iterator[dict]:
-        """Yields the samples of `src`, dicts with a "url"."""
-        for source in src:
-            url = source["url"]
-            offset, size = self._place(url)
-            position, keys = 0, KeyDigest()
-            errors: list[Exception] = []
-            for sample in samples_before(url, errors):
-                if size is not None and position >= size:
+    def __call__(self, shards: Iterable[dict]) -> Iterator[dict]:
+        for shard in shards:
+            url = shard["url"]
+            if url not in self.shards.size_of:
+                num_shards = len(self.shards.urls)
+                raise InputError(f"shard {url!r} is not one of the {num_shards} that have rows", "--train-data")
+            size, keys, samples = self.shards.size_of[url], KeyDigest(), 0
+            for sample in self.read([shard]):
+                if samples >= size:
                     raise InputError(f"shard {url!r} holds more samples than {_RECORDED.format(size)}", "--train-data")
                 keys.add(sample["__key__"])
-                if self.recaption is not None:
-                    self.recaption(sample)
-                if errors and missing_of(sample):
-                    break
-                if "txt" in sample:
-                    sample["txt"] = self._with_numbers(sample, offset + position)
+                samples += 1
                 yield sample
-                position += 1
-            if errors:
-                self.failed(url, errors[0], position, size)
-                continue
-            self._check_whole(url, size, position, keys)
-            if self.ended is not None:
+            if samples < size:
+                raise InputError(
+                    f"shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}", "--train-data"
+                )
+            if self.shards.keys.get(url, keys.value()) != keys.value():
+                raise InputError(
+                    f"shard {url!r} holds other samples than when it was counted, before the start; keep the "
+                    "data as they are while a training runs",
+                    "--train-data",
+                )
+
+
+@dataclass
+class UndamagedParts:
+    """Goes on after a damaged shard.
+
+    Args:
+        failed: called with url, error, number of samples before it and size, if known, for a shard that `read` raises
+            DamagedShard for.
+        ended: called with url and number of samples of a shard that was read to its end.
+        sizes: samples in the shards, as far as they are known.
+    """
+
+    read: Stage
+    failed: Callable[[str, Exception, int, int | None], object]
+    ended: Callable[[str, int], object]
+    sizes: dict[str, int]
+
+    def __call__(self, shards: Iterable[dict]) -> Iterator[dict]:
+        for shard in shards:
+            url, position = shard["url"], 0
+            try:
+                for sample in self.read([shard]):
+                    yield sample
+                    position += BROKEN not in sample  # `leave_out_broken` takes it off all others
+            except DamagedShard as damage:
+                self.failed(url, damage.args[0], position, self.sizes.get(url))
+            else:
                 self.ended(url, position)
 
-    def _with_numbers(self, sample: dict, row: int) -> bytes:
-        """The caption after its numbers; an empty one without, so that it can be counted."""
-        caption = sample["txt"]
-        if not caption.decode(errors="replace").strip():
-            return b""
-        if self.key is not None:
-            caption = Tags.write(caption, self.key(sample))
-        return caption if self.shards is None else Tags.write(caption, row)
 
-    def _place(self, url: str) -> tuple[int, int | None]:
-        if self.shards is None:
-            return 0, None
-        if url not in self.shards.offsets:
-            known = len(self.shards.urls)
-            raise InputError(f"shard {url!r} is not one of the {known} that have rows", "--train-data")
-        return self.shards.offsets[url], self.shards.size_of[url]
+def rows_of_shards(
+    shards: Shards | None, failed: Callable[[str, Exception, int, int | None], object],
+    ended: Callable[[str, int], object] = lambda url, samples: None, hooks: Iterable[RawHook] = (),
+) -> ShardRows:
+    """The stages together, as in a training: samples with their rows, if `shards` has these.
 
-    def _check_whole(self, url: str, size: int | None, samples: int, keys: KeyDigest) -> None:
-        if self.shards is None or size is None:
-            return
-        if samples < size:
-            raise InputError(
-                f"shard {url!r} holds only {samples} samples, fewer than {_RECORDED.format(size)}", "--train-data"
-            )
-        if self.shards.keys.get(url, keys.value()) != keys.value():
-            raise InputError(
-                f"shard {url!r} holds other samples than when it was counted, before the start; keep the "
-                "data as they are while a training runs",
-                "--train-data",
-            )
+    Args:
+        failed, ended: see `UndamagedParts`.
+        hooks: as of `ShardRows`.
+    """
+    counted = read_to_damage if shards is None else CountedShards(read_to_damage, shards)
+    sizes = {} if shards is None else shards.size_of
+    return ShardRows(UndamagedParts(counted, failed, ended, sizes), sizes, [*hooks, leave_out_broken])

@@ -36,8 +36,8 @@ def scanned_before(paths: dict[str, str]) -> dict[str, Contents]:
     """Contents of the shards, by URL, whose files are as they were when scanned; `paths` are local files by URL."""
     cache = _load_cache() if paths else {}
     entries = {url: cache.get(os.path.abspath(path)) for url, path in paths.items()}
-    known = {url: entry for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
-    return {url: Contents(samples, keys) for url, (_, _, samples, keys) in known.items()}
+    unchanged = {url: entry for url, entry in entries.items() if entry is not None and entry[:2] == _stamp(paths[url])}
+    return {url: Contents(samples, keys) for url, (_, _, samples, keys) in unchanged.items()}
 
 
 def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
@@ -46,8 +46,8 @@ def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
     Several processes scan many shards: a scan takes 0.6 s of a core for 10,000 pairs, and a network's disk longer.
     `paths` are local files by URL.
     """
-    found = scanned_before(paths)
-    todo = {url: path for url, path in paths.items() if url not in found}
+    contents_by_url = scanned_before(paths)
+    todo = {url: path for url, path in paths.items() if url not in contents_by_url}
     stamps = {url: _stamp(path) for url, path in todo.items()}
     fresh: dict[str, list[int]] = {}
     saved = time.monotonic()
@@ -56,7 +56,7 @@ def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
             zip(todo, _scan_each([*todo.values()]), strict=True),
             desc="Counting samples", unit="shard", total=len(todo), disable=not todo,
         ):
-            found[url] = contents
+            contents_by_url[url] = contents
             if contents.damage is None:
                 fresh[os.path.abspath(todo[url])] = [*stamps[url], contents.samples, contents.keys]
             if time.monotonic() - saved > _SAVE_EVERY:
@@ -65,7 +65,7 @@ def scan_all(paths: dict[str, str]) -> dict[str, Contents]:
     finally:
         if fresh:
             _save_cache(fresh)
-    return found
+    return contents_by_url
 
 
 def _scan_each(paths: list[str]) -> Iterable[Contents]:
@@ -73,8 +73,8 @@ def _scan_each(paths: list[str]) -> Iterable[Contents]:
     large = sum(os.path.getsize(path) for path in paths) > _PARALLEL_ABOVE
     workers = min(_MOST_WORKERS, usable_cores(), len(paths)) if large else 0
     # A generator of its own leaves the global one as it is.
-    own = torch.Generator()
-    return DataLoader(paths, batch_size=None, num_workers=workers, collate_fn=scan, generator=own)  # type: ignore[arg-type]
+    generator = torch.Generator()
+    return DataLoader(paths, batch_size=None, num_workers=workers, collate_fn=scan, generator=generator)  # type: ignore[arg-type]
 
 
 def _cache_file() -> str:

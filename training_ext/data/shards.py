@@ -117,8 +117,8 @@ def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float 
     recorded = _recorded_sizes(local, shard_sizes)
     here = {url: path for url, path in local.items() if path is not None and url not in missing}
     checked = _to_check({url: path for url, path in here.items() if url in recorded}, recorded)
-    found = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked})
-    for url, contents in found.items():
+    contents_by_url = scan_all({url: path for url, path in here.items() if url not in recorded or url in checked})
+    for url, contents in contents_by_url.items():
         size, source = recorded.get(url, (contents.samples, ""))
         if contents.damage is None and contents.samples != size:
             raise InputError(
@@ -126,14 +126,14 @@ def find_shards(train_data: str, shard_sizes: str | None = None, max_bad: float 
                 "or leave the shard out of it to have it counted",
                 "--train-data",
             )
-    damaged = {url: contents.damage for url, contents in found.items() if contents.damage is not None}
+    damaged = {url: contents.damage for url, contents in contents_by_url.items() if contents.damage is not None}
     _check_share("--train-data", urls, missing | damaged, max_bad)
     sizes = {url: size for url, (size, _) in recorded.items()}
-    sizes = {url: contents.samples for url, contents in found.items()} | sizes
+    sizes = {url: contents.samples for url, contents in contents_by_url.items()} | sizes
     shards = Shards(
         tuple(urls),
         tuple(sizes.get(url, 0) for url in urls),
-        {url: contents.keys for url, contents in found.items() if contents.damage is None},
+        {url: contents.keys for url, contents in contents_by_url.items() if contents.damage is None},
     )
     if shards.num_rows == 0:
         raise InputError(f"{train_data!r} has no samples in its {len(urls)} shard(s)", "--train-data")
@@ -154,18 +154,18 @@ def estimated_samples(train_data: str) -> int | None:
 def _recorded_sizes(local: dict[str, str | None], shard_sizes: str | None) -> dict[str, tuple[int, str]]:
     """Sizes by URL, if a file has them, with the file's path."""
     names = {url: _file_name(url) for url in local}
-    given = {} if shard_sizes is None else _read_sizes(shard_sizes, "--shard-sizes")
-    by_name = Counter(names[url] for url in local if url not in given)
+    sizes_in_file = {} if shard_sizes is None else _read_sizes(shard_sizes, "--shard-sizes")
+    by_name = Counter(names[url] for url in local if url not in sizes_in_file)
     beside: dict[str, dict] = {}
     sizes: dict[str, tuple[int, str]] = {}
     for url, path in local.items():
         name = names[url]
-        if shard_sizes is not None and (url in given or name in given):
-            if url not in given and by_name[name] > 1:
+        if shard_sizes is not None and (url in sizes_in_file or name in sizes_in_file):
+            if url not in sizes_in_file and by_name[name] > 1:
                 text = f"{shard_sizes!r}: {by_name[name]} shards are named {name!r}; use full urls"
                 raise InputError(text, "--shard-sizes")
-            key = url if url in given else name
-            sizes[url] = _checked_size(given, key, shard_sizes, "--shard-sizes"), shard_sizes
+            key = url if url in sizes_in_file else name
+            sizes[url] = _checked_size(sizes_in_file, key, shard_sizes, "--shard-sizes"), shard_sizes
             continue
         if path is None:
             raise InputError(
@@ -225,11 +225,11 @@ def _check_share(flag: str, urls: list[str], bad: dict[str, str], max_bad: float
         return
     named = ", ".join(f"{url!r} ({reason})" for url, reason in list(bad.items())[:_NAMED])
     more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
-    instead = "restore them or leave them out"
+    remedy = "restore them or leave them out"
     if flag == "--train-data" and len(bad) < len(urls):
         # Rounded up, so that it suffices.
-        instead += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
-    raise InputError(f"{len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {instead}", flag)
+        remedy += f", or give --max-bad-samples {-(-1000 * len(bad) // len(urls)) / 1000:g} to train without them"
+    raise InputError(f"{len(bad)} of {len(urls)} shards cannot be read: {named}{more}; {remedy}", flag)
 
 
 def shard_urls(data: str, flag: str = "--train-data") -> list[str]:
@@ -260,7 +260,7 @@ def _file_name(url: str) -> str:
 
 def _read_sizes(path: str, flag: str) -> dict:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             sizes = json.load(file)
     except OSError as err:
         raise InputError(f"{path!r} cannot be read: {one_line(err)}", flag) from err

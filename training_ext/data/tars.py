@@ -9,15 +9,16 @@ import inspect
 import json
 import re
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 
 from open_clip_train.data import group_by_keys_nothrow
 from webdataset.gopen import gopen
 from webdataset.tariterators import tar_file_iterator
 
-from training_ext.openclip.loading import suffixes_of
+from training_ext.openclip.loading import PAIR_MEMBERS, suffixes_of
 
 _SKIP_META = inspect.signature(tar_file_iterator).parameters["skip_meta"].default
 _BLOCK = 1 << 16
@@ -110,6 +111,25 @@ def headers_of_samples(path: str) -> Iterator[tuple[tarfile.TarFile, dict]]:
             raise tarfile.ReadError("it has no end mark")
 
 
+def stored_samples(path: str) -> Iterator[tuple[Callable[[Any], bytes], dict]]:
+    """Yield the samples of a local tar, dicts by suffix, each with the function that reads one of its values.
+
+    A compressed tar is read as a stream, as webdataset does; of another only the members that are asked for.
+
+    Raises:
+        Exception: as `headers_of_samples` and `read_samples`.
+    """
+    try:
+        with tarfile.open(path, "r:"):
+            pass
+    except tarfile.ReadError:  # also of one that is damaged, which the stream tells
+        for sample in read_samples(path):
+            yield bytes, sample
+        return
+    for tar, headers in headers_of_samples(path):
+        yield lambda member, tar=tar: tar.extractfile(member).read(), headers  # type: ignore[misc]
+
+
 @dataclass(frozen=True)
 class Contents:
     """Result of a scan of a tar's headers.
@@ -172,6 +192,14 @@ def fields_of(sample: dict) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError("a .json that is no object with fields")
     return fields
+
+
+def decode_pairs(decode: Callable) -> Callable:
+    """webdataset's `decode`, restricted to the members that OpenCLIP reads; all others stay bytes.
+
+    webdataset itself decodes every member by its suffix, and unpickles `.pyd`, `.pickle` and `.pth`, compressed or not.
+    """
+    return partial(decode, only=PAIR_MEMBERS)
 
 
 def one_line(error: BaseException) -> str:

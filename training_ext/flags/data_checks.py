@@ -1,5 +1,6 @@
 """Check that OpenCLIP can train and evaluate on the data that the flags name."""
 
+import multiprocessing
 import os
 from argparse import Namespace
 from pathlib import Path
@@ -7,15 +8,19 @@ from typing import Any
 
 from open_clip import IMAGENET_CLASSNAMES
 from open_clip_train.data import expand_urls, get_dataset_size
+from PIL import Image
+from tqdm import tqdm
 
 from open_clip_ext.errors import InputError
+from training_ext.data.captions import captions_of_samples
 from training_ext.data.first_look import look_at_shards
 from training_ext.data.folder_files import entries
 from training_ext.data.loss import steps_per_epoch
+from training_ext.data.pair_folders import unusable_line
 from training_ext.data.rows import DataRows, kind_of, read_csv, tolerated
 from training_ext.data.shard_scan import scan_all
 from training_ext.data.shards import check_missing, estimated_samples, find_shards, local_path, shard_urls
-from training_ext.openclip.loading import one_line
+from training_ext.data.tars import one_line
 
 MOST_PASSES = 5
 
@@ -33,8 +38,15 @@ def check_size_known(args: Namespace) -> None:
 
 
 def check_shards(args: Namespace, rows: DataRows, world_size: int) -> None:
-    """Every loader worker needs a full batch in its shards, or OpenCLIP waits forever."""
-    if rows.kind != "webdataset" or args.dataset_resampled:
+    """Loader workers must be forked, and each needs a full batch in its shards, or OpenCLIP waits forever."""
+    if rows.kind != "webdataset":
+        return
+    if args.workers and (method := multiprocessing.get_start_method()) != "fork":
+        raise InputError(
+            f"{args.workers} processes that read shards must be forked, and this machine starts them by {method!r}, to "
+            "which OpenCLIP's pipeline cannot be sent; give 0", "--workers",
+        )
+    if args.dataset_resampled:
         return
     urls = expand_urls(args.train_data)[0]
     loaders = max(1, args.workers)
@@ -67,20 +79,21 @@ def check_num_samples(args: Namespace, rows: DataRows) -> None:
 
     Shards that were not counted are, if their sizes in bytes and a count of the largest say that it may be one.
     """
-    given, there = args.train_num_samples, rows.num_rows
-    if given is None or args.dataset_resampled or rows.kind not in ("csv", "webdataset"):
+    num_samples, there = args.train_num_samples, rows.num_rows
+    if num_samples is None or args.dataset_resampled or rows.kind not in ("csv", "webdataset"):
         return
     if rows.kind == "webdataset":
         shards = rows.shards
         if shards is None:
             about = estimated_samples(args.train_data)
-            if about is None or given <= MOST_PASSES * about:
+            if about is None or num_samples <= MOST_PASSES * about:
                 return
             shards = find_shards(args.train_data, max_bad=tolerated(args))
         there = shards.num_listed(args.train_data)
-    if given > MOST_PASSES * there:
+    if num_samples > MOST_PASSES * there:
         raise InputError(
-            f"{given}, but {args.train_data!r} has {there}; leave it out, or give more --epochs", "--train-num-samples"
+            f"{num_samples}, but {args.train_data!r} has {there}; leave it out, or give more --epochs",
+            "--train-num-samples",
         )
 
 
@@ -111,12 +124,21 @@ def check_val_data(args: Namespace) -> None:
     """Check that the validation data have pairs, which OpenCLIP finds out only after an epoch."""
     kind = kind_of(args, args.val_data, "--val-data")
     if kind == "csv":
-        if read_csv(args, args.val_data, flag="--val-data").empty:
+        table = read_csv(args, args.val_data, flag="--val-data")
+        if table.empty:
             raise InputError(f"{args.val_data!r} has no lines; give one with pairs, or leave it out", "--val-data")
+        images = table[args.csv_img_key].drop_duplicates()
+        # Their headers; silent where it takes a moment.
+        for row, image in tqdm(images.items(), desc="Looking at images", total=len(images), unit="file", delay=2):
+            try:
+                Image.open(image).close()
+            except Exception as error:  # image libraries may raise anything
+                raise unusable_line(args.val_data, int(str(row)), f"{image!r}: {one_line(error)}") from None
     elif kind == "webdataset":
         urls = shard_urls(args.val_data, "--val-data")
         check_missing(urls, "--val-data")
-        look_at_shards(urls, flag="--val-data")
+        recaption = captions_of_samples(args) if getattr(args, "json_text_key", None) else None
+        look_at_shards(urls, recaption=recaption, flag="--val-data")
         # OpenCLIP takes a damaged header for the end of the archive, and would evaluate on what lies before.
         local = {url: path for url in urls if (path := local_path(url)) is not None}
         for url, contents in scan_all(local).items():
@@ -127,8 +149,9 @@ def check_val_data(args: Namespace) -> None:
 def check_imagenet(args: Namespace) -> None:
     """Refuse a folder of --imagenet-val that lacks classes: OpenCLIP compares the numbers of folders and classes."""
     folder, classes, flag = args.imagenet_val, len(IMAGENET_CLASSNAMES), "--imagenet-val"
-    if folder is not None and (found := sum(entry.is_dir() for entry in entries(folder, flag))) != classes:
+    if folder is not None and (num_folders := sum(entry.is_dir() for entry in entries(folder, flag))) != classes:
         raise InputError(
-            f"{folder!r} has {found} class folders; give a folder with ImageNet's {classes}, n01440764 to n15075141",
+            f"{folder!r} has {num_folders} class folders; give a folder with ImageNet's {classes}, "
+            "n01440764 to n15075141",
             flag,
         )

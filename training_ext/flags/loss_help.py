@@ -17,7 +17,7 @@ PART_HELP = {
     "encoder_objective": "objective of the encoders",
 }
 COLUMN = 34  # start of the second column
-REST = "Every other flag, OpenCLIP's and ours: --help without --loss. Every loss with its paper: --list-losses."
+REST = "Every other flag, OpenCLIP's and ours: --help all. Every loss with its paper: --list-losses."
 
 
 def default_texts() -> dict[str, str]:
@@ -40,37 +40,37 @@ def _default_text(defaults: set[Any]) -> str:
     return f" (default: {default.words if isinstance(default, Derived) else default})"
 
 
-def loss_help(given: Mapping[str, Any]) -> str:
-    """The help on the loss `given["loss"]`.
+def loss_help(flag_values: Mapping[str, Any]) -> str:
+    """The help on the loss `flag_values["loss"]`.
 
     Args:
-        given: flags of the command line by name. The values shown are those with these flags; values that depend on
-            `epochs` are described in words if it is not among them.
+        flag_values: flags of the command line by name. The values shown are those with these flags; values that
+            depend on `epochs` are described in words if it is not among them.
 
     Raises:
         InputError: as `factory.resolve_options`.
     """
-    preset = factory.find_preset(given["loss"])
+    preset = factory.find_preset(flag_values["loss"])
     names = [*factory.PARTS, *(option.name for option in factory.all_options())]
-    own = {name: given[name] for name in names if name in given}
-    epochs = given.get("epochs", preset.training_defaults.get("epochs"))
+    loss_settings = {name: flag_values[name] for name in names if name in flag_values}
+    epochs = flag_values.get("epochs", preset.training_defaults.get("epochs"))
     if epochs is not None:
-        epochs = max(1, epochs + ceil(given.get("osr_epochs", 0)))
-    settings = factory.resolve_options(preset.name, own, epochs)
+        epochs = max(1, epochs + ceil(flag_values.get("osr_epochs", 0)))
+    settings = factory.resolve_options(preset.name, loss_settings, epochs)
     parts = factory.parts_of(preset.name, settings)
     defaults = factory.defaults_of(preset.name, parts)
     if "lr_tau" in defaults:
         defaults["lr_tau"] = Derived("--lr" + ("" if preset.lr_tau_ratio == 1 else f" / {1 / preset.lr_tau_ratio:g}"))
 
     rows = []
-    shown: set[str] = set()
+    listed_names: set[str] = set()
     for kind, part in zip(("loss", *factory.PART_CLASSES), parts, strict=False):
         rows.append(("the loss:", "") if kind == "loss" else _choice(kind, settings[kind]))
         unused = []
         for option in factory.options_of([part]):
-            if option.name in shown:
+            if option.name in listed_names:
                 continue
-            shown.add(option.name)
+            listed_names.add(option.name)
             if _has_effect(option, parts, settings, epochs):
                 rows.append(_option(option, settings[option.name], defaults[option.name]))
             else:
@@ -82,7 +82,7 @@ def loss_help(given: Mapping[str, Any]) -> str:
     if preset.training_defaults:
         flags = " ".join(f"{flag_of(name)} {value}" for name, value in preset.training_defaults.items())
         rows.append(("the training, by default:", flags))
-    lines = _lines(rows) or ["It has no flags of its own."]
+    lines = columns(rows) or ["It has no flags of its own."]
     return "\n".join([f"--loss {preset.name}: {preset.summary}", preset.paper, "", *lines, "", REST])
 
 
@@ -115,11 +115,11 @@ def _has_effect(option: Option, parts: Sequence[type[Part]], settings: dict[str,
     return True
 
 
-def _lines(rows: list[tuple[str, str]]) -> list[str]:
-    """The two columns, the second wrapped to the terminal."""
-    width = max(80, shutil.get_terminal_size().columns) - COLUMN
+def columns(rows: list[tuple[str, str]], start: int = COLUMN) -> list[str]:
+    """The two columns, the second from `start` on and wrapped to the terminal."""
+    width = max(80, shutil.get_terminal_size().columns) - start
     lines = []
-    for left, right in rows:
-        first, *others = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
-        lines += [f"{left:<{COLUMN - 1}} {first}".rstrip(), *(" " * COLUMN + other for other in others)]
+    for label, right in rows:
+        first_line, *further_lines = textwrap.wrap(right, width, break_on_hyphens=False) or [""]
+        lines += [f"{label:<{start - 1}} {first_line}".rstrip(), *(" " * start + other for other in further_lines)]
     return lines

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,14 +12,13 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.losses import Loss
 from open_clip_ext.options import flag_of
-from training_ext import run
-from training_ext.core.component import registry
+from training_ext.core.component import Component, choose, names_of, registry
 from training_ext.core.flags import NEEDS_LOSS, add_option, settle
 from training_ext.core.patching import replaced
+from training_ext.core.plan import world_info
 from training_ext.flags import recipes
-from training_ext.flags.loss_help import PART_HELP, default_texts, loss_help
+from training_ext.flags.loss_help import PART_HELP, columns, default_texts, loss_help
 from training_ext.openclip.hosts import complete
-from training_ext.openclip.machine import world_info
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +27,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self) -> None:
         super().__init__(
             prog="open_clip_ext.main",
-            usage="python -m open_clip_ext.main --loss NAME [flags]; the flags of one loss: --loss NAME --help",
+            usage="python -m open_clip_ext.main --loss NAME [flags]",
             description="OpenCLIP's training with global contrastive losses. Without --loss it is OpenCLIP's own.",
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30),
         )
@@ -43,45 +42,76 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             if action.dest == "dataset_type":
                 action.choices = [*(action.choices or ()), "folder", "shapes"]
-        theirs, their_groups = len(self._actions), list(self._action_groups)
-        self._add_ours()
-        self._ours = self._actions[theirs:]
+        theirs = len(self._actions)
         self._optionals.title = "OpenCLIP's flags"
-        self._action_groups.sort(key=their_groups.__contains__)  # in --help, OpenCLIP's come last
-        others = [word for word in args if word not in ("-h", "--help")]
-        first = self._parse_known(others)[0]
+        self._topics: dict[str, list[Any]] = {}
+        self._add_ours()
+        self._topics["openclip"] = [self._optionals]
+        self._ours = self._actions[theirs:]
+        words, topic = without_help(args)
+        on_command_line = self._given(words)
         for name, listing in (("list_losses", list_losses), ("list_recipes", recipes.listing)):
-            if name in first:
+            if name in on_command_line:
                 print(listing())
                 self.exit(0)
-        recipe = None if first.recipe is None else recipes.find(first.recipe)
-        from_recipe = [] if recipe is None else self._of_recipe(recipe, first.loss)
-        if len(others) < len(args):
-            given = [*from_recipe, *others]
-            if self._parse_known(given)[0].loss is not None:
-                settings = self._given(given)
+        recipe = recipes.find(on_command_line["recipe"]) if "recipe" in on_command_line else None
+        from_recipe = [] if recipe is None else self._of_recipe(recipe, on_command_line.get("loss"))
+        if topic is not None:
+            settings = self._given([*from_recipe, *words])
+            if "loss" in settings:
                 check_given(settings)
                 print(loss_help(settings))
-                self.exit(0)
+            else:
+                print(self._help_on(topic))
+            self.exit(0)
         parsed, unknown = self._parse_known([*from_recipe, *args], namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             name = unknown[0].partition("=")[0]
             near = f"; {FASTCLIP[name]}" if name in FASTCLIP else did_you_mean(name, flags, "see --help")
             self.error(f"unknown: {' '.join(unknown)}{near}")
-        on_command_line = frozenset(self._given(args))
-        parsed.given_flags = on_command_line | frozenset(self._given(from_recipe))
+        parsed.given_flags = frozenset(on_command_line).union(self._given(from_recipe) if from_recipe else ())
         if recipe is not None and "batch_size" not in on_command_line:
             batch_size = recipe.batch_size(world_info()[2], max(1, parsed.accum_freq))
             if batch_size is not None:
                 parsed.batch_size = batch_size
                 parsed.given_flags |= {"batch_size"}
-        parsed.recipe_flags = parsed.given_flags - on_command_line
+        parsed.recipe_flags = parsed.given_flags - on_command_line.keys()
         return parsed
+
+    def _help_on(self, topic: str) -> str:
+        """The flags of one topic, or of "" or "all".
+
+        Raises:
+            InputError: there is no such topic.
+        """
+        if topic not in (*self._topics, "all"):
+            topics = [name for name in (*self._topics, "all") if name]
+            self.error(f"--help: no topic is called {topic!r}{did_you_mean(topic, topics, 'see --help')}")
+        formatter = self._get_formatter()
+        if topic in ("", "all"):
+            formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+            formatter.add_text(self.description)
+        for group in sum(self._topics.values(), []) if topic == "all" else self._topics[topic]:
+            formatter.start_section(group.title)
+            formatter.add_arguments(group._group_actions)
+            formatter.end_section()
+        if topic:
+            return formatter.format_help().rstrip()
+        rows = [("--loss NAME --help", "the flags of one loss, with the values that it would use")]
+        for name, about in {"losses": "the flags of all losses", "openclip": self._optionals.title}.items():
+            rows.append((f"--help {name}", f"{about}, such as {', '.join(MOST_USED[name])}"))
+        for name, groups in self._topics.items():
+            if name not in ("", *MOST_USED):
+                flags = (action.option_strings[0] for action in groups[0]._group_actions)
+                rows.append((f"--help {name}", " ".join(flags)))
+        rows.append(("--help all", "everything"))
+        lines = columns([(f"  {words}", text) for words, text in rows], 28)
+        return "\n".join([formatter.format_help(), "more help:", *lines])
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """What argparse takes an abbreviation for: OpenCLIP's flags alone, so that it means what it means there."""
-        return [found for found in super()._get_option_tuples(option_string) if found[0] not in self._ours]
+        return [match for match in super()._get_option_tuples(option_string) if match[0] not in self._ours]
 
     def _parse_known(
         self, args: Sequence[str], namespace: argparse.Namespace | None = None
@@ -99,8 +129,8 @@ class Parser(argparse.ArgumentParser):
         Args:
             loss: that of the command line; another one than the recipe's has settings of its own.
         """
-        own = recipe.flags.get("loss")
-        if loss and own and factory.find_preset(loss).name != factory.find_preset(str(own)).name:
+        recipe_loss = recipe.flags.get("loss")
+        if loss and recipe_loss and factory.find_preset(loss).name != factory.find_preset(str(recipe_loss)).name:
             own_settings = factory.setting_names()
             flags = {name: value for name, value in recipe.flags.items() if name not in own_settings}
             recipe = replace(recipe, flags=flags)
@@ -113,15 +143,24 @@ class Parser(argparse.ArgumentParser):
 
     def _given(self, args: Sequence[str]) -> dict[str, Any]:
         """The flags given in the arguments, by name; a value equal to its default counts, too."""
+        defaults = [(action, action.default) for action in self._actions]
         for action in self._actions:
             action.default = argparse.SUPPRESS
-        return vars(self.parse_known_args(args)[0])
+        try:
+            return vars(self._parse_known(args)[0])
+        finally:
+            for action, default in defaults:
+                action.default = default
 
     def _add_ours(self) -> None:
         groups: dict[str, argparse._ArgumentGroup] = {}
 
-        def under(topic: str) -> argparse._ArgumentGroup:
-            return groups.get(topic) or groups.setdefault(topic, self.add_argument_group(topic))
+        def under(title: str, topic: str | None = None) -> argparse._ArgumentGroup:
+            """The group of that title; `topic`: where --help shows it, or None for its first screens."""
+            if title not in groups:
+                groups[title] = self.add_argument_group(title)
+                self._topics.setdefault(topic or "", []).append(groups[title])
+            return groups[title]
 
         group = under("which training")
         prints: dict[str, Any] = {"action": "store_true", "default": argparse.SUPPRESS}
@@ -142,15 +181,13 @@ class Parser(argparse.ArgumentParser):
             help="print the resulting flags, the steps and the memory of each process, and exit; needs no data if "
             "--train-num-samples is given. WORLD_SIZE=8 in the environment stands for 8 processes",
         )
-        for owner in run.owners():
-            for option in owner.options:
-                add_option(under(owner.topic), option)
         for kind in registry().values():
             for option in kind.options:
-                add_option(under(kind.name.replace("_", " ")), option)
+                topic = None if kind.topic in FIRST_SCREENS else kind.name
+                add_option(under(kind.topic or kind.name.replace("_", " "), topic), option)
         group = under("the run")
         group.add_argument(
-            "--seams", action="store_true", help="print what is replaced in OpenCLIP, and which feature answers what"
+            "--seams", action="store_true", help="print what is replaced in OpenCLIP, and by which component"
         )
         group.add_argument(
             "--traceback",
@@ -159,11 +196,30 @@ class Parser(argparse.ArgumentParser):
         )
         notes = default_texts()
         for part, base in (factory.PART_CLASSES | {"encoder_objective": Loss}).items():
-            names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part])
+            names, group = ", ".join(factory.PARTS[part]), under(PART_HELP[part], "losses")
             group.add_argument(flag_of(part), metavar="PART", help=f"instead of the loss's own: {names}")
-            for option in factory.options_of(found for found in factory.all_parts() if issubclass(found, base)):
+            for option in factory.options_of(cls for cls in factory.all_parts() if issubclass(cls, base)):
                 if option.name in notes:
                     add_option(group, option, notes.pop(option.name))
+
+
+FIRST_SCREENS = ("the run", "data", "evaluation")  # topics of components that --help shows
+# Flags that --help names of the topics that it does not show.
+MOST_USED = {
+    "losses": ("--rho", "--lr-tau", "--normalizer"),
+    "openclip": ("--train-data", "--model", "--batch-size", "--lr", "--epochs", "--precision", "--accum-freq"),
+}
+
+
+def without_help(args: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without --help and the topic after it; the topic, "" without one, None without --help."""
+    words = list(args)
+    topic = None
+    for index in sorted((index for index, word in enumerate(words) if word in ("-h", "--help")), reverse=True):
+        has_topic = index + 1 < len(words) and not words[index + 1].startswith("-")
+        topic = words.pop(index + 1) if has_topic else ""
+        del words[index]
+    return words, topic
 
 
 # Flags of FastCLIP's code, by what to give instead; for others the closest name is.
@@ -211,38 +267,42 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def _resolve(args: argparse.Namespace) -> argparse.Namespace:
     """Fill in every setting of the chosen loss."""
     args.epochs_before = 0.0
-    given = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
-    if re.fullmatch(r"[\d.e-]+", given.get("temperature", "")):
+    settings = {name: getattr(args, name) for name in factory.setting_names() if getattr(args, name) is not None}
+    if re.fullmatch(r"[\d.e-]+", settings.get("temperature", "")):
         text = f"{args.temperature} is no scheme; FastCLIP's --temperature is --tau-init here"
         raise InputError(text, "--temperature")
     if args.loss is None:
-        needing_loss = [option.name for option in run.options(needing_loss=True)]
-        for name in [*given, *(name for name in needing_loss if getattr(args, name) is not None)]:
+        for name in [*settings, *given_of(args, lambda kind: kind.needs_loss or kind.needs_ext_loss)]:
             raise InputError(NEEDS_LOSS, flag_of(name))
-        settle(args, given)
+        settle(args, settings)
         return args
     preset = factory.find_preset(args.loss)
     args.loss = preset.name
     args.uses_ext_loss = not preset.is_open_clip
-    args.given_settings = given
+    args.given_settings = settings
     for name, value in preset.training_defaults.items():
-        if name not in args.given_flags and hasattr(args, name):  # not that of a feature that was taken out
+        if name not in args.given_flags and hasattr(args, name):  # not that of a component that was taken out
             setattr(args, name, value)
     check_given(vars(args))  # before defaults are derived from them
-    for feature in run.FEATURES:
-        feature.resolve(args)
-    settle(args, given)
-    for name in ("shard_sizes", "same_key", "same_caption"):
-        if getattr(args, name) and not args.uses_ext_loss:
-            raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
+    for kind in choose(registry(), names_of(args.without)):
+        kind.resolve(args)
+    settle(args, settings)
+    for name in [] if args.uses_ext_loss else given_of(args, lambda kind: kind.needs_ext_loss):
+        raise InputError(f"--loss {args.loss} is OpenCLIP's own and does not use it", flag_of(name))
     return args
 
 
+def given_of(args: argparse.Namespace, chosen: Callable[[type[Component]], bool]) -> list[str]:
+    """Names of the options of the chosen components that are given."""
+    names = [option.name for kind in registry().values() if chosen(kind) for option in kind.options]
+    return [name for name in names if getattr(args, name) is not None]
+
+
 def check_given(settings: dict[str, Any]) -> None:
-    """Raise InputError for a length, or an option of a feature, that is out of range."""
+    """Raise InputError for a length, or an option of a component, that is out of range."""
     epochs = settings.get("epochs", 1)
     if not 0 <= epochs <= MOST_EPOCHS:
         raise InputError(f"{epochs} is out of range; it must be a whole number from 0 to {MOST_EPOCHS}", "--epochs")
-    for option in run.options():
+    for option in (option for kind in registry().values() for option in kind.options):
         if settings.get(option.name) is not None:
             option.check(settings[option.name])

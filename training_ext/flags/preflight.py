@@ -2,28 +2,25 @@
 
 import os
 from argparse import Namespace
-from contextlib import ExitStack
 from math import ceil
-from pathlib import Path
 
 import open_clip
 import torch
-from open_clip_train import params as open_clip_params
 
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.errors import InputError
-from open_clip_ext.files import InUseError, only_user
 from open_clip_ext.losses import Loss
 from open_clip_ext.memory import check_fits
 from open_clip_ext.normalizers import Normalizer
 from open_clip_ext.row_state import bytes_per_row
-from training_ext.context import Run
-from training_ext.data import checkpoint, row_folders
-from training_ext.data.checkpoint_files import bring_up_to_date, find_resumed, resumed_path
-from training_ext.data.flags import SceneFlags
+from training_ext.core.plan import global_batch, trains, world_info
+from training_ext.core.run import Run
+from training_ext.data import row_folders
+from training_ext.data.checkpoint_files import bring_up_to_date, resumed_path
 from training_ext.data.loss import build_loss, samples_per_epoch
-from training_ext.data.rows import HELD_OUT_SCENES, DataRows, check_usable, find_rows, trains
-from training_ext.feature import Feature
+from training_ext.data.metrics import evaluated_metrics
+from training_ext.data.rows import check_usable, find_rows
+from training_ext.data.scenes import HELD_OUT_SCENES
 from training_ext.flags.data_checks import (
     check_imagenet,
     check_num_samples,
@@ -32,141 +29,126 @@ from training_ext.flags.data_checks import (
     check_steps,
     check_val_data,
 )
-from training_ext.flags.resumed import check_folder, check_resumed
+from training_ext.flags.resumed import check_folder, find_resumed
 from training_ext.flags.rules import check_rules
 from training_ext.flags.trial import try_start
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import check_device, check_writable, global_batch, processes_here, world_info
-from training_ext.run import Features
+from training_ext.openclip.machine import check_device, check_name, processes_here
 
 
-def keep_others_out(args: Namespace, until: ExitStack) -> None:
-    """Let no other run use this one's folder until `until` ends; called before anything in it is read or written.
-
-    Process 0 does so for all. A run without `--name` gets its name, and calls this again, when its processes have met.
-
-    Raises:
-        InputError: another run uses the folder, or it cannot be written.
-    """
-    # Processes of horovod do not know their rank yet.
-    if world_info()[1] > 0 or not Run(args).keeps_files or args.horovod:
-        return
-    check_writable("--logs", args.logs)
-    if args.name is None:
-        return
-    if args.loss is not None:
-        check_name(args)
-    folder = os.path.join(args.logs, args.name)
-    try:
-        until.enter_context(only_user(folder))
-    except InUseError as holder:
-        raise InputError(
-            f"the folder {folder!r} is in use by {holder}; let that run end, or give another name", "--name"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{folder!r} cannot be locked: {error.strerror}: {error.filename!r}", "--name") from None
-
-
-def check(args: Namespace) -> DataRows | None:
+def check(run: Run) -> None:
     """Check the command line, and find the rows of the train data if the run needs them.
 
-    Process 0 checks everything; the others wait for it when the process group starts. Returns the rows on the first
-    process of each machine, else None.
+    Process 0 checks everything; the others wait for it when the process group starts. The first process of each machine
+    finds the rows.
 
     Raises:
         InputError: one line that names the flag, its value and what would be right.
     """
-    local_rank, rank, world_size = world_info()
+    args = run.args
+    local_rank, rank, _ = world_info()
     open_clip.add_model_config(MODEL_CONFIGS)
     prepare_shapes(args)
     if args.loss is None:
         if rank == 0:
-            check_open_clips_own(args)
-        return None
+            check_open_clips_own(run)
+        return
     if not trains(args):  # evaluate all but what is never due, whatever the epoch of the checkpoint
         args.val_frequency, args.zeroshot_frequency = min(1, args.val_frequency), min(1, args.zeroshot_frequency)
     needs_rows = trains(args) and (args.uses_ext_loss or args.epochs_before > 0)
-    if rank != 0:
-        # Another machine may have other data; `check_alike` compares them.
-        if local_rank == 0 and trains(args) and not needs_rows:
-            check_usable(args)
-        return find_rows(args) if local_rank == 0 and needs_rows else None
+    if rank == 0:
+        check_first(run, needs_rows)
+    elif not counts_rows(run):
+        return
+    elif local_rank == 0 and needs_rows:  # another machine may have other data; `processes_alike` compares them
+        run.data.rows = find_rows(args)
+    elif local_rank == 0 and trains(args):
+        check_usable(args)
+
+
+def check_first(run: Run, needs_rows: bool) -> None:
+    """What process 0 checks of a run with --loss."""
+    args = run.args
     # Quick checks come before the scan of shards.
-    resumed = check_flags(args)
+    loss, resumed = check_flags(run)
     check_device(args)
     check_imagenet(args)
     if not trains(args):
         resumed = None
-    if resumed is not None:
-        path, entry = resumed
-        checkpoint.check_entry(entry, path, args, None)
-        check_resumed(path, args)
-    rows = None
     if args.val_data and args.dataset_type != "shapes":
         check_val_data(args)
-    if trains(args):
+    if trains(args) and counts_rows(run):
+        processes = world_info()[2]
         check_size_known(args)
-        found = find_rows(args)
-        check_shards(args, found, world_size)
-        check_num_samples(args, found)
-        check_steps(args, found.kind, samples_per_epoch(args, found), world_size)
-        if args.uses_ext_loss:
-            check_memory(args, found.num_rows, world_size)
-        Features(Run(args)).tell(Feature.check_rows, found, resumed is not None)
-        rows = found if needs_rows else None
+        rows = find_rows(args)
+        check_shards(args, rows, processes)
+        check_num_samples(args, rows)
+        check_steps(args, rows.kind, samples_per_epoch(args, rows), processes)
+        if loss is not None:
+            check_memory(args, loss, rows.num_rows, processes)
+        for component in run.components:
+            component.check_rows(rows, resumed is not None)
+        run.data.rows = rows if needs_rows else None
     if resumed is not None:
-        checkpoint.check_entry(entry, path, args, rows)  # the data, too
+        path, entry = resumed
+        run.state.check_entry(path, entry)  # the data, too
         if entry is not None:
-            row_folders.check(path, entry.get("rows"), entry["state"], "--resume")
+            row_folders.check(path, row_folders.rows_folder_of(entry), entry["state"], "--resume")
     bring_up_to_date(args)
-    return rows
 
 
-def check_open_clips_own(args: Namespace) -> None:
+def counts_rows(run: Run) -> bool:
+    """Whether rows are counted here; otherwise OpenCLIP and the core find out what the data are as they build them."""
+    return any(component.name == "counted_rows" for component in run.components)
+
+
+def check_open_clips_own(run: Run) -> None:
     """Check a run without `--loss`, which accepts what OpenCLIP accepts: flags of ours, and what another run has made.
 
     Raises:
         InputError: as `check`.
     """
-    features = Features(Run(args))
-    features.tell(Feature.check, features.metrics())
+    args = run.args
+    check_plan(run)
     check_experiment(args)
-    if args.resume is not None and args.resume != "latest":
-        resumed = find_resumed(args.resume)
-        if resumed is not None and trains(args):
-            checkpoint.check_entry(resumed[1], resumed[0], args, None)
+    if args.resume is not None and args.resume != "latest" and trains(args):
+        find_resumed(run, args.resume)
     bring_up_to_date(args)
 
 
-def check_flags(args: Namespace) -> tuple[str, dict | None] | None:
-    """Check the flags, without reading the data; returns the result of `find_resumed`."""
-    host().check_flags(args, open_clip_params.parse_args([]))
+def check_plan(run: Run) -> None:
+    metrics = evaluated_metrics(run.args, run.components)
+    for component in run.components:
+        component.check_plan(metrics)
+
+
+def check_flags(run: Run) -> tuple[Loss | None, tuple[str, dict | None] | None]:
+    """Check the flags, without reading the data; returns the loss with one row, and the result of `find_resumed`."""
+    args = run.args
+    host().check_flags(args)
     if args.name is not None:
         check_name(args)
     check_experiment(args)
-    if args.uses_ext_loss:
-        build_loss(args, num_rows=1, device="cpu")  # raises InputError if the parts cannot be combined
+    loss = build_loss(args, num_rows=1, device="cpu") if args.uses_ext_loss else None  # of parts that go together
     check_rules(args)
+    if any(one.is_resumed() and one.state_is_needed for one in run.components):
+        if getattr(args, "fsdp_checkpoint", "full") == "sharded":
+            raise InputError("'sharded' would leave out the state of components; give full", "--fsdp-checkpoint")
     path = resumed_path(args)
     check_folder(path, args)
-    resumed = find_resumed(path)
-    features = Features(Run(args))
-    features.tell(Feature.check, features.metrics())
+    resumed = find_resumed(run, path)
+    check_plan(run)
     try_start(args)
-    return resumed
+    return loss, resumed
 
 
 def prepare_shapes(args: Namespace) -> None:
     """Set the paths of generated scenes, which have none, since OpenCLIP trains and evaluates only with a path."""
-    for option in SceneFlags.options:
-        if (value := getattr(args, option.name)) is not None and args.dataset_type != "shapes":
-            raise InputError(f"{value} with --dataset-type {args.dataset_type}; only shapes uses it", option.flag)
-        if value is not None:
-            option.check(value)
     if args.dataset_type != "shapes":
         return
-    args.shapes_seed = args.shapes_seed or 0
+    args.shapes_seed = getattr(args, "shapes_seed", None) or 0
+    args.shapes_shifted = getattr(args, "shapes_shifted", None) or False
     if args.train_num_samples is None and args.val_num_samples is None:
         raise InputError("--dataset-type shapes needs a number of scenes", "--train-num-samples")
     for split in ("train", "val"):
@@ -182,12 +164,6 @@ def prepare_shapes(args: Namespace) -> None:
         setattr(args, f"{split}_data", "shapes" if scenes else None)
 
 
-def check_name(args: Namespace) -> None:
-    below = Path(args.name)
-    if below.anchor or ".." in below.parts or not below.parts:
-        raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")
-
-
 def check_experiment(args: Namespace) -> None:
     """Refuse an existing experiment, for which OpenCLIP returns -1 once the processes have started."""
     if args.name is None or args.resume == "latest":
@@ -200,25 +176,24 @@ def check_experiment(args: Namespace) -> None:
         )
 
 
-def check_memory(args: Namespace, num_rows: int, world_size: int) -> None:
+def check_memory(args: Namespace, loss: Loss, num_rows: int, world_size: int) -> None:
     """Check that the loss's state fits in memory.
 
     A table must also fit a second time on process 0's host, where a checkpoint gathers it.
     """
-    loss = build_loss(args, 1, "cpu")
     loss.limit_to(num_rows)
     row_bytes = sum(bytes_per_row(loss).values())
     per_process = ceil(num_rows / world_size) * row_bytes
     local_processes = processes_here()
     on_device = args.device.startswith("cuda") and torch.cuda.is_available()
     rows_on_device = on_device and args.rows_on != "host"
-    what = f"{args.normalizer!r} with {num_rows} rows"
-    instead = "use more processes or a normalizer without rows"
+    table = f"{args.normalizer!r} with {num_rows} rows"
+    remedy = "use more processes or a normalizer without rows"
     gathered = 0 if row_folders.splits(args, num_rows * row_bytes) else num_rows * row_bytes
     on_host = gathered + (0 if rows_on_device else per_process * local_processes)
-    check_fits("normalizer", what, on_host, "cpu", instead)
+    check_fits("normalizer", table, on_host, "cpu", remedy)
     if rows_on_device:
-        check_fits("normalizer", what, per_process, args.device, instead)
+        check_fits("normalizer", table, per_process, args.device, remedy)
     dimension = (known_config(args.model) or {}).get("embed_dim")
     check_batch(loss, args)
     for module in loss.modules():

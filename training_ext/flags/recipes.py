@@ -31,7 +31,7 @@ from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.files import whole_file
 from open_clip_ext.options import flag_of
-from training_ext.openclip.machine import global_batch
+from training_ext.core.plan import global_batch
 
 PUBLISHED = Path(__file__).parent / "published"
 RECIPE = "recipe.yaml"  # in the run's folder
@@ -146,7 +146,7 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
         InputError: a key is no flag, or its value has the wrong type.
     """
     flags = {action.dest: action for action in actions if action.dest not in NOT_IN_A_RECIPE}
-    given: list[str] = []
+    words: list[str] = []
     for key, value in recipe.flags.items():
         if key not in flags:
             near = did_you_mean(key, flags, "see --help")
@@ -167,8 +167,8 @@ def arguments(recipe: Recipe, actions: Iterable[argparse.Action]) -> list[str]:
             more = [f"{flag}={value}"]  # one argument, so that a value such as -1 is not read as a flag
         if not fits:
             raise InputError(f"{recipe.name!r}: {key} is {value!r}; {expected}"[:300], "--recipe")
-        given += more
-    return given
+        words += more
+    return words
 
 
 def listing() -> str:
@@ -192,19 +192,20 @@ def resolved_flags(args: Namespace) -> dict[str, Any]:
     Args:
         args: as `params.parse_args` gives them.
     """
-    own = {name: value for name, value in vars(args).items() if name not in NOT_FLAGS | OF_ONE_RUN | args.absent_flags}
-    values = {name: value for name, value in own.items() if value is not False and value not in (None, "", {})}
+    left_out = NOT_FLAGS | OF_ONE_RUN | args.absent_flags
+    flags = {name: value for name, value in vars(args).items() if name not in left_out}
+    values = {name: value for name, value in flags.items() if value is not False and value not in (None, "", {})}
     if not args.epochs_before:
         values.pop("osr_transfer", None)
     settings = set(factory.setting_names())
-    kept = dict(args.given_settings) if args.loss is not None else {}
-    for name in sorted(settings & values.keys() - kept.keys()):
+    effective_settings = dict(args.given_settings) if args.loss is not None else {}
+    for name in sorted(settings & values.keys() - effective_settings.keys()):
         try:
-            factory.resolve_options(args.loss, {**kept, name: values[name]}, args.loss_epochs)
+            factory.resolve_options(args.loss, {**effective_settings, name: values[name]}, args.loss_epochs)
         except InputError:
             continue  # has no effect beside the others, so the command would refuse it
-        kept[name] = values[name]
-    return {name: value for name, value in values.items() if name not in settings or name in kept}
+        effective_settings[name] = values[name]
+    return {name: value for name, value in values.items() if name not in settings or name in effective_settings}
 
 
 def of_run(args: Namespace, flags: dict[str, Any], samples: int | None) -> dict[str, Any]:
@@ -258,13 +259,13 @@ def changes(before: Recipe, recipe: Mapping[str, Any], args: Namespace) -> str:
     """
     old = {"global_batch_size": before.global_batch_size, **before.flags}
     new = {"global_batch_size": recipe["global_batch_size"], **recipe["flags"]}
-    known = vars(args).keys() - args.absent_flags | {"global_batch_size"}
+    flag_names = vars(args).keys() - args.absent_flags | {"global_batch_size"}
     changed = []
     for name in {**old, **new}:
         value, now = old.get(name), new.get(name)
-        if name in known and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
+        if name in flag_names and (name in old or name in args.given_flags) and _plain(value) != _plain(now):
             unused = " (of a start, not used)" if name.startswith(OF_A_START) else ""
-            changed.append(f"{flag_of(name)} {_shown(value)} -> {_shown(now)}{unused}")
+            changed.append(f"{flag_of(name)} {_value_text(value)} -> {_value_text(now)}{unused}")
     return ", ".join(changed)
 
 
@@ -273,5 +274,5 @@ def _plain(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "unset" if value is None else "set" if value is True else str(value)

@@ -7,11 +7,14 @@ from typing import Any
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.core.component import Components
-from training_ext.core.state import KEY, check_components, check_optimizer
+from training_ext.core.older import of_today
+from training_ext.core.plan import Plan, trains
+from training_ext.core.run import Run
+from training_ext.core.state import entry_of
 from training_ext.core.temperature import trains_logit_scale
-from training_ext.openclip.hosts import LEGACY, TASKS, host, shards_model
-from training_ext.openclip.loading import load_mapped
+from training_ext.data.checkpoint import read_sharded_entry
+from training_ext.openclip.hosts import LEGACY, host
+from training_ext.openclip.loading import load_checkpoint
 
 
 def check_folder(path: str | None, args: Namespace) -> None:
@@ -20,24 +23,38 @@ def check_folder(path: str | None, args: Namespace) -> None:
         return
     if host().loop == LEGACY:
         raise InputError(f"{path!r} is a folder of shards, which {host().main} does not read", "--resume")
-    if not shards_model(args):
+    if not Plan(args).shards_model:
         raise InputError(f"{path!r} is a folder of shards, for --fsdp and several processes; give a file", "--resume")
 
 
-def check_resumed(path: str, args: Namespace) -> None:
-    """Raise InputError for a training checkpoint that is done, or of another loop or another fixed temperature.
+def find_resumed(run: Run, path: str | None) -> tuple[str, dict | None] | None:
+    """The local checkpoint with a training state at `path`, and our entry in it; None if remote or weights only.
 
-    Args:
-        path: a local file or folder that `checkpoint_files.find_resumed` could read.
+    Raises:
+        InputError: it is missing or not complete, or the run cannot go on from it.
     """
+    if path is None or "://" in path:
+        return None
     if os.path.isdir(path):
-        return
-    content = load_mapped(path)
+        entry = read_sharded_entry(path)
+        entry = None if entry is None else of_today(entry)
+        run.state.check_entry(path, entry)
+        return path, entry
+    content = load_checkpoint(path)
+    if isinstance(content, dict) and "epoch" not in content and "state_dict" in content:
+        raise InputError(f"{path!r} has weights only; give it as --pretrained", "--resume")
+    if trains(run.args):
+        run.state.check_content(path, content)
+        if run.args.loss is not None and isinstance(content, dict) and "epoch" in content:
+            check_resumed(path, content, run.args)
+    return (path, entry_of(content)) if isinstance(content, dict) and "epoch" in content else None
+
+
+def check_resumed(path: str, content: dict[str, Any], args: Namespace) -> None:
+    """Raise InputError for the content of a training checkpoint that is done, or of another fixed temperature."""
     epoch = content["epoch"]
     if isinstance(epoch, int) and epoch >= args.epochs and args.resume != "latest":  # a requeued job may be done
         raise InputError(f"{args.epochs}, but --resume {path!r} has completed {epoch}; give more", "--epochs")
-    check_optimizer(path, content, host().loop == TASKS, bool(shards_model(args)))
-    check_components(path, content.get(KEY, {}), Components.of(args))
     _check_temperature(path, content, args)
 
 

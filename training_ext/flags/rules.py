@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import open_clip
-from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
 
 from open_clip_ext import factory
 from open_clip_ext.errors import InputError, did_you_mean
 from open_clip_ext.options import flag_of
+from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.core.temperature import trains_logit_scale
+from training_ext.data.captions import fields_in
+from training_ext.data.keys import key_name
 from training_ext.data.loss import build_loss
-from training_ext.data.rows import kind_of, needs_index, trains
+from training_ext.data.rows import kind_of, needs_index
 from training_ext.flags.data_checks import shared_data
-from training_ext.openclip.hosts import has_lora, host, shards_model
+from training_ext.flags.reference import is_unlike_reference
+from training_ext.openclip.hosts import has_lora, logger_is_installed, shards_model
 from training_ext.openclip.loading import known_config
-from training_ext.openclip.machine import global_batch, world_info
 
 # Of names, by --dataset-type
 OTHER_ENDS = {"webdataset": (".csv", ".tsv"), "csv": (".tar",), "folder": (".csv", ".tsv", ".tar")}
@@ -69,12 +71,12 @@ POSITIVE, BELOW_ONE, FINITE = sys.float_info.min, 1 - sys.float_info.epsilon, sy
 def within(name: str, low: float, high: float = FINITE, expected: str = "") -> Rule:
     """A rule on the range of a number, which a list has for each; None means that the flag is not given."""
 
-    def wrong(run: Given) -> bool:
+    def outside(run: Given) -> bool:
         value = getattr(run, name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         return not all(low <= number <= high for number in numbers)
 
-    return Rule(name, wrong, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
+    return Rule(name, outside, f"{{{name}}} is out of range; it must be {expected or f'a number of at least {low:g}'}")
 
 
 def of_another_type(name: str) -> Rule:
@@ -86,12 +88,28 @@ def of_another_type(name: str) -> Rule:
     )
 
 
-def needs(name: str, other: Callable[[Given], Any], what: str) -> Rule:
+def needs(name: str, other: Callable[[Given], Any], requirement: str) -> Rule:
     """A rule on a flag of OpenCLIP's that does nothing unless `other` holds."""
     return Rule(
         name,
         lambda run: getattr(run, name) and not other(run),
-        f"does nothing without {what}; add it, or leave this out",
+        f"does nothing without {requirement}; add it, or leave this out",
+    )
+
+
+def needs_named_entries(name: str, alternative: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) == key_name(run) is not None and run.kind not in (None, "csv", "webdataset"),
+        f"{{{name}!r}} is a column or a field, and {{dataset_type}} has none; use {alternative}",
+    )
+
+
+def of_shards(name: str) -> Rule:
+    return Rule(
+        name,
+        lambda run: getattr(run, name) and run.kind not in (None, "webdataset"),
+        f"{{{name}!r}} is a field in shards, not in {{train_data!r}}; for a csv give --several-captions",
     )
 
 
@@ -107,7 +125,7 @@ def needs_single_negatives(name: str) -> Rule:
 def needs_logger(name: str) -> Rule:
     return Rule(
         "report_to",
-        lambda run: {name, "all"} & set(run.loggers) and not is_installed(name),
+        lambda run: {name, "all"} & set(run.loggers) and not logger_is_installed(name),
         f"{{report_to!r}} needs {name}; pip install {name}, or leave it out",
     )
 
@@ -138,6 +156,7 @@ RULES = (
     within("force_image_size", 1, 4096, "from 1 to 4096"),
     within("force_context_length", 2, 2**16, "from 2, a caption's start and end, to 65536"),
     within("force_patch_dropout", 0, BELOW_ONE, "in [0, 1)"),
+    within("json_text_key_probs", 0),
     within("text_layer_decay", POSITIVE, 1, "in (0, 1]"),
     within("image_layer_decay", POSITIVE, 1, "in (0, 1]"),
     Rule(
@@ -185,10 +204,17 @@ RULES = (
         lambda run: run.several_captions and run.kind not in (None, "csv"),
         "is for a csv, not for {train_data!r}; for shards (webdataset) give --captions-field",
     ),
+    of_shards("captions_field"),
+    of_shards("json_text_key"),
     Rule(
         "captions_field",
-        lambda run: run.captions_field and run.kind not in (None, "webdataset"),
-        "{captions_field!r} is a field in shards, not in {train_data!r}; for a csv give --several-captions",
+        lambda run: run.captions_field and run.json_text_key,
+        "{captions_field!r} with --json-text-key {json_text_key!r}; give one of the two",
+    ),
+    needs(
+        "json_text_key_probs",
+        lambda run: len(run.json_text_key_probs) <= len(fields_in(run.json_text_key or "")),
+        "a field in --json-text-key for each",
     ),
     Rule(
         "same_caption",
@@ -196,13 +222,21 @@ RULES = (
         "with --same-key {same_key!r}; give one of the two",
     ),
     Rule(
-        "same_key",
-        lambda run: run.same_key is not None and run.kind not in (None, "csv", "webdataset"),
-        "{same_key!r} is a column or a field, and {dataset_type} has none; use --same-caption",
+        "positives",
+        lambda run: run.positives is not None and (run.same_caption or run.same_key is not None),
+        "{positives!r} with --same-key or --same-caption; give one of the three",
     ),
+    needs_named_entries("same_key", "--same-caption"),
+    needs_named_entries("positives", "caption"),
     # The loss
     needs_single_negatives("same_key"),
     needs_single_negatives("same_caption"),
+    Rule(
+        "positives",
+        lambda run: run.trains and run.positives is not None and not build_loss(run, 1, "cpu").takes_positives,
+        "--loss {loss} as given cannot take several; use clip-chunked, or one with --normalizer table, prototypes, "
+        "queue or batch, --surrogate identity and --negatives cross",
+    ),
     Rule(
         "batch_size",
         lambda run: run.trains and not run.siglip and "coca" not in run.model.lower()
@@ -312,38 +346,5 @@ def check_rules(args: Namespace) -> None:
     """Raise InputError for the first rule that the run breaks."""
     run = Given(args)
     for rule in RULES:
-        if wrong := rule.wrong(run):
-            raise InputError(rule.text.format_map({**vars(run), "wrong": wrong}), flag_of(rule.flag))
-
-
-def inputs_of(model: str, pretrained: str | None) -> dict[str, Any] | None:
-    """What a model of OpenCLIP's list reads: image size, normalization, tokens; None for another model."""
-    config = known_config(model)
-    if config is None:
-        return None
-    size, text = config["vision_cfg"].get("image_size", 224), config["text_cfg"]
-    weights = open_clip.get_pretrained_cfg(model, pretrained) if pretrained else {}  # {} for a file
-    return {
-        "force_image_size": [size] * 2 if isinstance(size, int) else [*size],
-        "image_mean": [*weights.get("mean", OPENAI_DATASET_MEAN)],
-        "image_std": [*weights.get("std", OPENAI_DATASET_STD)],
-        "force_context_length": text.get("context_length", 77),
-        # Not the tokenizer's name: several names are the same one.
-        "tokens": (text.get("vocab_size", 49408), text.get("hf_tokenizer_name") is None),
-    }
-
-
-def is_unlike_reference(run: Given) -> bool:
-    own, its = inputs_of(run.model, run.pretrained), inputs_of(run.distill_model, run.distill_pretrained)
-    if own is None or its is None:
-        return False
-    given = {name: getattr(run, name) for name in own if getattr(run, name) is not None}
-    if "force_image_size" in given:
-        given["force_image_size"] = (2 * given["force_image_size"])[:2]
-    return {**own, **given} != its
-
-
-def is_installed(logger: str) -> bool:
-    """Whether OpenCLIP has imported it; a folder wandb/ can be imported, too."""
-    module = getattr(host().main_module, logger, None)
-    return module is not None and (logger != "wandb" or hasattr(module, "init"))
+        if violation := rule.wrong(run):
+            raise InputError(rule.text.format_map({**vars(run), "wrong": violation}), flag_of(rule.flag))

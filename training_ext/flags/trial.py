@@ -17,8 +17,8 @@ from open_clip_train import params as open_clip_params
 from PIL import Image
 
 from training_ext.core.patching import replaced
+from training_ext.core.plan import trains
 from training_ext.core.temperature import train_temperature
-from training_ext.data.rows import trains
 from training_ext.openclip.failures import in_words
 from training_ext.openclip.hosts import host
 from training_ext.openclip.loading import known_config, load_mapped, logged
@@ -123,7 +123,7 @@ def failure(args: Namespace) -> Exception | None:
     if "create_loss" in names and args.uses_ext_loss:
         replacements[main, "create_loss"] = lambda _: None
     with (
-        replaced(replacements), logged(logging.ERROR) as told, warnings.catch_warnings(),
+        replaced(replacements), logged(logging.ERROR) as messages, warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
     ):
         warnings.simplefilter("ignore")
@@ -132,7 +132,7 @@ def failure(args: Namespace) -> Exception | None:
         except Begun:
             return None
         except SystemExit:
-            return RuntimeError(told[-1]) if told else None
+            return RuntimeError(messages[-1]) if messages else None
         except Exception as error:
             return None if isinstance(error, NotImplementedError) or "meta" in str(error) else error
     return None

@@ -122,8 +122,8 @@ def in_one_line(args: Namespace) -> Iterator[None]:
         if args.traceback:
             traceback.print_exc()
         lost = isinstance(error, RuntimeError) and lost_another_process(error)
-        own = None if lost else in_words(error, args)
-        agreed = _agreed(own)
+        process_error = None if lost else in_words(error, args)
+        agreed = _agreed(process_error)
         if agreed is None:
             raise
         files.remove(args)
@@ -159,35 +159,35 @@ def in_words(error: BaseException, args: Namespace, flag: str | None = None) -> 
     if phase.hint is not None and isinstance(error, AssertionError) and not getattr(args, phase.hint):
         advice = f"; add {flag_of(phase.hint)}"
     names = phase.flags if flag is None else (flag,)
-    given = {flag_of(name): _shown(getattr(args, name)) for name in names if name in args.given_flags}
+    flag_values = {flag_of(name): _flag_value(getattr(args, name)) for name in names if name in args.given_flags}
     failed = f"{type(error).__name__}: {reason}{advice}"
-    if len(given) == 1:
-        ((argument, value),) = given.items()
+    if len(flag_values) == 1:
+        ((argument, value),) = flag_values.items()
         return InputError(f"{value}{': ' if value else ''}{who} could not {phase.what}: {failed}", argument)
-    flags = " ".join(f"{flag} {value}".rstrip() for flag, value in given.items())
+    flags = " ".join(f"{flag} {value}".rstrip() for flag, value in flag_values.items())
     return InputError(f"{who} could not {phase.what}{f' ({flags})' if flags else ''}: {failed}")
 
 
-def _shown(value: Any) -> str:
+def _flag_value(value: Any) -> str:
     """The value of a flag as it was given; "" for a flag without one."""
     if isinstance(value, dict):
         value = [f"{key}={item}" for key, item in value.items()]
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else "" if value is True else str(value)
 
 
-def _agreed(own: InputError | NonFiniteError | None) -> InputError | NonFiniteError | None:
-    """The error of the first process that failed; without a group `own`, None if the process has lost another one."""
+def _agreed(process_error: InputError | NonFiniteError | None) -> InputError | NonFiniteError | None:
+    """The error of the first process that failed; without a group `process_error`, None if another process was lost."""
     if not dist.is_initialized():
-        return own
+        return process_error
     try:
         store = _get_default_store()
-        if own is None and not store.check([LINE]):
+        if process_error is None and not store.check([LINE]):
             return None
-        first = store.compare_set(LINE, "", f"{dist.get_rank()} {own}")
+        record = store.compare_set(LINE, "", f"{dist.get_rank()} {process_error}")
     except Exception:  # process 0, which may keep the store, has ended
-        return own
-    rank, _, line = first.decode().partition(" ")
-    return own if line == str(own) else InputError(f"{line} (process {rank})")
+        return process_error
+    rank, _, line = record.decode().partition(" ")
+    return process_error if line == str(process_error) else InputError(f"{line} (process {rank})")
 
 
 def _acknowledge() -> None:

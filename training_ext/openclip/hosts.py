@@ -15,7 +15,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from training_ext.core.hosts import open_clip_version, release
-from training_ext.openclip.machine import world_info
+from training_ext.core.plan import world_info
 
 LEGACY, TASKS = "legacy", "tasks"
 """The two kinds of loop: over model, loss and optimizer, or over a task that has model and loss."""
@@ -72,10 +72,12 @@ class Host:
         """The sample or batch of the loop with these image(s) and tokens."""
         return {"image": image, "text": text} if self.dict_batches else (image, text)
 
-    def check_flags(self, args: Namespace, defaults: Namespace) -> None:
+    def check_flags(self, args: Namespace) -> None:
         """Raise InputError for the first given flag that would be ignored, unless it has its default value."""
+        from open_clip_train import params
+
         for name in sorted(args.given_flags):
-            if name.startswith(self.refused) and getattr(args, name) != getattr(defaults, name):
+            if name.startswith(self.refused) and getattr(args, name) != getattr(params.parse_args([]), name):
                 raise InputError(
                     f"is not followed by open_clip_ext with {self.main} of open_clip_torch "
                     f"{open_clip_version()}; leave it out",
@@ -85,8 +87,8 @@ class Host:
             raise InputError(f"{args.dataset_type} has no images; give webdataset or csv", "--dataset-type")
 
 
-# They rename the members of shards, which `ShardRows` and `safe_reading.PAIR_MEMBERS` fix.
-OTHER_MEMBERS = ("image_key", "json_text_key", "text_key")
+# They rename the members of shards, which `ShardRows` and `loading.PAIR_MEMBERS` fix.
+OTHER_MEMBERS = ("image_key", "text_key")
 
 HOSTS = (
     Host(versions=((2, 26), (4, 0))),
@@ -101,6 +103,7 @@ HOSTS = (
         refused=(
             # For data other than images and captions of fixed length
             "audio_", "bucket_", "force_naflex", "length_bucketing", "naflex_", "pretrained_audio", "use_naflex",
+            "text_attention_mask",  # for models with a captioning loss
             *OTHER_MEMBERS,
         ),
     ),
@@ -121,11 +124,11 @@ def host() -> Host:
     Raises:
         InputError: OpenCLIP is missing or not supported.
     """
-    found = next((host for host in HOSTS if host.versions[0] <= release() < host.versions[1]), None)
-    if found is None:
+    supported_host = next((host for host in HOSTS if host.versions[0] <= release() < host.versions[1]), None)
+    if supported_host is None:
         ranges = " or ".join(host.range for host in HOSTS)
         raise InputError(f"open_clip_torch {open_clip_version()} is installed; open_clip_ext needs {ranges}")
-    return found
+    return supported_host
 
 
 def complete(args: Namespace) -> None:
@@ -157,3 +160,9 @@ def starts_from_weights(args: Namespace) -> bool:
         files = Path(args.model.removeprefix("local-dir:")).glob("*")
         return any(file.suffix in (".safetensors", ".bin", ".pth") for file in files)
     return bool(args.pretrained) or args.model.startswith(SCHEMAS)
+
+
+def logger_is_installed(logger: str) -> bool:
+    """Whether OpenCLIP has imported it; a folder wandb/ can be imported, too."""
+    module = getattr(host().main_module, logger, None)
+    return module is not None and (logger != "wandb" or hasattr(module, "init"))

@@ -17,10 +17,12 @@ import open_clip
 import torch
 
 from open_clip_ext.errors import InputError, one_line
-from training_ext.components.safe_reading import PAIR_MEMBERS, without_remote_code
 from training_ext.core.patching import replaced
+from training_ext.core.plan import world_info
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.machine import world_info
+
+PAIR_MEMBERS = ("jpg", "png", "jpeg", "webp", "txt")
+"""Suffixes of the members of a sample from which OpenCLIP reads image and caption."""
 
 
 def suffixes_of(sample: dict) -> str:
@@ -28,8 +30,8 @@ def suffixes_of(sample: dict) -> str:
     names = [f".{name}" for name in sample if not name.startswith("__")]
     if len(names) <= MOST_NAMED:
         return ", ".join(names)
-    others = len(names) - MOST_NAMED
-    return f"{', '.join(names[:MOST_NAMED])} and {others} others, as a sample's key ends at its first dot"
+    num_unnamed = len(names) - MOST_NAMED
+    return f"{', '.join(names[:MOST_NAMED])} and {num_unnamed} others, as a sample's key ends at its first dot"
 
 
 def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
@@ -44,8 +46,8 @@ def missing_of(sample: dict, no_caption: str = "no caption .txt") -> str | None:
     lacks = f"no image .{', .'.join(images)}" if text in sample else no_caption
     suffixes = suffixes_of(sample)
     if has_image and "json" in sample:
-        asked = "" if "--captions-field" in lacks else "; name the field of captions in it by --captions-field"
-        return f"{lacks} but {suffixes}{asked}"
+        advice = "" if "(--" in lacks else "; name the field of captions in it by --captions-field"
+        return f"{lacks} but {suffixes}{advice}"
     return (
         f"{lacks} but {suffixes}; the files of a pair must stand next to each other in a shard, and not as links "
         "(tar --sort=name --hard-dereference)"
@@ -182,22 +184,33 @@ warn_once = cache(logging.warning)  # of data, which a run may look at several t
 
 
 @contextmanager
-def collected_warnings() -> Iterator[list[str]]:
-    """`logged` warnings of a block where a run begins."""
+def collected_warnings() -> Iterator[None]:
+    """Keep the warnings of a block where a run begins until OpenCLIP has set up the log, see `take_warnings`."""
     warn_once.cache_clear()
-    with logged(logging.WARNING) as told:
-        yield told
+    with logged(logging.WARNING) as messages:
+        yield
+    _collected[:] = messages
+
+
+_collected: list[str] = []
+
+
+def take_warnings() -> list[str]:
+    """The warnings of `collected_warnings`, once."""
+    messages = list(_collected)
+    _collected.clear()
+    return messages
 
 
 @contextmanager
 def logged(level: int) -> Iterator[list[str]]:
     """The messages of at least this level that are logged within the block; all are shown nowhere else."""
-    told: list[str] = []
+    messages: list[str] = []
     handler = logging.Handler(level)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     before, logging.root.handlers = logging.root.handlers, [handler]
     try:
-        yield told
+        yield messages
     finally:
         logging.root.handlers = before
 
@@ -218,3 +231,28 @@ def load_tokenizer(args: Namespace) -> Any:
     options = taken(open_clip.get_tokenizer, cache_dir=args.cache_dir, context_length=args.force_context_length)
     with replaced({("open_clip.factory", "HFTokenizer"): without_remote_code(open_clip.factory.HFTokenizer)}):
         return open_clip.get_tokenizer(args.model, **options)
+
+
+def without_remote_code(tokenizer: Callable) -> Callable:
+    """OpenCLIP's `HFTokenizer` for configurations from others, which may ask to run Python code of their own.
+
+    The function returned raises InputError for such a configuration, and if the tokenizer cannot be loaded.
+    """
+    def build(source: Any, *args: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+        if trust_remote_code:
+            raise InputError(
+                f"the tokenizer of {str(source)!r} needs code of its own (trust_remote_code), which is "
+                "refused; give a model with a tokenizer of transformers",
+                "--model",
+            )
+        try:
+            return tokenizer(source, *args, trust_remote_code=False, **kwargs)
+        except Exception as error:  # transformers may raise anything
+            reason = one_line(error).rstrip(".") or repr(error)
+            raise InputError(
+                f"the tokenizer {str(source)!r} (hf_tokenizer_name) cannot be loaded: {reason}; give a folder "
+                "or a model of the hub that has one",
+                "--model",
+            ) from None
+
+    return build

@@ -1,50 +1,23 @@
 """The machine: how many processes were started, as OpenCLIP reads it, and whether folders and devices are there."""
 
 import os
+import shutil
 import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 import torch
-from open_clip_train.distributed import is_using_distributed, world_info_from_env
+from open_clip_train.distributed import is_using_distributed
 
 from open_clip_ext.errors import InputError
 
-LAUNCHERS = (  # variables in which OpenCLIP finds rank and number of processes
-    "WORLD_SIZE", "RANK", "LOCAL_RANK", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "PMI_SIZE", "PMI_RANK",
-    "MPI_LOCALRANKID", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK",
-)
 PER_MACHINE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # of torchrun and of Slurm
-
-
-def world_info() -> tuple[int, int, int]:
-    """Local rank, rank and number of processes; 0, 0 and 1 where OpenCLIP starts no process group.
-
-    A launcher of independent runs, such as srun with WORLD_SIZE=1 or mpirun, leaves ranks in the environment, too.
-
-    Raises:
-        InputError: a variable of the launcher's is not a number, or the rank is not one of the processes'.
-    """
-    try:
-        local_rank, rank, processes = world_info_from_env() if is_using_distributed() else (0, 0, 1)
-    except ValueError:
-        named = {name: os.environ[name] for name in LAUNCHERS if not os.environ.get(name, "0").isdecimal()}
-        shown = ", ".join(f"{name}={value!r}" for name, value in named.items())
-        raise InputError(f"{shown} in the environment must be a whole number, as a launcher sets it") from None
-    if not 0 <= rank < processes:
-        raise InputError(f"process {rank} of {processes}, by the environment; ranks are from 0 to {processes - 1}")
-    return local_rank, rank, processes
-
-
-def global_batch(args: Namespace) -> int:
-    """Samples of one optimizer step, over all processes and accumulated batches."""
-    return args.batch_size * args.accum_freq * world_info()[2]
 
 
 def processes_here() -> int:
     """Number of processes on this machine; 1 if the launcher does not say."""
-    found = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")
-    return int(found) if is_using_distributed() else 1
+    process_count = next((os.environ[name] for name in PER_MACHINE if os.environ.get(name, "").isdecimal()), "1")
+    return int(process_count) if is_using_distributed() else 1
 
 
 def check_writable(flag: str, path: str) -> None:
@@ -61,6 +34,19 @@ def check_writable(flag: str, path: str) -> None:
     except OSError as error:
         reason = error.strerror or error
         raise InputError(f"{path!r} cannot be written to: {reason}; give a writable folder", flag) from None
+
+
+def check_name(args: Namespace) -> None:
+    below = Path(args.name)
+    if below.anchor or ".." in below.parts or not below.parts:
+        raise InputError(f"{args.name!r} is not a folder inside --logs {args.logs!r}; give one such as run-1", "--name")
+
+
+def check_room(flag: str, path: str, size: int) -> None:
+    """Raise InputError unless the disk of the new file `path`, or of the closest folder above, has `size` bytes."""
+    above = next(folder for folder in Path(path).absolute().parents if folder.exists())
+    if (free := shutil.disk_usage(above).free) < size:
+        raise InputError(f"{path!r} needs {size / 1e6:,.0f} MB, and its disk has {free / 1e6:,.0f}; make room", flag)
 
 
 def check_device(args: Namespace) -> None:

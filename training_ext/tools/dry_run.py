@@ -12,21 +12,23 @@ from typing import Any
 
 import open_clip
 import torch
+from open_clip_train import params as open_clip_params
 
-from open_clip_ext import MODEL_CONFIGS
+from open_clip_ext import MODEL_CONFIGS, factory
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
 from open_clip_ext.row_state import bytes_per_row
+from training_ext import launch
+from training_ext.components.advice import advise, advise_on_captions
+from training_ext.core.plan import global_batch, trains, world_info
 from training_ext.data.captions import SeenCaptions
 from training_ext.data.loss import build_loss, samples_per_epoch, steps_per_epoch
-from training_ext.data.rows import find_rows, kind_of, trains
+from training_ext.data.rows import find_rows, kind_of
 from training_ext.data.settings import setting_for
-from training_ext.features.advice import advise, advise_on_captions
 from training_ext.flags import data_checks, preflight
 from training_ext.flags.recipes import Recipe, find, resolved_flags
 from training_ext.openclip.hosts import starts_from_weights
 from training_ext.openclip.loading import known_config, without_warnings
-from training_ext.openclip.machine import global_batch, world_info
 
 MIB = 2**20
 TOGETHER = "\0"  # a non-breaking space
@@ -54,14 +56,14 @@ def lines(args: Namespace) -> list[str]:
     if not has_data:
         args.train_data = "DATA.tar"
     if args.loss is not None:
-        preflight.check_flags(args)
-    samples, num_rows, seen = counted(args, None if recipe is None else recipe.samples, has_data)
+        preflight.check_flags(launch.build(args))
+    samples, num_rows, caption_summary, not_found = counted(args, None if recipe is None else recipe.samples, has_data)
     step_rule = steps_per_epoch if args.loss is None else data_checks.check_steps
     steps = step_rule(args, kind_of(args, args.train_data or ""), samples, processes)
     text = [] if recipe is None else [*about(recipe), ""]
     text += [*shown_flags(args, flags), "", *schedule(args, samples, steps, processes)]
     text += [*([] if recipe is not None or args.loss is None else recommended(args, num_rows, steps)), ""]
-    if warnings := advise(args, num_rows, steps) + advise_on_captions(args, seen):
+    if warnings := advise(args, num_rows, steps) + advise_on_captions(args, caption_summary):
         text += ["Warnings", *(_wrapped(sentence, "  ", " " * 4) for sentence in warnings), ""]
     loss = build_loss(args, 1, "cpu") if args.uses_ext_loss else None  # with one row, so that no table is allocated
     if loss is not None:
@@ -75,8 +77,8 @@ def lines(args: Namespace) -> list[str]:
         parts |= {f"loss: {name}": size for name, size in loss.memory(config["embed_dim"], processes).items()}
     saved = sum(size for name, size in parts.items() if "gradients" not in name) + sum(rows.values()) * num_rows
     for name, size in rows.items():
-        what = "moving averages" if name.startswith("normalizer") else "temperatures"
-        parts[f"loss: {what}, {size} bytes a sample"] = size * (ceil(num_rows / processes) + 1)
+        label = "moving averages" if name.startswith("normalizer") else "temperatures"
+        parts[f"loss: {label}, {size} bytes a sample"] = size * (ceil(num_rows / processes) + 1)
     if args.distill_model and (reference := model_on_meta(args, args.distill_model)) is not None:
         parts["reference model"] = bytes_of(reference)
     parts["total"] = sum(parts.values())
@@ -87,23 +89,48 @@ def lines(args: Namespace) -> list[str]:
         parts["a checkpoint"] = saved
     text += ["State of each process"]
     text += [f"  {name:44}{size / MIB:12,.1f} MiB" for name, size in parts.items()]
-    return [*text, *(f"  not counted: {what}" for what in left_out(args, parts))]
+    text += [f"  not counted: {label}" for label in left_out(args, parts)]
+    if not_found := [*not_found, *problems_of_evaluation(args)]:
+        text += ["", "Not found, so that a training would end here"]
+        text += [_wrapped(sentence, "  ", " " * 4) for sentence in not_found]
+    return text
 
 
-def counted(args: Namespace, in_recipe: int | None, has_data: bool) -> tuple[int, int, SeenCaptions | None]:
-    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number."""
+def counted(
+    args: Namespace, in_recipe: int | None, has_data: bool
+) -> tuple[int, int, SeenCaptions | None, list[str]]:
+    """Samples of an epoch, rows, and captions of the train data; of data that are not here, the declared number.
+
+    Last comes what is wrong with the train data.
+    """
+    problems: list[str] = []
     declared = args.train_num_samples or in_recipe
     if has_data:
         try:
             data_checks.check_size_known(args)
             rows = find_rows(args)
-            return samples_per_epoch(args, rows), rows.num_rows, rows.seen
-        except InputError:
+            return samples_per_epoch(args, rows), rows.num_rows, rows.seen, []
+        except InputError as error:
             if declared is None:
                 raise
+            problems.append(str(error))
     if declared is None:
         raise InputError("is missing; give it, or --train-data, whose samples are counted", "--train-num-samples")
-    return declared, declared, None
+    return declared, declared, None, problems
+
+
+def problems_of_evaluation(args: Namespace) -> list[str]:
+    """What a training would say of the data to evaluate on."""
+    problems = []
+    checks = [data_checks.check_imagenet]
+    if args.val_data and args.dataset_type != "shapes":
+        checks.append(data_checks.check_val_data)
+    for check in checks:
+        try:
+            check(args)
+        except InputError as error:
+            problems.append(str(error))
+    return problems
 
 
 def about(recipe: Recipe) -> list[str]:
@@ -113,11 +140,15 @@ def about(recipe: Recipe) -> list[str]:
 
 
 def shown_flags(args: Namespace, flags: Mapping[str, Any]) -> list[str]:
-    """The flags, grouped by the origin of their values; flags that are not listed are at OpenCLIP's defaults."""
-    given = args.given_flags - args.recipe_flags
-    groups: dict[str, list[str]] = {"given": [], "recipe": [], "default": []}
+    """The flags by the origin of their values, without those at a default that no other flag changes."""
+    from_command_line = args.given_flags - args.recipe_flags
+    defaults = vars(open_clip_params.parse_args([]))
+    defaults |= {option.name: option.default for option in factory.all_options()}
+    groups: dict[str, list[str]] = {"given": [], "recipe": [], "set for you": []}
     for name, value in {**flags, "batch_size": args.batch_size}.items():
-        origin = "given" if name in given else "recipe" if name in args.recipe_flags else "default"
+        origin = "given" if name in from_command_line else "recipe" if name in args.recipe_flags else "set for you"
+        if origin == "set for you" and (name in factory.PARTS or value == (defaults.get(name) or type(value)())):
+            continue
         several = isinstance(value, (list, dict))
         words = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
         words = [shlex.quote(str(word).replace("\t", "\\t")) for word in (words if several else [value])]
@@ -150,8 +181,8 @@ def recommended(args: Namespace, pairs: int, steps: int) -> list[str]:
 
 def model_on_meta(args: Namespace, name: str, **forced: Any) -> Any:
     """The model without memory for its weights; None for one that is not in OpenCLIP's list."""
-    known = known_config(name)
-    if known is None or "hf_model_name" in known["text_cfg"]:
+    config = known_config(name)
+    if config is None or "hf_model_name" in config["text_cfg"]:
         return None
     with without_warnings(), torch.device("meta"):  # that no weights were loaded
         return open_clip.create_model(name, precision=args.precision, device="meta", output_dict=True, **forced)
@@ -163,8 +194,8 @@ def bytes_of(model: Any) -> int:
 
 def trained_model(args: Namespace) -> Any:
     """The model to train, as `model_on_meta`, with its towers locked as the flags say."""
-    known = inspect.signature(open_clip.create_model).parameters
-    forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in known}
+    parameters = inspect.signature(open_clip.create_model).parameters
+    forced = {name: value for name, value in vars(args).items() if name.startswith("force_") and name in parameters}
     size = forced.get("force_image_size")
     if isinstance(size, (tuple, list)) and len(size) == 1:
         forced["force_image_size"] = size[0]
@@ -219,8 +250,8 @@ def _item(name: str, text: str) -> str:
     return _wrapped(text, f"  {name:14}", " " * 16)
 
 
-def _wrapped(text: str, first: str, rest: str) -> str:
-    """Wrap the text to the terminal, indented by `first` and then `rest`; flags stay with their values."""
+def _wrapped(text: str, first_indent: str, indent: str) -> str:
+    """Wrap the text to the terminal, indented by `first_indent` and then `indent`; flags stay with their values."""
     width = max(60, min(120, shutil.get_terminal_size().columns))
-    wrapper = textwrap.TextWrapper(width, first, rest, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(width, first_indent, indent, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text).replace(TOGETHER, " ")

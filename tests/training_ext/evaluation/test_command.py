@@ -15,9 +15,10 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, jaccard_score
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.evaluate import main as evaluate
+from training_ext.scoring.tasks import DATACOMP_TASKS
 from training_ext.tools.evaluation import command
+from training_ext.tools.evaluation.models import find_checkpoint, interpolated, load_model
 from training_ext.tools.evaluation.results import Results, Row, table
-from training_ext.tools.evaluation.tasks import DATACOMP_TASKS
 
 
 def run(arguments: str) -> None:
@@ -168,7 +169,7 @@ def test_what_is_there_is_not_done_again(evalset, checkpoints, results, tmp_path
     path.write_text("".join(others))
     scored = []
     monkeypatch.setattr(command, "score", lambda *given: scored.append(given[1].key) or score(*given))
-    from training_ext.tools.evaluation.scores import score
+    from training_ext.scoring.scores import score
 
     run(arguments)
     assert path.read_text() == whole and scored == [json.loads(last)["key"]]
@@ -332,6 +333,15 @@ def test_what_is_wrong_with_an_interpolation(evalset, checkpoints, tmp_path, ref
     assert "--interpolate: 'ViT-test' with the weights of" in line and "size mismatch for visual.proj" in line
     torch.save({"state_dict": {"a": Path("x")}}, tmp_path / "pickled.pt")
     assert "--interpolate: " in (line := refused(f"{good} --interpolate {tmp_path}/pickled.pt")) and "pickled" in line
+
+
+def test_interpolation_with_a_bias_on_one_side(checkpoints, tmp_path):
+    """SigLIP's; OpenCLIP takes 0 for the other's, and no score depends on it."""
+    weights = torch.load(checkpoints[0], weights_only=True)["state_dict"]
+    torch.save({**weights, "module.logit_bias": torch.tensor(-10.0)}, biased := tmp_path / "biased.pt")
+    for number, (start, end) in enumerate([(biased, checkpoints[1]), (checkpoints[1], biased)]):
+        (between,) = interpolated(find_checkpoint(str(end), "ViT-test"), str(start), [0.25])
+        assert load_model(between)[0].logit_bias.item() == (-7.5, -2.5)[number]
 
 
 def test_the_file_is_what_datacomp_reads(tmp_path, checkpoints, monkeypatch):

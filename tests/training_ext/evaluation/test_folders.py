@@ -12,11 +12,10 @@ import pytest
 from PIL import Image
 
 from open_clip_ext import InputError
-from training_ext.context import Run
-from training_ext.features.own_classes import OwnClasses
-from training_ext.tools.evaluation.class_folders import open_own_classes
-from training_ext.tools.evaluation.folders import Candidates, Images, Shards
-from training_ext.tools.evaluation.scores import prompt_of
+from training_ext.components.own_classes import OwnClasses
+from training_ext.scoring.class_folders import open_own_classes
+from training_ext.scoring.folders import Candidates, Images, Shards
+from training_ext.scoring.scores import prompt_of
 
 
 def add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
@@ -65,7 +64,7 @@ def test_labels_and_captions(shards):
 def test_names_and_templates_are_lines(shards, tmp_path):
     shards()
     source, names = tmp_path / "folder", tmp_path / "folder/classnames.txt"
-    names.write_text("red\nblue\n\n")
+    names.write_text("red\nblue\n\n", encoding="utf-8-sig")
     assert Shards("--data", str(source)).classes == ["red", "blue"]
     for text, message in (("red\n\nblue\n", "classnames.txt' has no name in line 2"), ("\n", "is missing or empty")):
         names.write_text(text)
@@ -216,6 +215,6 @@ def test_numbers_in_the_order_of_text(tmp_path, caplog):
         if named:
             (folder / "classnames.txt").write_text("\n".join(map(str, range(11))))
         caplog.clear()
-        OwnClasses(Run(Namespace(zeroshot_data=str(folder), val_frequency=1))).check([])
+        OwnClasses(Namespace(zeroshot_data=str(folder), val_frequency=1)).check_plan([])
         assert [record.message.count("line 3 of classnames.txt") for record in caplog.records] == [1] * told
         assert all("'10', not '2'" in record.message for record in caplog.records)

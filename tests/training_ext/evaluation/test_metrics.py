@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score, f1_score, recall_score
 
-from training_ext.tools.evaluation import metrics
+from training_ext.scoring import metrics
 
 RANDOM = np.random.default_rng(0)
 LABELS = RANDOM.integers(0, 7, 200)

@@ -16,10 +16,9 @@ from safetensors.torch import save_file
 from open_clip_ext import InputError
 from open_clip_ext.evaluate import main as evaluate
 from open_clip_ext.main import main as train
-from training_ext.context import Run
-from training_ext.features.own_classes import OwnClasses
+from training_ext.components.own_classes import OwnClasses
 from training_ext.openclip.loading import warn_once
-from training_ext.tools.evaluation.folders import Shards
+from training_ext.scoring.folders import Shards
 from training_ext.tools.evaluation.models import find_checkpoint
 
 
@@ -101,7 +100,7 @@ def test_classes_of_one_name(long, classes, checkpoints, evalset, tmp_path, capl
         caplog.clear()
         warn_once.cache_clear()
         flags = Namespace(zeroshot_data=str(folder), val_frequency=1, model="ViT-test", cache_dir=None)
-        OwnClasses(Run(Namespace(**vars(flags), force_context_length=None))).check([])
+        OwnClasses(Namespace(**vars(flags), force_context_length=None)).check_plan([])
         assert caplog.messages == [told]
 
 

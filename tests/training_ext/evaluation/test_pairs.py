@@ -1,16 +1,19 @@
 """Retrieval on one's own pairs: a csv, shards and folders give the scores of the task with the same pairs."""
 
 import csv
+import gzip
 import io
 import json
 import math
+import resource
+import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from open_clip_ext.evaluate import main as evaluate
-from training_ext.tools.evaluation.folders import Shards
+from training_ext.scoring.folders import Shards
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,7 @@ def scored(arguments: list[object], out: Path) -> dict:
 
 
 def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_path, capsys):
-    """Also shards with a sample for each caption."""
+    """Also shards with a sample for each caption, compressed ones, and a csv with a name in capitals."""
     given = ["--checkpoint", checkpoints[0]]
     folder = evalset / "wds_evalset-retrieval_test"
     task = scored([*given, "--data", evalset, "--tasks", "evalset/retrieval"], tmp_path / "task.jsonl")["metrics"]
@@ -56,7 +59,11 @@ def test_each_form_has_the_scores_of_the_task(evalset, pairs, checkpoints, tmp_p
         stem.with_suffix(".txt").write_text("\n".join(sample[1].target))
     (own / "README.txt").write_text("no caption")
     shards = f"{folder}/test/{{0..{len(list(folder.glob('test/*.tar'))) - 1}}}.tar"
-    for number, data in enumerate(([pairs, *COLUMNS], [shards], [tmp_path / "pairs.tar"], [own], [folder])):
+    (tmp_path / "pairs.TAR.gz").write_bytes(gzip.compress((tmp_path / "pairs.tar").read_bytes()))
+    shutil.copy(pairs, tmp_path / "PAIRS.CSV")
+    tables = [[path, *COLUMNS] for path in (pairs, tmp_path / "PAIRS.CSV")]
+    tars = [[shards], [tmp_path / "pairs.tar"], [tmp_path / "pairs.TAR.gz"]]
+    for number, data in enumerate((*tables, *tars, [own], [folder])):
         capsys.readouterr()
         line = scored([*given, "--val-data", *data], tmp_path / f"{number}.jsonl")
         assert line["samples"] == 42 and line["key"].startswith("val-data/")
@@ -85,9 +92,18 @@ def test_another_column_is_other_data(pairs, checkpoints, tmp_path, caplog):
 
 def test_the_best_of_interpolated_weights(pairs, checkpoints, tmp_path, capsys):
     given = ["--checkpoint", checkpoints[1], "--interpolate", checkpoints[0], "--val-data", pairs, *COLUMNS]
-    more = ["--alphas", "0,1", "--save-best", tmp_path / "best.pt", "--out", tmp_path / "out", "--device", "cpu"]
-    assert not evaluate([str(one) for one in (*given, *more, "--workers", "0")])
-    assert f"{tmp_path}/best.pt: run/epoch_2@" in capsys.readouterr().out
+    best = tmp_path / "new" / "best.pt"
+    more = ["--alphas", "0,1", "--save-best", best, "--out", tmp_path / "out", "--device", "cpu", "--workers", "0"]
+    assert not evaluate([str(one) for one in (*given, *more)])
+    assert f"{best}: run/epoch_2@" in capsys.readouterr().out
+    best.unlink()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, limits[1]))  # a disk that fills up while the file is written
+    try:
+        assert evaluate([str(one) for one in (*given, *more)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.endswith("the disk or the quota is full; make room\n") and not best.exists()
 
 
 def test_what_is_wrong(evalset, pairs, checkpoints, tmp_path, refused):
@@ -95,6 +111,8 @@ def test_what_is_wrong(evalset, pairs, checkpoints, tmp_path, refused):
     assert "--csv-separator: ';' does not separate 'image,text'" in refused(f"{good} {pairs} --csv-separator ;")
     assert "--val-data: " in refused(f"{good} {tmp_path}/no.csv")
     assert "has neither images with a .txt" in refused(f"{good} {tmp_path}")
+    for name in ("t.parquet", "t.jsonl"):
+        assert f"{name}' is neither a folder, a .csv, " in refused(f"{good} {tmp_path}/{name}")
     assert "no.tar' is not a file on this machine" in refused(f"{good} {tmp_path}/no.tar")
     assert "s3://x/0.tar' is not a file on this machine" in refused(f"{good} s3://x/0.tar")
     assert "is of type classification; give images" in refused(f"{good} {evalset}/wds_evalset-background_test")

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from open_clip_ext import InputError
-from training_ext.tools.evaluation.tasks import DATACOMP, DATACOMP_TASKS, Task, averages, read_tasks
+from training_ext.scoring.tasks import DATACOMP, DATACOMP_TASKS, Task, averages, read_tasks
 
 SCORES = {task.key: index / 100 for index, task in enumerate(DATACOMP_TASKS)}
 

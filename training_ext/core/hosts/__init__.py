@@ -1,8 +1,11 @@
-"""The supported versions of OpenCLIP; `v3` and `v4` have the names that are replaced in each one's loop."""
+"""The supported versions of OpenCLIP; `v3` and `v4` have the names that are replaced in each one's loop,
+and `v3_events` and `v4_events` those that are replaced for hooks of components.
+"""
 
 import importlib
 import importlib.metadata
 from types import ModuleType
+from typing import Any
 
 from open_clip_ext.errors import InputError
 
@@ -43,8 +46,23 @@ def release() -> tuple[int, ...]:
 
 
 def installed() -> ModuleType:
-    """The module with the seams of the installed OpenCLIP; raises as `supported`."""
-    return importlib.import_module(f"{__name__}.{supported()}")
+    """The module with the seams of the installed OpenCLIP.
+
+    Raises:
+        InputError: as `supported`, or its training code cannot be imported.
+    """
+    name = supported()
+    try:
+        host = importlib.import_module(f"{__name__}.{name}")
+        host.main()
+    except ImportError as error:
+        raise InputError(cannot_import(error)) from None
+    return host
+
+
+def events() -> dict[str, Any]:
+    """The seam that is replaced for a hook of a component, by the hook's name."""
+    return importlib.import_module(f"{__name__}.{supported()}_events").EVENTS
 
 
 def supported() -> str:

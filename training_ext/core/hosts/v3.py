@@ -15,10 +15,13 @@ from training_ext.core.hosts.both import IN_MAIN, MAIN, TRAIN, data_parallel, ma
 from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.seam import Seam
 
-__all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
+__all__ = [
+    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
+]
 
 RANGE = range_of("v3")
 HAS_TASKS = False
+SCALE = "scale"  # name of 1 / tau in a logged step
 
 
 def check_flags(args: Namespace) -> None:
@@ -45,6 +48,11 @@ def clamped(original: Callable, run: Any) -> Callable:
         return SimpleNamespace(logit_scale=logit_scale.detach().clone())
 
     return unwrap
+
+
+def without_wrapper(model: Any) -> torch.nn.Module:
+    """The model within the DistributedDataParallel that is evaluated, if any."""
+    return getattr(model, "module", model)
 
 
 TIMM = Seam(

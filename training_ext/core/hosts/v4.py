@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from open_clip.task import CLIPTask, unwrap_model
+from open_clip.task import CLIPTask, get_model_from_task, unwrap_model
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
@@ -16,13 +16,15 @@ from training_ext.core.hosts.both import SEAMS as BOTH
 from training_ext.core.loss import TrainingLoss
 from training_ext.core.seam import Seam
 
-__all__ = ["HAS_TASKS", "RANGE", "SEAMS", "assign_model_rate", "check_flags", "main"]
+__all__ = [
+    "HAS_TASKS", "RANGE", "SCALE", "SEAMS", "assign_model_rate", "check_flags", "main", "without_wrapper",
+]
 
 RANGE = range_of("v4")
 HAS_TASKS = True
-# For other data than images and captions, or captions from elsewhere than the .txt that carries the row; and a frozen
-# model's features, which this task does not compute
-REFUSED = ("audio_zeroshot_dataset", "distill_model", "json_text_key", "text_key", "use_naflex", "variable_text")
+SCALE = "logit_scale"  # name of 1 / tau in a logged step
+# For other data than images and captions, or captions from elsewhere than the .txt that carries the row
+REFUSED = ("audio_zeroshot_dataset", "json_text_key", "text_attention_mask", "text_key", "use_naflex", "variable_text")
 
 
 def check_flags(args: Namespace) -> None:
@@ -40,7 +42,7 @@ class WithoutCompiledLoss(CLIPTask):
     """A task of which torch.compile traces the model alone, since the loss updates state of its own."""
 
     def compile(self, *, target: str = "task", compile_train: bool = True, **kwargs: Any) -> "WithoutCompiledLoss":
-        if target == "model":
+        if target != "task":
             super().compile(target=target, **kwargs)
         elif compile_train:
             kwargs.pop("compile_eval", None)
@@ -51,18 +53,42 @@ class WithoutCompiledLoss(CLIPTask):
 class LossTask(WithoutCompiledLoss):
     """A task of a model and one of this package's losses.
 
+    The loss stays outside of what DistributedDataParallel wraps, FSDP shards and torch.compile traces.
+
     Args:
-        highest_scale: where logit_scale is clamped after a step; None: nowhere.
+        reference: a frozen model whose features the loss also gets, or None.
+        highest_scale: tells where logit_scale is clamped after a step; None: nowhere.
     """
 
-    def __init__(self, model: torch.nn.Module, loss: TrainingLoss, highest_scale: float | None):
+    def __init__(
+        self, model: torch.nn.Module, loss: TrainingLoss, reference: torch.nn.Module | None,
+        highest_scale: Callable[[], float | None],
+    ):
         super().__init__(model, default_loss=False)
         self.loss = loss
+        self.reference = None if reference is None else reference.eval().requires_grad_(False)
         self._highest_scale = highest_scale
 
+    def train(self, mode: bool = True) -> "LossTask":
+        super().train(mode)
+        if self.reference is not None:
+            self.reference.eval()
+        return self
+
+    def training_forward(self, batch: dict[str, torch.Tensor]) -> tuple[dict, dict]:
+        if self.reference is None:
+            return super().training_forward(batch)
+        output = self.trainable_module(**batch)
+        report = self._report(output)
+        with torch.no_grad():
+            output |= {f"dist_{name}": value for name, value in self.reference(**batch).items()}
+        losses = self.loss(**output, output_dict=True)
+        losses["loss"] = sum(losses.values())
+        return losses, report
+
     def clamp_logit_scale(self, *args: Any, **kwargs: Any) -> None:
-        if self._highest_scale is not None:
-            super().clamp_logit_scale(self._highest_scale)
+        if (highest := self._highest_scale()) is not None:
+            super().clamp_logit_scale(highest)
 
 
 def add_to_task(task: Any) -> Any:
@@ -77,10 +103,12 @@ def create_task(original: Callable, run: Any) -> Callable:
     """`create_task` with the run's loss, or OpenCLIP's and those of components."""
 
     def create(args: Any, model: torch.nn.Module, **more: Any) -> Any:
-        if not run.args.uses_ext_loss:
-            task = original(args, model=model, **more)
-            return add_to_task(task) if run.adds_losses else task
-        return LossTask(model, run.create_loss(original, args), run.highest_scale())
+        if run.args.uses_ext_loss:
+            return LossTask(model, run.create_loss(original, args), more.get("dist_model"), run.highest_scale)
+        task = original(args, model=model, **more)
+        clamp = task.clamp_logit_scale
+        task.clamp_logit_scale = lambda *rest: None if run.highest_scale() is None else clamp(*rest)
+        return add_to_task(task) if run.adds_losses else task
 
     return create
 
@@ -91,6 +119,11 @@ def create_optimizer(original: Callable, run: Any) -> Callable:
         return run.prepare_optimizer(original(module, *args, **kwargs), unwrap_model(module))
 
     return create
+
+
+def without_wrapper(model: Any) -> torch.nn.Module:
+    """The model within the task that is evaluated."""
+    return get_model_from_task(model)
 
 
 SEAMS = (

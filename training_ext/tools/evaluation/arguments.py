@@ -10,7 +10,7 @@ import torch.distributed as dist
 from open_clip_train.distributed import init_distributed_device
 
 from open_clip_ext.errors import InputError
-from training_ext.openclip.machine import world_info
+from training_ext.core.plan import world_info
 
 Checked = TypeVar("Checked")
 
@@ -29,12 +29,12 @@ def numbers(
         InputError: one is not of the `kind`, or not `valid`.
     """
     try:
-        found = [kind(part) for part in text.split(",")]
+        values = [kind(part) for part in text.split(",")]
     except ValueError:
-        found = None
-    if found is None or not all(map(valid, found)):
+        values = None
+    if values is None or not all(map(valid, values)):
         raise InputError(f"{text!r} must be {expected}", flag)
-    return found
+    return values
 
 
 @contextmanager
@@ -43,11 +43,11 @@ def checked_by_first(args: Namespace, check: Callable[[], Checked]) -> Iterator[
 
     As in the training, the others wait for it in the process group, so that one line tells what is wrong.
     """
-    found: list[Any] = [check() if world_info()[1] == 0 else None]
+    results: list[Any] = [check() if world_info()[1] == 0 else None]
     device = init_distributed_device(args)
     if args.distributed:
-        dist.broadcast_object_list(found, src=0)
-    yield device, found[0]
+        dist.broadcast_object_list(results, src=0)
+    yield device, results[0]
     if args.distributed:
         dist.barrier()
         dist.destroy_process_group()

@@ -11,14 +11,14 @@ import torch
 from open_clip_ext import MODEL_CONFIGS
 from open_clip_ext.files import whole_file
 from open_clip_ext.retrieval import RECALLS
+from training_ext.scoring.inference import Encoder
+from training_ext.scoring.pictures import write_confusion
+from training_ext.scoring.scores import open_task, score
+from training_ext.scoring.tasks import OWN, OWN_PAIRS, averages, own_task
 from training_ext.tools.evaluation.arguments import Parser, checked_by_first
-from training_ext.tools.evaluation.inference import Encoder
 from training_ext.tools.evaluation.models import load_model
-from training_ext.tools.evaluation.pictures import write_confusion
 from training_ext.tools.evaluation.plan import ALPHAS, LINES, Column, Plan, check, digest_of
 from training_ext.tools.evaluation.results import Row, table
-from training_ext.tools.evaluation.scores import open_task, score
-from training_ext.tools.evaluation.tasks import OWN, OWN_PAIRS, averages, own_task
 
 PROG = "open_clip_ext.evaluate"
 PRECISIONS = ("fp32", "amp", "amp_bf16", "bf16", "fp16", "pure_bf16", "pure_fp16")
@@ -83,8 +83,8 @@ def run(argv: list[str]) -> None:
     with checked_by_first(args, lambda: check(args)) as (device, plan):
         if args.rank == 0:
             logging.getLogger().setLevel(logging.WARNING)
-            for column in plan.columns:
-                os.makedirs(os.path.dirname(column.results.path) or ".", exist_ok=True)
+            for path in (*(column.results.path for column in plan.columns), args.save_best or ""):
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         for column in plan.columns:
             if column.todo:
                 evaluate(args, device, column, plan.folders)
@@ -105,15 +105,15 @@ def evaluate(args: Namespace, device: torch.device, column: Column, folders: Map
         source = open_task(task, folders[task.key], args)
         # Before the files are read, so that a change meanwhile is seen by the next run.
         digest = digest_of(task, source)
-        found = score(encoder, task, source)
-        if found is None:  # not on process 0
+        result = score(encoder, task, source)
+        if result is None:  # not on process 0
             continue
-        column.results.add(Row(task.key, task.name, found.metrics, found.samples, digest))
+        column.results.add(Row(task.key, task.name, result.metrics, result.samples, digest))
         if task.main_metric:
-            print(f"{label}: {task.name}: {100 * found.metrics['main_metric']:.2f}", flush=True)
-        if found.confusion is not None:
+            print(f"{label}: {task.name}: {100 * result.metrics['main_metric']:.2f}", flush=True)
+        if result.confusion is not None:
             path = column.confusion_path(task.name)
-            write_confusion(path, f"{task.name}, {label}", source.classes, found.metrics, found.confusion)
+            write_confusion(path, f"{task.name}, {label}", source.classes, result.metrics, result.confusion)
 
 
 def finish(plan: Plan) -> None:
@@ -132,7 +132,7 @@ def finish(plan: Plan) -> None:
                     f"{label}: {row.name}: accuracy {top1:.2f}, balanced accuracy {balanced:.2f} of {row.samples} "
                     f"images; {column.confusion_path(row.name)}"
                 )
-    print("\n".join(found.path for found in results), flush=True)
+    print("\n".join(result_file.path for result_file in results), flush=True)
 
 
 def recalls(row: Row) -> str:
@@ -149,13 +149,13 @@ def save_best(args: Namespace, plan: Plan) -> None:
     """Save the weights with the highest average of the tasks, or without tasks the best on the user's own data."""
     results = [column.results for column in plan.columns]
     if plan.tasks:
-        name, values = averages(plan.table, plan.tasks, [found.scores() for found in results])[0]
+        name, values = averages(plan.table, plan.tasks, [result_file.scores() for result_file in results])[0]
     elif args.zeroshot_data is not None:
         key, name = own_task(args.zeroshot_data).key, "accuracy"
-        values = [found.rows[key].metrics["acc1"] for found in results]
+        values = [result_file.rows[key].metrics["acc1"] for result_file in results]
     else:
         key, name = own_task(args.val_data, OWN_PAIRS).key, "mean R@1"
-        values = [found.rows[key].metrics["mean_recall@1"] for found in results]
+        values = [result_file.rows[key].metrics["mean_recall@1"] for result_file in results]
     best = plan.columns[values.index(max(values))].checkpoint
     model, _, _ = load_model(best)
     with whole_file(args.save_best) as file:

@@ -17,11 +17,10 @@ from safetensors import safe_open
 
 from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
-from training_ext.components.safe_reading import without_remote_code
 from training_ext.core.patching import replaced
 from training_ext.core.state import CHECKPOINTS, WEIGHTS
 from training_ext.openclip.hosts import taken
-from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_warnings
+from training_ext.openclip.loading import load_mapped, load_verified, one_line, without_remote_code, without_warnings
 
 PARAMS = "params.txt"
 CPU = Namespace(precision="fp32", device="cpu")
@@ -41,7 +40,8 @@ class Checkpoint:
         label: short name for tables, such as `NAME/epoch_3`.
         model: OpenCLIP's name of the model.
         digest: SHA-256 (hex) of the file.
-        has_logit_bias: whether the weights have SigLIP's logit_bias.
+        has_logit_bias: whether the weights, or those of the start, have SigLIP's logit_bias; OpenCLIP takes 0 for one
+            that a file lacks.
         flags: the training's values of `MODEL_FLAGS`, and the preprocessing of the pretrained weights it started from.
         start: the file of weights to interpolate with, or None.
         alpha: share of `path` in every weight, in [0, 1]; the rest is `start`'s.
@@ -74,6 +74,7 @@ def interpolated(end: Checkpoint, path: str, alphas: Sequence[float]) -> list[Ch
     return [
         replace(
             end, start=path, alpha=alpha, label=f"{end.label}@{alpha:g}",
+            has_logit_bias=end.has_logit_bias or start.has_logit_bias,
             digest=f"{alpha!r} of {end.digest}, else {start.digest}",
         )
         for alpha in alphas
@@ -114,15 +115,15 @@ def find_checkpoint(
     name = params.get("model") if model is None else model
     if not isinstance(name, str):
         raise InputError(f"there is no {PARAMS} with the model's name beside {path!r}; give the name", "--model")
-    own = name == params.get("model")
+    is_from_params = name == params.get("model")
     if tag is not None and not is_pretrained_cfg(name.replace("/", "-"), tag):
-        known = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
-        raise InputError(f"{tag!r} is not a tag of {name!r}, which has {known}", "--pretrained")
-    if tag is not None and not (own and params.get("force_quick_gelu")):
+        tags = ", ".join(open_clip.list_pretrained_tags_by_model(name)) or "none"
+        raise InputError(f"{tag!r} is not a tag of {name!r}, which has {tags}", "--pretrained")
+    if tag is not None and not (is_from_params and params.get("force_quick_gelu")):
         warn_of_activation(name, tag)
-    if tag is None and own:
+    if tag is None and is_from_params:
         tag = str(params.get("pretrained"))  # may also be a file or empty
-    flags = {one: params[one] for one in MODEL_FLAGS if own and params.get(one) is not None}
+    flags = {one: params[one] for one in MODEL_FLAGS if is_from_params and params.get(one) is not None}
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 22):
@@ -144,24 +145,24 @@ def preprocessing_of(model: str, tag: str | None) -> dict[str, Any]:
 def warn_of_activation(model: str, tag: str) -> None:
     """Warn if the weights with this tag were trained with another activation than the model has, as OpenCLIP does."""
     weights = get_pretrained_cfg(model.replace("/", "-"), tag) or {}
-    own, theirs = (bool(one.get("quick_gelu")) for one in (open_clip.get_model_config(model) or {}, weights))
-    if own != theirs:
+    quick_gelu, theirs = (bool(one.get("quick_gelu")) for one in (open_clip.get_model_config(model) or {}, weights))
+    if quick_gelu != theirs:
         names = ("GELU", "QuickGELU")
         other = f"{model}-quickgelu" if theirs else model.removesuffix("-quickgelu")
         logging.warning(
-            f"--model: {model!r} has {names[own]} and the weights {tag!r} were trained with {names[theirs]}; unless "
-            f"yours were fine-tuned with {names[own]}, give --model {other}"
+            f"--model: {model!r} has {names[quick_gelu]} and the weights {tag!r} were trained with {names[theirs]}; "
+            f"unless yours were fine-tuned with {names[quick_gelu]}, give --model {other}"
         )
 
 
 def read_params(path: str) -> dict[str, Any]:
     """Parse OpenCLIP's params.txt, lines of `name: value`; {} if it cannot be read."""
-    found: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     try:
         with open(path, encoding="utf-8") as file:
             lines = file.read().splitlines()
     except (OSError, ValueError):
-        return found
+        return params
     for line in lines:
         name, _, text = line.partition(": ")
         try:
@@ -169,8 +170,8 @@ def read_params(path: str) -> dict[str, Any]:
             json.dumps(value)  # what no flag can be, such as a set, stays text
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = text
-        found[name] = value
-    return found
+        params[name] = value
+    return params
 
 
 def names_of_weights(path: str, flag: str) -> list[str]:

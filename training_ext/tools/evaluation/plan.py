@@ -9,13 +9,13 @@ from typing import Any
 
 from open_clip_ext.errors import InputError
 from open_clip_ext.options import flag_of
-from training_ext.openclip.machine import check_device, check_writable
+from training_ext.openclip.machine import check_device, check_room, check_writable
+from training_ext.scoring.folders import Source
+from training_ext.scoring.scores import open_task
+from training_ext.scoring.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 from training_ext.tools.evaluation.arguments import numbers
-from training_ext.tools.evaluation.folders import Source
 from training_ext.tools.evaluation.models import Checkpoint, find_checkpoint, interpolated, load_model
 from training_ext.tools.evaluation.results import Results
-from training_ext.tools.evaluation.scores import open_task
-from training_ext.tools.evaluation.tasks import DATACOMP, OWN, OWN_PAIRS, Task, own_task, read_tasks
 
 LINES = ".jsonl"
 ALPHAS = "0,0.25,0.5,0.75,1"
@@ -74,8 +74,8 @@ def check(args: Namespace) -> Plan:
             raise InputError(f"{value} is out of range; it must be at least {least}", flag_of(setting))
     check_device(Namespace(device=args.device, given_flags={"device"}, no_set_device_rank=False))
     if args.data is args.zeroshot_data is args.val_data is None:
-        what = "is missing, and there is nothing to evaluate on; give it, --zeroshot-data or --val-data"
-        raise InputError(what, "--data")
+        problem = "is missing, and there is nothing to evaluate on; give it, --zeroshot-data or --val-data"
+        raise InputError(problem, "--data")
     if args.data is None and args.tasks:
         raise InputError(
             f"{' '.join(args.tasks)} has no effect without --data; give the folder of the tasks", "--tasks"
@@ -84,8 +84,8 @@ def check(args: Namespace) -> Plan:
     name, tasks, wanted, folders = (DATACOMP, [], [], {}) if args.data is None else find_tasks(args)
     for path, kind in ((args.zeroshot_data, OWN), (args.val_data, OWN_PAIRS)):
         if path is not None:
-            own = own_task(path, kind)
-            wanted, folders = [*wanted, own], folders | {own.key: path}
+            user_task = own_task(path, kind)
+            wanted, folders = [*wanted, user_task], folders | {user_task.key: path}
     for task in wanted:
         source = open_task(task, folders[task.key], args)
         source.warn()
@@ -112,7 +112,9 @@ def find_checkpoints(args: Namespace) -> list[tuple[Checkpoint, str]]:
     checkpoints = [find_checkpoint(path, args.model, args.pretrained) for path in args.checkpoint]
     if args.interpolate is not None:
         checkpoints = interpolated(checkpoints[0], args.interpolate, alphas)
-        load_model(checkpoints[0])  # raises unless both are of the model
+        model, _, _ = load_model(checkpoints[0])  # raises unless both are of the model
+        if args.save_best is not None:
+            check_room("--save-best", args.save_best, sum(weight.nbytes for weight in model.state_dict().values()))
     labels = [one.label for one in checkpoints]
     names = [label.replace("/", "-") + LINES for label in labels]
     if len(set(names)) < len(names):
@@ -160,8 +162,8 @@ def find_tasks(args: Namespace) -> tuple[str, list[Task], list[Task], dict[str, 
     wanted = [task for task in tasks if not args.tasks or task.key in args.tasks or task.name in args.tasks]
     folders = {}
     for task in tasks:
-        if found := task.folder_in(args.data):
-            folders[task.key] = found
+        if folder := task.folder_in(args.data):
+            folders[task.key] = folder
     there = [task for task in wanted if task.key in folders]
     if not there:
         looked_for = f"{wanted[0].folder_names()[0]} for {wanted[0].name}"

@@ -9,7 +9,7 @@ from typing import Any
 from open_clip_ext.errors import InputError
 from open_clip_ext.files import locked_folder, whole_file
 from training_ext.openclip.loading import one_line
-from training_ext.tools.evaluation.tasks import Task, averages
+from training_ext.scoring.tasks import Task, averages
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Results:
                 Row(line["key"], line["dataset"], dict(line["metrics"]), int(line["samples"]), line["data"])
                 for line in lines
             ]
-            others = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
+            differing_fields = {name for line in lines for name, value in self.about.items() if line.get(name) != value}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{self.path!r} is not a file of results: {one_line(error)}", "--out") from None
-        if others:
-            other = f"{self.path!r} has the results of another {', '.join(sorted(others))}"
+        if differing_fields:
+            other = f"{self.path!r} has the results of another {', '.join(sorted(differing_fields))}"
             raise InputError(f"{other}; choose another file, or delete it", "--out")
         return {row.key: row for row in rows}
 
@@ -81,8 +81,8 @@ class Results:
 
     def scores(self) -> dict[str, float]:
         """Scores in [0, 1] by task key, without those that are kept out of the averages."""
-        found = {key: row.metrics.get("main_metric") for key, row in self.rows.items()}
-        return {key: value for key, value in found.items() if value is not None}
+        main_metrics = {key: row.metrics.get("main_metric") for key, row in self.rows.items()}
+        return {key: value for key, value in main_metrics.items() if value is not None}
 
 
 def table(
@@ -99,19 +99,20 @@ def table(
     rows: list[tuple[str, str, str, Sequence[float | None]]] = []
     missing = []
     for task in tasks:
-        if any(task.key in own for own in scores):
+        if any(task.key in task_scores for task_scores in scores):
             samples = next(one.rows[task.key].samples for one in results if task.key in one.rows)
             mark = "" if task.size in (None, samples) else "*"
-            rows.append((task.name, task.main_metric, f"{samples}{mark}", [own.get(task.key) for own in scores]))
+            cells = [task_scores.get(task.key) for task_scores in scores]
+            rows.append((task.name, task.main_metric, f"{samples}{mark}", cells))
         elif task.key not in folders:
             missing.append(f"missing: {task.name} ({task.folder_names()[0]})")
-    means = [(first, "mean", "", values) for first, values in averages(name, tasks, scores)]
-    wide = 2 + max(len(first) for first in [*(first for first, *_ in means), *(task.name for task in tasks)])
+    means = [(title, "mean", "", values) for title, values in averages(name, tasks, scores)]
+    wide = 2 + max(len(title) for title in [*(title for title, *_ in means), *(task.name for task in tasks)])
     width = max(12, *(len(label) + 2 for label in labels))
 
-    def line(first: str, metric: str, samples: str, cells: Sequence[Any]) -> str:
+    def line(title: str, metric: str, samples: str, cells: Sequence[Any]) -> str:
         texts = ("-" if cell is None else cell if isinstance(cell, str) else f"{100 * cell:.2f}" for cell in cells)
-        return f"{first:{wide}}{metric:23}{samples:>9}" + "".join(f"{text:>{width}}" for text in texts)
+        return f"{title:{wide}}{metric:23}{samples:>9}" + "".join(f"{text:>{width}}" for text in texts)
 
     lines = [line("task", "metric", "samples", labels), *(line(*row) for row in rows)]
     if any(samples.endswith("*") for _, _, samples, _ in rows):

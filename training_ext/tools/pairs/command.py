@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 import warnings
 from argparse import Namespace
 from pathlib import Path
 
-from open_clip_ext.errors import InputError
+from open_clip_ext.errors import InputError, fault_of_machine
 from open_clip_ext.files import InUseError, only_user, whole_file
 from training_ext.data.loss import steps_per_epoch
 from training_ext.data.settings import setting_for
@@ -65,8 +66,8 @@ def run(argv: list[str]) -> None:
     """
     args = parse(argv)
     out = Path(args.out)
-    if wrong := why_unfit(args.out):
-        raise InputError(wrong, "--out")
+    if problem := why_unfit(args.out):
+        raise InputError(problem, "--out")
     for source in (*args.sources, *(args.val or ())):
         if out.resolve().is_relative_to(Path(source).resolve()):
             raise InputError(f"{args.out!r} is in the source {source!r}; give a folder outside", "--out")
@@ -89,6 +90,10 @@ def run(argv: list[str]) -> None:
         with only_user(out), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow's, of images
             _write(args, out, train, val, left_out)
+    except OSError as error:
+        if (fault := fault_of_machine(error, out)) is None:
+            raise
+        raise InputError(f"{fault}; with the folder writable again the same command goes on", "--out") from None
     except InUseError as holder:
         raise InputError(f"{args.out!r} is in use by {holder}; let that end, or give another folder", "--out") from None
 
@@ -111,19 +116,21 @@ def _write(args: Namespace, out: Path, train: list[Pair], val: list[Pair], left_
         for name, pairs in (("train", train), ("val", val))
         for number, start in enumerate(range(0, len(pairs), args.per_shard))
     ]
-    content = [(job.file, [(pair.name, pair.captions) for pair in job.pairs]) for job in jobs]
+    content = [(job.file, [(pair.name, pair.captions, pair.file_size()) for pair in job.pairs]) for job in jobs]
     made_of = hashlib.sha256(json.dumps([args.size, content]).encode()).hexdigest()
     report = Report.start(out, made_of, left_out)
     write(out, jobs, report, args.size)
     counts = {name: sum(n for file, n in report.shards.items() if file.startswith(name)) for name in ("train", "val")}
     if not counts["train"]:
+        for name in (*report.shards, REPORT):  # else the same command would not look at the images again
+            os.remove(out / name)
         raise InputError("none of the images can be used: " + " ".join(report.told().split()))
     with whole_file(out / SIZES, text=True) as file:
         json.dump(report.shards, file, indent=1)
     images = []
-    for pair, found in read_images(train[:SHOWN], args.size, {}):
-        if found is not None:
-            image = opened(pair.name, found.data)  # as the model sees it
+    for pair, stored_image in read_images(train[:SHOWN], args.size, {}):
+        if stored_image is not None:
+            image = opened(pair.name, stored_image.data)  # as the model sees it
             image.thumbnail((SHOWN_SIZE, SHOWN_SIZE))
             images.append((image, pair.captions[0]))
     if images:

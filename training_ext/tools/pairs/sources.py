@@ -10,10 +10,12 @@ from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
+import pandas as pd
+
 from open_clip_ext.errors import InputError
 from training_ext.data.captions import is_empty
 from training_ext.data.folder_files import LeftOut
-from training_ext.data.keys import check_columns, open_csv
+from training_ext.data.keys import check_columns, from_folder_of, open_csv
 from training_ext.data.pair_folders import find_pairs, place_of
 
 EMPTY_IMAGE, EMPTY_CAPTION = "lines without image", "images without caption"
@@ -48,8 +50,16 @@ class Pair:
             with open(self.path, "rb") as file:
                 return file.read()
         with _reading:  # once, whatever the number of threads
-            cell = _images(self.path, self.column)[self.row]
-        return cell["bytes"] if isinstance(cell, dict) else cell
+            content = _contents(_images(self.path, self.column)[self.row])
+        assert content is not None  # lines without an image are no pairs
+        return content
+
+    def file_size(self) -> int:
+        """Bytes of the file that has the image; 0 if there is none."""
+        try:
+            return os.path.getsize(self.path)
+        except OSError:
+            return 0
 
     def order(self, seed: int) -> tuple[bytes, bytes]:
         """By which pairs are shuffled; those whose images are in one parquet stay together, since it is read whole."""
@@ -73,46 +83,45 @@ def find_sources(paths: Iterable[str], args: Namespace, flag: str | None, left_o
     pairs: list[Pair] = []
     for path in paths:
         if os.path.isdir(path):
-            found = find_pairs(path, flag)
-            pairs += [Pair(PurePath(os.path.relpath(one, path)).as_posix(), texts, one) for one, texts in found.pairs]
-            for why, names in found.left_out.items():
+            folder_pairs = find_pairs(path, flag)
+            for image, texts in folder_pairs.pairs:
+                pairs.append(Pair(PurePath(os.path.relpath(image, path)).as_posix(), texts, image))
+            for why, names in folder_pairs.left_out.items():
                 left_out.setdefault(why, []).extend(names)
-        elif path.endswith(".parquet"):
+        elif path.lower().endswith(".parquet"):
             pairs += _of_parquet(path, args, flag, left_out)
-        elif path.endswith((".csv", ".tsv")):
+        elif path.lower().endswith((".csv", ".tsv")):
             table = open_csv(args, path, flag)
             captions = ([cell] for cell in table[args.csv_caption_key])
             pairs += _of_table(table[args.csv_img_key], captions, path, left_out)
         else:
-            what = "is no folder, .csv, .tsv or .parquet" if os.path.exists(path) else "does not exist"
-            raise InputError(f"{path!r} {what}", flag)
+            problem = "is no folder, .csv, .tsv or .parquet" if os.path.exists(path) else "does not exist"
+            raise InputError(f"{path!r} {problem}", flag)
     if not pairs:
-        told = ", ".join(f"{len(names)} {why}" for why, names in left_out.items()) or "no image with a .txt beside it"
-        raise InputError(f"there are no pairs: {told}", flag)
+        reasons = ", ".join(f"{len(names)} {why}" for why, names in left_out.items())
+        raise InputError(f"there are no pairs: {reasons or 'no image with a .txt beside it'}", flag)
     by_place: dict[tuple[str, int | None], Pair] = {}
     for pair in pairs:
-        first = by_place.setdefault(pair.place, pair)
-        first.captions.extend(text for text in pair.captions if text not in first.captions)
+        merged_pair = by_place.setdefault(pair.place, pair)
+        merged_pair.captions.extend(text for text in pair.captions if text not in merged_pair.captions)
     return sorted(by_place.values(), key=lambda pair: pair.order(args.seed))
 
 
 def _of_table(
     images: Iterable[Any], captions_of_lines: Iterable[Iterable[Any]], path: str, left_out: LeftOut
 ) -> list[Pair]:
-    """Pairs of lines with paths of images, relative to the working directory as in OpenCLIP, or to the table."""
+    """Pairs of lines with paths of images, which are named from the table's folder if they are below it."""
     captions: dict[str, list[str]] = {}
     for line, (image, cells) in enumerate(zip(images, captions_of_lines, strict=True)):
         if is_empty(image):
             left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, line))
         else:
             captions.setdefault(str(image), []).extend(_texts(cells))
-    beside = os.path.dirname(path)
-    if any(os.path.exists(image) for image in list(captions)[:100]):
-        beside = ""
+    folder = os.path.join(os.path.dirname(path), "")
     for image in [image for image, texts in captions.items() if not texts]:
         left_out.setdefault(EMPTY_CAPTION, []).append(image)
         del captions[image]
-    return [Pair(image, texts, os.path.join(beside, image)) for image, texts in captions.items()]
+    return [Pair(image.removeprefix(folder), texts, image) for image, texts in captions.items()]
 
 
 def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut) -> list[Pair]:
@@ -126,26 +135,31 @@ def _of_parquet(path: str, args: Namespace, flag: str | None, left_out: LeftOut)
         of_images, of_captions = (schema.field(name).type for name in (args.csv_img_key, args.csv_caption_key))
         steps = place_of_text(of_captions)
         if steps is None and not (types.is_integer(of_captions) or types.is_floating(of_captions)):
-            what = f"{path!r} has {str(of_captions)[:100]} in column {args.csv_caption_key!r}"
-            raise InputError(f"{what}; give one of texts, or of lists or structs with one text", "--csv-caption-key")
+            problem = f"{path!r} has {str(of_captions)[:100]} in column {args.csv_caption_key!r}"
+            raise InputError(f"{problem}; give one of texts, or of lists or structs with one text", "--csv-caption-key")
         is_struct = types.is_struct(of_images) and of_images.get_field_index("bytes") >= 0
         holds_images = is_struct or types.is_binary(of_images) or types.is_large_binary(of_images)
         if not holds_images and place_of_text(of_images) != ():
-            what = f"{path!r} has {str(of_images)[:100]} in column {args.csv_img_key!r}"
-            raise InputError(f"{what}; give one of paths, of files' bytes, or of structs with `bytes`", "--csv-img-key")
+            problem = f"{path!r} has {str(of_images)[:100]} in column {args.csv_img_key!r}"
+            expected = "paths, of files' bytes, or of structs with `bytes`"
+            raise InputError(f"{problem}; give one of {expected}", "--csv-img-key")
         captions = [_at(cell, steps or ()) for cell in _cells(path, args.csv_caption_key)]
         images = _images(path, args.csv_img_key)
     except InputError:
         raise
     except Exception as error:  # pyarrow's own kinds
         raise InputError(f"{path!r} cannot be read: {' '.join(str(error).split())[:200]}", flag) from None
+    if is_struct and not any(map(_contents, images)):
+        images, holds_images = [cell and cell.get("path") for cell in images], False
     if not holds_images:
-        return _of_table(images, captions, path, left_out)
+        return _of_table(from_folder_of(path, pd.Series(images, dtype=object)), captions, path, left_out)
     pairs: dict[bytes, Pair] = {}  # by image
     for row, (image, cells) in enumerate(zip(images, captions, strict=True)):
-        if texts := _texts(cells):
-            content = image["bytes"] if isinstance(image, dict) else image
-            key = hashlib.sha256(content or str(row).encode()).digest()
+        content = _contents(image)
+        if not content:
+            left_out.setdefault(EMPTY_IMAGE, []).append(place_of(path, row))
+        elif texts := _texts(cells):
+            key = hashlib.sha256(content).digest()
             pair = Pair(f"{os.path.basename(path)}:{row}", [], path, row, args.csv_img_key)
             pairs.setdefault(key, pair).captions.extend(texts)
         else:
@@ -188,6 +202,11 @@ def _at(cell: Any, steps: Steps) -> Iterator[Any]:
     elif cell is not None:
         for one in cell if steps[0] is None else [cell[steps[0]]]:
             yield from _at(one, steps[1:])
+
+
+def _contents(cell: Any) -> bytes | None:
+    """The image file in a cell of a parquet, which may be a struct with `bytes`; None if it has none."""
+    return cell["bytes"] if isinstance(cell, dict) else cell
 
 
 def _texts(cells: Iterable[Any]) -> list[str]:

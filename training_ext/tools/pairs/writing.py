@@ -45,7 +45,7 @@ class Report:
     """What was written and left out, kept beside the shards as `REPORT`.
 
     Args:
-        made_of: digest of the pairs and the settings.
+        made_of: digest of the settings and the pairs, whose images count by their size in bytes.
         shards: samples of each complete shard.
         file_sizes: bytes of each.
         left_out, changed: by reason, how many and the first of them; changed are those in the shards that reach the
@@ -75,8 +75,8 @@ class Report:
             report = cls(**json.loads((folder / REPORT).read_text(encoding="utf-8")))
             if report.made_of == made_of:
                 return report
-        what = f"{str(folder)!r} has {held[0]}, of other pairs or settings"
-        raise InputError(f"{what}; give another folder, or remove this one", "--out")
+        problem = f"{str(folder)!r} has {held[0]}, of other pairs or settings"
+        raise InputError(f"{problem}; give another folder, or remove this one", "--out")
 
     def add(self, left_out: LeftOut, changed: LeftOut) -> None:
         for entries, added in ((self.left_out, left_out), (self.changed, changed)):
@@ -128,16 +128,16 @@ def _samples(
 ) -> Iterator[dict[str, Any]]:
     """To train on a sample of each image, which has all its captions; to validate one of each caption, as OpenCLIP
     compares pairs."""
-    for place, (pair, found) in enumerate(read_images(job.pairs, size, left_out)):
+    for index, (pair, image) in enumerate(read_images(job.pairs, size, left_out)):
         bar.update()
-        if found is None:
+        if image is None:
             continue
-        for change in found.changes:
+        for change in image.changes:
             changed.setdefault(change, []).append(pair.name)
         fields = json.dumps({"captions": pair.captions, "source": pair.name}).encode()
         for number, caption in enumerate(pair.captions[:1] if job.split == "train" else pair.captions):
-            key = f"{job.number:06d}{place:06d}" + (f"-{number}" if number else "")
-            yield {"__key__": key, found.suffix: found.data, "txt": caption.encode(errors="replace"), "json": fields}
+            key = f"{job.number:06d}{index:06d}" + (f"-{number}" if number else "")
+            yield {"__key__": key, image.suffix: image.data, "txt": caption.encode(errors="replace"), "json": fields}
 
 
 @dataclass(frozen=True)
@@ -163,11 +163,11 @@ def read_images(
     with ThreadPoolExecutor(usable_cores()) as pool:  # Pillow decodes without Python's lock
         for start in range(0, len(pairs), AT_ONCE):
             some = pairs[start : start + AT_ONCE]
-            for pair, found in zip(some, pool.map(read, some), strict=True):
-                if isinstance(found, Exception):
-                    why = OTHER_FORMAT if isinstance(found, OtherFormatError) else UNREADABLE
-                    left_out.setdefault(why, []).append(f"{pair.name} ({one_line(found)})")
-                yield pair, None if isinstance(found, Exception) else found
+            for pair, image in zip(some, pool.map(read, some), strict=True):
+                if isinstance(image, Exception):
+                    why = OTHER_FORMAT if isinstance(image, OtherFormatError) else UNREADABLE
+                    left_out.setdefault(why, []).append(f"{pair.name} ({one_line(image)})")
+                yield pair, None if isinstance(image, Exception) else image
 
 
 class OtherFormatError(Exception):

@@ -75,18 +75,18 @@ def parse(argv: list[str]) -> tuple[Namespace, Namespace]:
     )
     parser.add_argument("--checkpoint", required=True, metavar="PATH", help="a checkpoint of the training")
     group = parser.add_argument_group("the report's own")
-    for own in Report.options:
-        params.add_option(group, own)
-    options, rest = parser.parse_known_args(argv)
-    vars(options).update(vars(Report(**{own.name: getattr(options, own.name) for own in Report.options})))
+    for each in Report.options:
+        params.add_option(group, each)
+    options, training_words = parser.parse_known_args(argv)
+    vars(options).update(vars(Report(**{each.name: getattr(options, each.name) for each in Report.options})))
     if options.batch_sizes:
         options.batch_sizes = sorted(numbers(options.batch_sizes, int, "--batch-sizes", "integers such as 64,256"))
     if options.taus:
         expected = "numbers from 0.001 to 10 such as 0.02,0.05"
         options.taus = sorted(numbers(options.taus, float, "--taus", expected, lambda tau: 1e-3 <= tau <= 10))
     options.out = options.out or default_folder(options.checkpoint)
-    args = params.parse_args(training_flags(options.checkpoint, rest))
-    check_data_of_recipe(args, rest)
+    args = params.parse_args(training_flags(options.checkpoint, training_words))
+    check_data_of_recipe(args, training_words)
     if args.dry_run:
         raise InputError("the report has no dry run; leave the flag out", "--dry-run")
     return options, args

@@ -98,10 +98,10 @@ def embed(model: torch.nn.Module, source: Source, folder: str, num_rows: int, ar
     Raises:
         InputError: an embedding is not finite.
     """
-    own = range(args.rank, -(-num_rows // BLOCK_ROWS), args.world_size)
+    block_numbers = range(args.rank, -(-num_rows // BLOCK_ROWS), args.world_size)
     blocks = {
         block: range(block * BLOCK_ROWS, min((block + 1) * BLOCK_ROWS, num_rows))
-        for block in own if not is_whole(path_of(folder, block))
+        for block in block_numbers if not is_whole(path_of(folder, block))
     }
     workers = min(args.workers, len(blocks))
     loader = DataLoader(Blocks(source, blocks, args.batch_size), batch_size=None, num_workers=workers, collate_fn=_same)
@@ -148,22 +148,22 @@ def read(folder: str, num_rows: int) -> Embedded:
     Raises:
         InputError: a block is missing, or fewer than 2 rows could be read.
     """
-    found, rows = Embedded(), []
+    embedded, rows = Embedded(), []
     for path in (path_of(folder, block) for block in range(-(-num_rows // BLOCK_ROWS))):
         try:
             with safe_open(path, framework="pt") as file:
-                found.problem = found.problem or file.metadata()[PROBLEM] or None
+                embedded.problem = embedded.problem or file.metadata()[PROBLEM] or None
                 rows.append(file.get_tensor("rows"))
                 if len(rows[-1]):
-                    found.image.append(file.get_tensor("image"))
-                    found.text.append(file.get_tensor("text"))
+                    embedded.image.append(file.get_tensor("image"))
+                    embedded.text.append(file.get_tensor("text"))
         except (OSError, SafetensorError) as error:
             why = f"{path!r} cannot be read: {' '.join(str(error).split())}"
             raise InputError(f"{why}; give a folder that every process sees", "--out") from None
-    found.rows = torch.cat(rows)
-    if len(found.rows) < 2:
+    embedded.rows = torch.cat(rows)
+    if len(embedded.rows) < 2:
         raise InputError(
-            f"{len(found.rows)} of {num_rows} rows can be read, 2 are needed; the first problem: {found.problem}",
+            f"{len(embedded.rows)} of {num_rows} rows can be read, 2 are needed; the first problem: {embedded.problem}",
             "--train-data",
         )
-    return found
+    return embedded

@@ -18,14 +18,17 @@ from open_clip_ext.distributed import plain_name
 from open_clip_ext.errors import InputError
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.recovery import digest_of
-from training_ext.data import checkpoint, row_folders
+from training_ext import launch
+from training_ext.components.summary import has_report
+from training_ext.core.plan import global_batch, trains
+from training_ext.core.state import INSTEAD, entry_of
+from training_ext.data import row_folders
 from training_ext.data.loss import build_loss
-from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index, trains
+from training_ext.data.rows import DataRows, find_rows, kind_of, needs_index
 from training_ext.data.shards import Shards, find_shards, local_path, shard_urls
-from training_ext.features.summary import has_report
 from training_ext.flags.recipes import RECIPE
 from training_ext.openclip.loading import load_checkpoint
-from training_ext.openclip.machine import check_device, check_writable, global_batch
+from training_ext.openclip.machine import check_device, check_writable
 from training_ext.tools.evaluation.models import MODEL_FLAGS, Checkpoint, experiment_of, load_model, preprocessing_of
 
 BATCH_SIZES = (64, 256, 1024)
@@ -38,7 +41,7 @@ class Saved:
     Args:
         path: its file.
         weights: the model's, by parameter name without the prefixes of wrappers such as DDP.
-        entry: what `training_ext.data.checkpoint` added, or None.
+        entry: what `training_ext.core.state` added, or None.
         epoch: number of completed epochs, or None if the file does not say.
     """
 
@@ -62,7 +65,7 @@ class Saved:
         weights = {plain_name(name): value for name, value in weights.items() if isinstance(name, str)}
         if "logit_scale" not in weights:
             raise InputError(f"{path!r} has no CLIP model", "--checkpoint")
-        return cls(path, weights, checkpoint.take_entry(content), content.get("epoch"))
+        return cls(path, weights, entry_of(content), content.get("epoch"))
 
     @property
     def tau(self) -> float:
@@ -87,7 +90,7 @@ class Saved:
         args.given_settings.pop("npn_split", None)
         loss = build_loss(args, rows.num_rows, args.device)
         assert isinstance(loss, GlobalContrastiveLoss) and self.entry is not None
-        folder = row_folders.folder_of(self.path, self.entry.get("rows"), "--checkpoint")
+        folder = row_folders.folder_of(self.path, row_folders.rows_folder_of(self.entry), "--checkpoint")
         row_folders.load_state(loss, self.entry["state"], folder, self.path, "--checkpoint")
         loss.set_epoch(math.ceil(args.epochs_before) + (self.epoch or 0))
         return loss.eval()
@@ -125,11 +128,11 @@ class Data:
         The digest by which a training resumes has neither: there moved images and repaired shards are the same data.
         """
         # Of a csv a plain name is taken as it is; a URL such as file:/data/0.tar names a file, too.
-        given = args.train_data or ""
-        plain = given if os.path.exists(given) else local_path(given)
+        train_data = args.train_data or ""
+        plain = train_data if os.path.exists(train_data) else local_path(train_data)
         paths = [plain] if self.shards is None else map(local_path, self.shards.urls)
-        found = [os.stat(path) for path in paths if path and os.path.exists(path)]
-        return [[file.st_size, file.st_mtime_ns] for file in found]
+        stats = [os.stat(path) for path in paths if path and os.path.exists(path)]
+        return [[file.st_size, file.st_mtime_ns] for file in stats]
 
 
 def batch_sizes(options: Namespace, args: Namespace, num_rows: int) -> list[int]:
@@ -156,7 +159,7 @@ def check(options: Namespace, args: Namespace) -> Data:
     if args.uses_ext_loss and not has_report(args):
         raise InputError(
             f"the normalizers of this training with {args.loss!r} are not sums over all pairs, as with amorlip, "
-            "--reference-gap, --same-key and --same-caption; give a checkpoint of another",
+            "--reference-gap, --same-key, --same-caption and --positives; give a checkpoint of another",
             "--checkpoint",
         )
     if args.batch_size < 1:
@@ -167,23 +170,29 @@ def check(options: Namespace, args: Namespace) -> Data:
             f"{saved.path!r} has weights only, without the state of --loss {args.loss}; give a file of checkpoints/",
             "--checkpoint",
         )
-    instead = "repeat the flags of its training"
-    checkpoint.check_entry(saved.entry, saved.path, args, data.rows, flag="--checkpoint", instead=instead)
+    run = launch.build(args)
+    run.data.rows = data.rows
+    try:
+        run.state.check_entry(saved.path, saved.entry)
+    except InputError as error:
+        flag = "--checkpoint" if error.argument == "--resume" else error.argument
+        raise InputError(error.text.replace(INSTEAD, "repeat the flags of its training"), flag) from None
     if saved.entry is not None:
-        row_folders.check(saved.path, saved.entry.get("rows"), saved.entry["state"], "--checkpoint")
+        row_folders.check(saved.path, row_folders.rows_folder_of(saved.entry), saved.entry["state"], "--checkpoint")
     batch_sizes(options, args, data.num_rows)
     return data
 
 
 def embeddings_digest(args: Namespace, data: Data, saved: Saved, transform: Any) -> str:
     """Digest of all that the embeddings depend on, 16 hex digits; not of the images of a csv."""
-    captions = ("captions_field", "several_captions", "csv_img_key", "csv_caption_key")
+    several = ("captions_field", "several_captions", "json_text_key_probs")  # among which the seed draws
+    captions = (*several, "json_text_key", "csv_img_key", "csv_caption_key")
     key = {
         "weights": digest_of(saved.weights),
         "data": data.rows.digest if data.shards is None else data.shards.digest,
         "files": data.files(args),
         "flags": {name: getattr(args, name, None) for name in ("model", "precision", *MODEL_FLAGS, *captions)},
-        "seed": args.seed if args.captions_field or args.several_captions else None,  # which draws among several
+        "seed": args.seed if any(getattr(args, name, None) for name in several) else None,
         # In words: before OpenCLIP 3.3 it contains a function, with its address.
         "transform": re.sub(r" at 0x[0-9a-f]+", "", str(transform)),
     }
@@ -195,21 +204,21 @@ def default_folder(path: str) -> str:
     return os.path.join(experiment_of(path), "normalizers", os.path.splitext(os.path.basename(path))[0])
 
 
-def training_flags(path: str, given: list[str]) -> list[str]:
-    """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then the flags `given`, which override it.
+def training_flags(path: str, command_line: list[str]) -> list[str]:
+    """`--recipe` with the recipe.yaml of the run that wrote a checkpoint, then `command_line`, which overrides it.
 
-    With --model, --loss or --recipe among `given`, or without a recipe.yaml, `given` alone.
+    With --model, --loss or --recipe among `command_line`, or without a recipe.yaml, `command_line` alone.
     """
-    flags = {word.partition("=")[0] for word in given}
+    flags = {word.partition("=")[0] for word in command_line}
     recipe = os.path.join(experiment_of(path), RECIPE)
     if flags & {"--model", "--loss", "--recipe"} or not os.path.exists(recipe):
-        return given
-    return ["--recipe", recipe, *given]
+        return command_line
+    return ["--recipe", recipe, *command_line]
 
 
-def check_data_of_recipe(args: Namespace, given: list[str]) -> None:
+def check_data_of_recipe(args: Namespace, command_line: list[str]) -> None:
     """Raise InputError for remote train data from a recipe.yaml that the user did not name: a shell opens URLs."""
-    if args.recipe in given or args.recipe is None or "train_data" not in args.recipe_flags:
+    if args.recipe in command_line or args.recipe is None or "train_data" not in args.recipe_flags:
         return
     urls = shard_urls(args.train_data) if kind_of(args, args.train_data) == "webdataset" else [args.train_data]
     if None in map(local_path, [*args.train_data.split("::"), *urls]):

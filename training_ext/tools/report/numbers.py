@@ -21,7 +21,7 @@ from tqdm import tqdm
 from open_clip_ext.diagnostics import exact
 from open_clip_ext.losses import GlobalContrastiveLoss
 from open_clip_ext.normalizers import BatchNormalizer
-from training_ext.openclip.machine import global_batch
+from training_ext.core.plan import global_batch
 from training_ext.tools.report.embeddings import Embedded
 from training_ext.tools.report.inputs import Saved, batch_sizes
 from training_ext.tools.report.objective import Objective
@@ -62,18 +62,18 @@ def compare(
     objective = Objective(loss, embedded, torch.tensor(saved.tau, dtype=torch.float32, device=args.device))
     true = in_parts(objective.exact, places, args, "Exact")
     trained_with = min(max(global_batch(args), 2), num_read)
-    own = None if loss is None or isinstance(loss.normalizer, BatchNormalizer) else loss
+    global_loss = None if loss is None or isinstance(loss.normalizer, BatchNormalizer) else loss
     minibatch = {
         size: in_parts(
             partial(objective.minibatch, batch_size=size, seed=options.report_seed), places, args,
             f"Batches of {size}", unit=exact.group_size(size),
         )
-        for size in sorted({*sizes, *([] if own is None else [trained_with])})
+        for size in sorted({*sizes, *([] if global_loss is None else [trained_with])})
     }
     estimates = {f"batch of {size}": minibatch[size] for size in sizes}
-    if own is not None:
-        alpha = objective.estimates(own, places, minibatch[trained_with], trained_with)
-        estimates = {own.normalizer.name: alpha, **estimates}
+    if global_loss is not None:
+        alpha = objective.estimates(global_loss, places, minibatch[trained_with], trained_with)
+        estimates = {global_loss.normalizer.name: alpha, **estimates}
     tau, surrogate = objective.tau_of(places).cpu(), objective.surrogate
     summary = {
         "checkpoint": os.path.abspath(options.checkpoint),
@@ -114,20 +114,20 @@ def resting_rho(exact_at: Callable[..., Tensor], tau: float) -> float:
 
 
 def in_parts(
-    function: Callable, places: Tensor, args: Namespace, what: str, unit: int = 1, **more: Any
+    function: Callable, places: Tensor, args: Namespace, label: str, unit: int = 1, **more: Any
 ) -> Tensor:
     """Apply a function of `Objective` to all anchors, divided over processes; (2, k) float64 on the CPU.
 
     Args:
-        what: label of the progress bar.
+        label: label of the progress bar.
         unit: number of consecutive anchors that one process must compute together.
     """
     units = math.ceil(len(places) / unit)
     start, stop = (unit * (units * rank // args.world_size) for rank in (args.rank, args.rank + 1))
-    own, values = places[start:stop], torch.empty(2, 0, dtype=torch.float64)
-    if len(own):
-        with tqdm(total=len(own), desc=what, unit=" anchors", unit_scale=True, disable=args.rank != 0) as bar:
-            values = function(own, progress=bar.update, **more).cpu()
+    local_places, values = places[start:stop], torch.empty(2, 0, dtype=torch.float64)
+    if len(local_places):
+        with tqdm(total=len(local_places), desc=label, unit=" anchors", unit_scale=True, disable=args.rank != 0) as bar:
+            values = function(local_places, progress=bar.update, **more).cpu()
     if not args.distributed:
         return values
     parts: list[Any] = [None] * args.world_size
@@ -154,9 +154,9 @@ def errors(estimate: Tensor, true: Tensor) -> dict[str, Any]:
 
 
 def error_of(difference: Tensor) -> dict[str, Any]:
-    known = difference[~difference.isnan()]
-    counts = {"anchors": len(known), "without_estimate": len(difference) - len(known)}
-    if len(known) == 0:
+    estimated = difference[~difference.isnan()]
+    counts = {"anchors": len(estimated), "without_estimate": len(difference) - len(estimated)}
+    if len(estimated) == 0:
         return {**counts, "mse": None, "bias": None, "spread": None}
-    shape = mean_and_std(known)
-    return {**counts, "mse": known.square().mean().item(), "bias": shape["mean"], "spread": shape["std"]}
+    shape = mean_and_std(estimated)
+    return {**counts, "mse": estimated.square().mean().item(), "bias": shape["mean"], "spread": shape["std"]}

@@ -43,8 +43,8 @@ class Objective:
         self.tau = tau
         if loss is not None:
             parts: list[Tensor] = []
-            for first, (images, texts) in self.pairs.chunks(AT_ONCE):
-                batch = Batch.of_process(images, texts, tau, self.index[first : first + len(images)].to(tau.device))
+            for start, (images, texts) in self.pairs.chunks(AT_ONCE):
+                batch = Batch.of_process(images, texts, tau, self.index[start : start + len(images)].to(tau.device))
                 parts.append(loss.temperature.taus(tau, loss.temperature.lookup(batch)))
                 if parts[0].dim() == 0:
                     break
@@ -67,11 +67,11 @@ class Objective:
         return self._compute(exact.minibatch_log_normalizers, places, self.tau_of(places), more)
 
     def _compute(self, function: Callable, places: Tensor, tau: Tensor, more: dict[str, Any]) -> Tensor:
-        found = function(
+        log_means = function(
             *self.blocks, places, tau, surrogate=self.surrogate, eps=self.eps, device=self.tau.device,
             intra_modal=self.loss is not None and self.loss.intra_modal, **more,
         )
-        return log_mean_of_directions(found) if self.loss is not None and self.loss.one_per_pair else found
+        return log_mean_of_directions(log_means) if self.loss is not None and self.loss.one_per_pair else log_means
 
     @torch.no_grad()
     def estimates(self, loss: GlobalContrastiveLoss, places: Tensor, minibatch: Tensor, batch_size: int) -> Tensor:
@@ -88,17 +88,17 @@ class Objective:
             queued, step = nearest_pairs(self.pairs, images, texts), min(step, batch_size)
         parts = []
         with full_precision():
-            for some, own in zip(places.split(step), minibatch.split(step, dim=1), strict=True):
+            for some, log_batch in zip(places.split(step), minibatch.split(step, dim=1), strict=True):
                 if queued is not None and isinstance(loss.normalizer, Queue):
                     normalizer = queue_without(loss.normalizer, torch.isin(queued, some))
-                own = own.to(self.tau)
+                log_batch = log_batch.to(self.tau)
                 image, text = self.pairs.take(some)
-                index, nothing = self.index[some].to(self.tau.device), own.new_full(own.shape, math.nan)
+                index, nothing = self.index[some].to(self.tau.device), log_batch.new_full(log_batch.shape, math.nan)
                 batch = Batch.of_process(image, text, self.tau_of(some), index, nothing)
                 alone = normalizer(batch)  # NaN where it uses the batch's own estimate, beside one of its own or not
-                batch.all_log_batch = own
+                batch.all_log_batch = log_batch
                 alpha = normalizer(batch)
-                parts.append(alpha.where((alpha != own) | ~alone.isnan(), math.nan).double().cpu())
+                parts.append(alpha.where((alpha != log_batch) | ~alone.isnan(), math.nan).double().cpu())
         return torch.cat(parts, dim=1)
 
 
@@ -111,9 +111,9 @@ def nearest_pairs(pairs: Pairs, images: Tensor, texts: Tensor, chunk_mib: float 
     best = torch.full((len(images),), -math.inf, device=pairs.device)
     nearest = torch.zeros(len(images), dtype=torch.int64, device=pairs.device)
     with full_precision():
-        for first, columns in pairs.chunks(exact.block_width(chunk_mib, len(images))):
-            highest, place = torch.addmm(images @ columns[0].T, texts, columns[1].T).max(dim=1)
-            nearest = torch.where(highest > best, place + first, nearest)
+        for start, columns in pairs.chunks(exact.block_width(chunk_mib, len(images))):
+            highest, column = torch.addmm(images @ columns[0].T, texts, columns[1].T).max(dim=1)
+            nearest = torch.where(highest > best, column + start, nearest)
             best = torch.maximum(best, highest)
     return nearest.cpu()
 
@@ -124,9 +124,9 @@ def queue_without(queue: Queue, left_out: Tensor) -> Queue:
     As in a training step, the pairs of the step's own batch are no negatives: with an anchor's own positive among them
     no log-normalizer could be below -log m.
     """
-    kept = queue.ring.rows[:, : queue.ring.active][:, ~left_out.to(queue.ring.rows.device)]
-    smaller = Queue(queue_size=max(1, kept.shape[1]), eps=queue.eps, surrogate=queue.surrogate)
-    smaller.materialize(kept.shape[2], kept.device, kept.dtype)
-    smaller.ring.rows[:, : kept.shape[1]] = kept
-    smaller.ring.active = kept.shape[1]
+    rows = queue.ring.rows[:, : queue.ring.active][:, ~left_out.to(queue.ring.rows.device)]
+    smaller = Queue(queue_size=max(1, rows.shape[1]), eps=queue.eps, surrogate=queue.surrogate)
+    smaller.materialize(rows.shape[2], rows.device, rows.dtype)
+    smaller.ring.rows[:, : rows.shape[1]] = rows
+    smaller.ring.active = rows.shape[1]
     return smaller.eval()

@@ -34,15 +34,15 @@ def draw(file: IO[bytes], result: Result) -> None:
     names = [estimator["name"] for estimator in result.summary["estimators"] if estimator["both"]["anchors"]]
     if names:
         estimate = result.values[names[0]]
-        known = ~estimate.isnan()
-        true, given = result.values["exact"][known], estimate[known]
-        low, high = (float(f(torch.cat([true, given]))) for f in (torch.min, torch.max))
+        has_estimate = ~estimate.isnan()
+        true, predicted = result.values["exact"][has_estimate], estimate[has_estimate]
+        low, high = (float(f(torch.cat([true, predicted]))) for f in (torch.min, torch.max))
         margin = 0.03 * (high - low) or 0.5
         limits = (low - margin, high + margin)
-        *_, shown = axis.hist2d(
-            true.numpy(), given.numpy(), bins=80, range=[limits, limits], cmin=1, norm="log", cmap="viridis_r"
+        *_, histogram = axis.hist2d(
+            true.numpy(), predicted.numpy(), bins=80, range=[limits, limits], cmin=1, norm="log", cmap="viridis_r"
         )
-        figure.colorbar(shown, ax=axis, label="anchors")
+        figure.colorbar(histogram, ax=axis, label="anchors", format="{x:,.0f}")
         axis.plot(limits, limits, color="black", linewidth=1, linestyle="--")
         axis.set(xlabel="true log-normalizer", ylabel=f"estimate: {names[0]}", aspect="equal")
         axis.grid(color="#d9d9d9", linewidth=0.6)
@@ -53,12 +53,13 @@ def draw(file: IO[bytes], result: Result) -> None:
 
 def title(summary: dict[str, Any]) -> str:
     tau = summary["tau"]
-    shown = f"tau = {tau:.4g}" if isinstance(tau, float) else "tau = " + ", ".join(
+    temperature = f"tau = {tau:.4g}" if isinstance(tau, float) else "tau = " + ", ".join(
         f"{tau[side]['mean']:.3g} ± {tau[side]['std']:.2g} ({side}s)" for side in SIDES
     )
     epoch = "" if summary["epoch"] is None else f" after epoch {summary['epoch']}"
     rows = summary["rows"] - summary["rows_left_out"]
-    return f"Log-normalizers of {summary['loss']}{epoch}: n = {rows:,}, {summary['anchors']:,} anchors a side, {shown}"
+    anchors = f"{summary['anchors']:,} anchors a side"
+    return f"Log-normalizers of {summary['loss']}{epoch}: n = {rows:,}, {anchors}, {temperature}"
 
 
 def table(result: Result, folder: str) -> str:
@@ -77,6 +78,6 @@ def table(result: Result, folder: str) -> str:
         if missing := estimator["both"]["without_estimate"]:
             lines.append(f"{'':16}{missing} of {2 * summary['anchors']} have no estimate yet and are left out")
     if "rho_of_tau" in summary:
-        held = ", ".join(f"{one['tau']:g} with {one['rho']:.2f}" for one in summary["rho_of_tau"])
-        lines.append(f"A learned temperature would rest at tau {held} as --rho")
+        lines += ["", "A learned temperature rests at", f"{'tau':>8}{'with --rho':>14}"]
+        lines += [*(f"{one['tau']:8g}{one['rho']:14.2f}" for one in summary["rho_of_tau"]), ""]
     return "\n".join([*lines, summary["verdict"], os.path.join(folder, REPORT)])

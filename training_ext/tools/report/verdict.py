@@ -21,13 +21,13 @@ def verdict(summary: dict[str, Any]) -> str:
     Args:
         summary: as `numbers.compare` fills it, up to the errors of the estimators.
     """
-    found = {estimator["name"]: estimator["both"]["mse"] for estimator in summary["estimators"]}
-    batches = {int(name.removeprefix("batch of ")): mse for name, mse in found.items() if name.startswith("batch of ")}
+    errors = {estimator["name"]: estimator["both"]["mse"] for estimator in summary["estimators"]}
+    batches = {int(name.removeprefix("batch of ")): mse for name, mse in errors.items() if name.startswith("batch of ")}
     name = summary["normalizer"]
-    if name not in found:
-        shown = ", ".join(f"a batch of {size:,} is {off(mse)}" for size, mse in batches.items())
-        return f"Verdict: nothing is estimated beyond the batch; {shown or 'no batch was compared'}"
-    mse = found[name]
+    if name not in errors:
+        batch_errors = ", ".join(f"a batch of {size:,} is {off(mse)}" for size, mse in batches.items())
+        return f"Verdict: nothing is estimated beyond the batch; {batch_errors or 'no batch was compared'}"
+    mse = errors[name]
     if mse is None:
         return f"Verdict: the {name} normalizer has no estimates yet; train on"
     mixing = summary["mixing"]
@@ -46,8 +46,8 @@ def worth(mse: float, batches: dict[int, float], normalizer: str) -> str:
         return "no batch was compared"
     sizes = sorted(batches)
     if mse > batches[sizes[0]]:
-        instead = INSTEAD.get(normalizer, "take another --normalizer")
-        return f"worse than a batch of {sizes[0]:,}: {instead}, or raise --mixing"
+        remedy = INSTEAD.get(normalizer, "take another --normalizer")
+        return f"worse than a batch of {sizes[0]:,}: {remedy}, or raise --mixing"
     if mse <= batches[sizes[-1]]:
         return f"worth more than a batch of {sizes[-1]:,}, the largest compared ({GOOD})"
     least = np.minimum.accumulate([max(batches[size], 1e-12) for size in sizes])  # 0 for a batch of all rows

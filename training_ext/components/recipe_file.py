@@ -1,0 +1,47 @@
+"""The recipe of a run in its folder, and what it changes in that of the run that it resumes."""
+
+import logging
+import os
+from argparse import Namespace
+from typing import Any
+
+from training_ext.core.component import Component
+from training_ext.flags import recipes
+
+
+class RecipeFile(Component):
+    """Writes the recipe on process 0; one that is there stays until the first save, since every checkpoint is of it
+    until then."""
+
+    name = "recipe_file"
+
+    def __init__(self, args: Namespace):
+        super().__init__(args)
+        self._flags = recipes.resolved_flags(args) if args.loss is not None else {}  # before OpenCLIP adds to them
+        self._before: recipes.Recipe | None = None
+        self._recipe: dict[str, Any] | None = None  # to be written
+
+    def wanted(self) -> bool:
+        return self.args.loss is not None
+
+    def saving(self) -> None:
+        self._write()
+
+    def check_state(self, state: dict[str, Any], path: str) -> None:
+        self._before = recipes.with_checkpoint(path)
+
+    def data_built(self, data: dict[str, Any]) -> None:
+        if not self.plan.is_first or self.training.state.done >= self.args.epochs:
+            return
+        rows = self.training.data.rows
+        samples = self.args.train_num_samples if rows is None else rows.num_rows
+        self._recipe = recipes.of_run(self.args, self._flags, samples)
+        if self._before is not None and (changed := recipes.changes(self._before, self._recipe, self.args)):
+            logging.warning(f"Changed since the checkpoint: {changed}")
+        if self._before is None or not os.path.exists(os.path.join(self.plan.folder or "", recipes.RECIPE)):
+            self._write()
+
+    def _write(self) -> None:
+        if self._recipe is not None and self.plan.folder is not None:
+            recipes.save(self.plan.folder, self._recipe)
+        self._recipe = None

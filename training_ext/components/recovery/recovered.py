@@ -1,0 +1,111 @@
+"""The file of recovered optimizer statistics: `--osr-save`, `--osr-load`, and that of an interrupted recovery.
+
+It has tensors, numbers and strings, by parameter name, so it does not depend on the number of processes.
+"""
+
+import os
+from argparse import Namespace
+from math import ceil
+from typing import Any
+
+import torch
+
+from open_clip_ext import factory
+from open_clip_ext.errors import InputError
+from open_clip_ext.options import flag_of
+from open_clip_ext.surrogates import Identity
+from training_ext.core.files import atomic_save
+from training_ext.core.state import state_options
+from training_ext.data.row_folders import MARK, remove_unnamed
+from training_ext.data.rows import DataRows, needs_index
+from training_ext.openclip.loading import load_verified, one_line
+
+KIND = "open_clip_ext statistics recovery"
+FORMAT, IN_FILES = 1, 2  # IN_FILES: the rows per sample are in a folder beside the file, see `row_folders`
+SURROGATE = Identity.name  # of the recovery (TuneCLIP, Algorithm 1)
+# With these flags a model of the same name and weights is another one.
+FORCED = ("force_quick_gelu", "force_custom_text", "force_patch_dropout", "force_image_size", "force_context_length")
+
+
+def identity(args: Namespace, rows: DataRows | None) -> dict[str, Any]:
+    """What the statistics belong to, from the command line: model, data if known, loss and optimizer, as text.
+
+    The margin, learning rates and schedules are left out, so that they can be swept over the same statistics.
+    """
+    names = (*factory.PARTS, *(option.name for option in state_options(args)))
+    parts = [name for name in names if getattr(args, name) is not None]
+    data: dict[str, str] = {}
+    if rows is not None:
+        data["data"] = f"{rows.num_rows} rows, digest {(rows.captions or rows.digest)[:16]}"
+        if rows.listing is not None and not needs_index(args):  # n may be the length of an epoch
+            data["data"] = f"shards, digest {rows.listing[:16]}"
+        if rows.captions is not None:
+            data["set of image paths"] = f"digest {rows.digest[:16]}"
+    forced = [f"{flag_of(name)} {getattr(args, name)}" for name in FORCED if getattr(args, name)]
+    return {
+        "model": " ".join([args.model.rstrip("/").rpartition("/")[2], *forced]),  # without the folder of a local model
+        **data,
+        "loss": " ".join([args.loss, *(f"{flag_of(name)} {getattr(args, name)}" for name in parts)]),
+        "optimizer": f"{args.opt} with betas {args.beta1}, {args.beta2}",
+    }
+
+
+def save(path: str, content: dict[str, Any]) -> None:
+    """Write `content` to `path`, complete or not at all, and remove the folders of rows of the file it replaces."""
+    version = FORMAT if content["rows"] is None else IN_FILES
+    atomic_save(torch.save, {"kind": KIND, "format": version, **content}, path)
+    remove_folders(path)
+
+
+def remove_folders(path: str) -> None:
+    """Remove the folders of rows of earlier files at `path`, except that of the present file."""
+    remove_unnamed(os.path.dirname(path) or ".", [path], begin=f"{os.path.basename(path)}{MARK}")
+
+
+def read(path: str, flag: str = "--osr-load") -> dict[str, Any]:
+    """Read the file; its tensors stay on disk until they are used.
+
+    Raises:
+        InputError: the file is missing, damaged, not one of recovered statistics, or, for --osr-load, not complete.
+    """
+    try:
+        content = load_verified(path)
+    except (FileNotFoundError, IsADirectoryError):
+        raise InputError(
+            f"there is no file {path!r}; to resume a training that began with it, give its --osr-epochs instead", flag
+        ) from None
+    except Exception as error:
+        raise InputError(f"{path!r} cannot be read: {one_line(error)}", flag) from None
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        raise InputError(f"{path!r} was not written by --osr-save", flag)
+    if content["format"] not in (FORMAT, IN_FILES):
+        age = "a newer" if content["format"] > IN_FILES else "an older"
+        raise InputError(f"{path!r} was written by {age} open_clip_ext (format {content['format']})", flag)
+    done, epochs = content["done"], ceil(content["epochs"])
+    if flag == "--osr-load" and (done < epochs or content.get("position") is not None):
+        raise InputError(
+            f"{path!r} is of an interrupted recovery (epoch {done} of {epochs}); finish that run with "
+            "--resume latest, and load what it saves with --osr-save",
+            flag,
+        )
+    return content
+
+
+def is_same(path: str, content: dict[str, Any]) -> bool:
+    """Whether `path` is a file of the recovery that `content` is of, perhaps of another of its epochs."""
+    try:
+        other = read(path, "--osr-save")
+    except InputError:
+        return False
+    return all(other.get(name) == content.get(name) for name in ("identity", "epochs", "surrogate"))
+
+
+def check(content: dict[str, Any], own: dict[str, Any], path: str, flag: str = "--osr-load") -> None:
+    """Raise InputError unless the statistics have the entries `own` of an `identity`."""
+    saved = content["identity"]
+    instead = "recover it anew with --osr-epochs" if flag == "--osr-load" else "give that, or remove the file"
+    for name, value in own.items():
+        if saved.get(name, value) != value:  # files from before an entry existed do not have it
+            raise InputError(
+                f"{path!r} was recovered with another {name}: {saved[name]}, not {value}; {instead}", flag
+            )

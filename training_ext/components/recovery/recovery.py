@@ -1,0 +1,245 @@
+"""The recovery's epochs: OpenCLIP's own at learning rate 0, whose order of the data differs from the training's.
+
+The algorithm is that of `open_clip_ext.recovery`.
+"""
+
+import hashlib
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from math import ceil
+from typing import Any
+
+import torch
+from open_clip_train.distributed import broadcast_object
+
+from open_clip_ext.errors import InputError
+from open_clip_ext.metrics_file import RECOVERY
+from open_clip_ext.recovery import FrozenWeights, check_frozen, digest_of, epoch_lengths, zero_learning_rates
+from open_clip_ext.surrogates import Identity
+from training_ext.components.recovery import recovered
+from training_ext.core.epoch import Epoch
+from training_ext.core.plan import Plan
+from training_ext.core.training import Training
+from training_ext.data import row_folders
+from training_ext.data.rows import DataRows
+from training_ext.data.seeding import AT_EPOCH, seed_all
+
+FIRST_EPOCH = 1 << 20  # number of the recovery's first epoch, which seeds the order of the data
+UNFINISHED = "recovery.state"  # in the experiment's folder; not *.pt, which `--resume latest` would take
+
+
+class ShortLoader:
+    """The first `num_batches` batches of a train loader.
+
+    Args:
+        loader: a train loader with `num_batches` and `num_samples`.
+        num_batches: batches to take.
+    """
+
+    def __init__(self, loader: Any, num_batches: int):
+        self.num_samples = round(loader.num_samples * num_batches / loader.num_batches)
+        self.num_batches = num_batches
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._loader, self.num_batches - getattr(self._loader, "first", 0))
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        # Not `self._loader`, which would come here again: it is absent while a copy or a pickle is being made.
+        return getattr(object.__getattribute__(self, "_loader"), name)
+
+
+class StatisticsRecovery:
+    """Recovers the optimizer's and the loss's statistics for fixed weights, saves them and passes them to the training.
+
+    Args:
+        plan: of the run, whose options of the recovery are resolved.
+        first: the training's first epoch, which follows.
+        reference: the frozen model of --distill-model, if there is one.
+    """
+
+    def __init__(self, training: Training, plan: Plan, first: Epoch, reference: torch.nn.Module | None):
+        self.plan, self.args = plan, plan.args
+        self.training, self.first, self.reference = training, first, reference
+        self.rows: DataRows | None = training.data.rows
+        self.optimizer, self.scaler = first.optimizer, first.scaler
+        self.weights = FrozenWeights(first.model)
+        self._unfinished = unfinished_path(plan)
+
+    # Algorithm 1
+
+    def recover(self) -> None:
+        """Run the remaining epochs and save the recovered statistics."""
+        lengths = self._lengths(self.first.loader)
+        saved = self._resume()
+        done = 0 if saved is None else saved["done"]
+        loss = self.training.loss
+        own = self.args.osr_surrogate in (None, self.args.surrogate)
+        with zero_learning_rates(self.optimizer, loss, None if own else Identity()):
+            for epoch in range(done, len(lengths)):
+                if loss is not None:
+                    loss.set_epoch(epoch)
+                self.first.run(self._epoch(epoch, lengths, saved))
+                saved = None
+                self.check()
+                self._save(self._unfinished, epoch + 1)
+        if self.args.osr_save:
+            self._save(self.args.osr_save, len(lengths))
+
+    def _lengths(self, loader: Any) -> list[int]:
+        """Number of batches of each epoch."""
+        accum_freq = self.args.accum_freq
+        return [steps * accum_freq for steps in epoch_lengths(self.args.osr_epochs, loader.num_batches // accum_freq)]
+
+    def _epoch(self, number: int, lengths: list[int], saved: dict[str, Any] | None) -> Epoch:
+        """An epoch without OpenCLIP's schedule, which appears in the log only."""
+        steps = [self.plan.steps(batches) for batches in lengths]
+        training = self.args.epochs * self.first.steps
+        seed = FIRST_EPOCH + number
+        if self.training.loss is None:
+            seed_all(self.args.seed, AT_EPOCH, seed, self.args.rank)
+        train = copy(self.first.data["train"])
+        train.dataloader = copy(train.dataloader)
+        train.dataloader.loader = ShortLoader(train.dataloader.loader, lengths[number])
+        return replace(
+            self.first, stage=RECOVERY, number=number, of=len(steps), seed=seed,
+            data={**self.first.data, "train": train},
+            before=sum(steps[:number]), ahead=sum(steps[number + 1 :]) + training,
+            scheduler=lambda step: None, writer=None, saved=saved, save=partial(self._save_within, number),
+            args=Namespace(**{**vars(self.args), "save_logs": False, "wandb": False, "trackio": False}),
+        )
+
+    def check(self) -> None:
+        """Raise InputError if the optimizer has changed the weights; restore them."""
+        instead = "use adamw, or --osr-epochs 0"
+        check_frozen(self.weights, self.optimizer, self.training.loss, f"--opt: {self.args.opt}", instead)
+
+    # Passing the statistics to the training
+
+    def hand_over(self) -> None:
+        """Keep the statistics that --osr-transfer names, and reset the others to their state before the recovery."""
+        transfer = self.args.osr_transfer
+        if transfer not in ("both", "moments"):
+            self.optimizer.state.clear()
+            for group in self.optimizer.param_groups:
+                group.pop("step", None)
+        if self.training.loss is not None and transfer not in ("both", "table"):
+            self.training.loss = None  # first, since memory may not hold two tables
+            self.training.loss = self.training.new_loss()
+
+    # Files
+
+    def identity(self) -> dict[str, str]:
+        """What the statistics belong to, including the weights and the trained parameters."""
+        trained = hashlib.sha256(" ".join(self._trained()).encode()).hexdigest()
+        own = {
+            **recovered.identity(self.args, self.rows),
+            "weights": f"digest {self.weights.digest()}",
+            "trained parameters": f"{len(self._trained())}, digest {trained[:16]}",
+        }
+        if self.reference is None or not self.args.uses_ext_loss:
+            return own
+        return {**own, "reference model": f"digest {digest_of(self.reference.state_dict())[:16]}"}
+
+    def _trained(self) -> list[str]:
+        """Names of the parameters in the optimizer's order."""
+        return [self.weights.names[p] for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _save_within(self, epoch: int, place: dict[str, Any]) -> None:
+        self.check()
+        if place["position"]["batches"] == place["position"]["of"]:
+            self._save(self._unfinished, epoch + 1)
+        else:
+            self._save(self._unfinished, epoch, **place)
+
+    def _save(self, path: str | None, done: int, **place: Any) -> None:
+        """Write the statistics on process 0; every process calls this.
+
+        Args:
+            done: number of completed epochs.
+            place: position within the next epoch, as in `features.resume`.
+        """
+        if path is None:
+            return
+        state: dict[str, Any] = {}
+        folder = None
+        if self.training.loss is not None:
+            state, folder = row_folders.save_state(self.args, self.training.loss, path)
+        if self.args.rank != 0:
+            return
+        content = {
+            "identity": self.identity(),
+            "epochs": self.args.osr_epochs,
+            "surrogate": self.args.osr_surrogate,
+            "done": done,
+            "moments": {self.weights.names[p]: dict(moments) for p, moments in self.optimizer.state.items()},
+            "group_steps": [group["step"] for group in self.optimizer.param_groups if "step" in group],
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "loss_state": state,
+            "rows": folder,
+            **place,
+        }
+        recovered.save(path, content)
+
+    def load(self, content: dict[str, Any], path: str, flag: str) -> None:
+        """Load the statistics that `path`, the value of `flag`, contains.
+
+        Raises:
+            InputError: they belong to another model, data set, loss or optimizer.
+        """
+        recovered.check(content, self.identity(), path, flag)
+        own = self.optimizer.state_dict()
+        moments = content["moments"]
+        own["state"] = {number: moments[name] for number, name in enumerate(self._trained()) if name in moments}
+        for group, step in zip(own["param_groups"], content["group_steps"], strict=False):
+            group["step"] = step
+        self.optimizer.load_state_dict(own)
+        if self.scaler is not None and content["scaler"]:
+            self.scaler.load_state_dict(content["scaler"])
+        if self.training.loss is not None:
+            folder = row_folders.folder_of(path, content.get("rows"), flag)
+            row_folders.load_state(self.training.loss, content["loss_state"], folder, path, flag)
+
+    def _resume(self) -> dict[str, Any] | None:
+        """Load what an interrupted run of this experiment saved, and return it; None if there is nothing."""
+        path = self._unfinished
+        found = path is not None and os.path.exists(path)
+        if self.args.distributed:
+            found = broadcast_object(self.args, found)
+        if path is None or not found:
+            return None
+        content, epochs = read_unfinished(self.args, path), ceil(self.args.osr_epochs)
+        self.load(content, path, "--resume")
+        logging.info(f"=> resuming the recovery of statistics from '{path}' (epoch {content['done']} of {epochs})")
+        return {name: content.get(name) for name in ("done", "order", "position")}
+
+
+def unfinished_path(plan: Plan) -> str | None:
+    """The file from which an interrupted recovery resumes; None if the run writes no files."""
+    return None if plan.folder is None else os.path.join(plan.folder, UNFINISHED)
+
+
+def read_unfinished(args: Namespace, path: str) -> dict[str, Any]:
+    """Read the file of an interrupted recovery, as `recovered.read`.
+
+    Raises:
+        InputError: it cannot be read, or was to be of another length or with another surrogate.
+    """
+    content = recovered.read(path, "--resume")
+    for flag, own, saved in (
+        ("--osr-surrogate", args.osr_surrogate, content.get("surrogate", args.surrogate)),
+        ("--osr-epochs", f"{args.osr_epochs:g}", f"{content['epochs']:g}"),
+    ):
+        if saved != own:
+            text = f"{own}, but the interrupted recovery {path!r} has {saved}; give that, or remove the file"
+            raise InputError(text, flag)
+    return content

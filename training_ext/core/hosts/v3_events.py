@@ -1,0 +1,61 @@
+"""What is replaced in OpenCLIP 2.26 to 3.3 for hooks of components."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from training_ext.core.epoch import Epoch
+from training_ext.core.hosts.both import IN_MAIN, MAIN
+from training_ext.core.hosts.both_events import EVALUATE, GET_DATA, zero_shot
+from training_ext.core.seam import Seam
+
+
+def train_one_epoch(original: Callable, run: Any) -> Callable:
+    def train(
+        model: torch.nn.Module, data: dict[str, Any], loss: Any, epoch: int, optimizer: torch.optim.Optimizer,
+        scaler: Any, scheduler: Callable, dist_model: Any, args: Namespace, tb_writer: Any = None,
+    ) -> Any:
+        def run_epoch(own: Epoch) -> Any:
+            rest = optimizer, scaler, own.scheduler, dist_model, own.args
+            return original(model, own.data, loss, own.seed, *rest, tb_writer=own.writer)
+
+        def content(epochs: int) -> dict[str, Any]:
+            whole = {
+                "epoch": epochs,
+                "name": args.name,
+                "state_dict": getattr(model, "_orig_mod", model).state_dict(),  # without torch.compile's prefix
+                "optimizer": optimizer.state_dict(),
+            }
+            return whole if scaler is None else {**whole, "scaler": scaler.state_dict()}
+
+        steps = data["train"].dataloader.num_batches // args.accum_freq
+        return run.events.train_one_epoch(
+            run_epoch,
+            Epoch(
+                run_epoch, epoch, args.epochs, epoch, data, before=epoch * steps,
+                ahead=(args.epochs - epoch - 1) * steps, model=model, optimizer=optimizer, scaler=scaler, task=model,
+                scheduler=scheduler, args=args, writer=tb_writer, content=content,
+            ),
+        )
+
+    return train
+
+
+EVENTS = {
+    "data_built": GET_DATA,
+    "epoch": Seam(
+        MAIN, "train_one_epoch",
+        why="components do something before and after an epoch, and run epochs of their own",
+        contract="called once per epoch as (model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args, "
+        "tb_writer=), before optimizer.state_dict() is saved; it calls set_epoch of data['train'], goes through its "
+        "dataloader, calls scheduler(step), and gives the numbers of each step that it logs to "
+        "tb_writer.add_scalar('train/' + name, number, step)",
+        replacement=train_one_epoch,
+        used_by=IN_MAIN,
+    ),
+    "evaluated": EVALUATE,
+    "scores": zero_shot("zero_shot_eval"),
+}
+"""What is replaced for a hook, by its name, if a component has it."""

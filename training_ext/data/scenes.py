@@ -1,0 +1,36 @@
+"""The generated scenes of `--dataset-type shapes` as a data set of OpenCLIP's."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from open_clip_ext.data import Scenes
+from training_ext.openclip.hosts import host
+
+HELD_OUT_SCENES = 1 << 40  # first row of the validation scenes, beyond any training set
+
+
+class HostScenes(Scenes):
+    """Generated scenes as samples of the host."""
+
+    def __getitem__(self, i: int) -> Any:
+        return host().batch(*super().__getitem__(i))
+
+
+def shapes_dataset(args: Namespace, is_train: bool) -> Callable[..., Dataset]:
+    """What OpenCLIP builds in the place of its SyntheticDataset."""
+
+    def build(transform: Callable, image_size: Any = 64, *, tokenizer: Callable, **unused: Any) -> Scenes:
+        return HostScenes(
+            num_samples=args.train_num_samples if is_train else args.val_num_samples,
+            seed=args.shapes_seed,
+            image_size=max(image_size) if isinstance(image_size, (tuple, list)) else int(image_size),
+            first_row=0 if is_train else HELD_OUT_SCENES,
+            shifted=is_train and bool(args.shapes_shifted),
+            transform=transform,
+            tokenizer=tokenizer,
+        )
+
+    return build

@@ -1,0 +1,108 @@
+"""Read the user's own pairs for `--val-data`: a csv, shards or a folder of a training, or that of a retrieval task."""
+
+import hashlib
+import logging
+import os
+import re
+from argparse import Namespace
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from open_clip_ext.errors import InputError
+from training_ext.data.captions import is_empty
+from training_ext.data.keys import open_csv
+from training_ext.data.pair_folders import find_pairs
+from training_ext.data.shards import local_path, shard_urls
+from training_ext.scoring.folders import Sample, Shards, Source
+
+FLAG = "--val-data"
+CSV = re.compile(r"\.(csv|tsv|txt)(\.(gz|bz2|xz|zip))?$", re.IGNORECASE)
+SHARDS = re.compile(r"\.(tar(\.(gz|bz2|xz))?|tgz|tbz2|txz)$", re.IGNORECASE)
+
+
+class CsvPairs(Source):
+    """A csv as OpenCLIP reads it; the lines with the same image are its captions."""
+
+    def __init__(self, args: Namespace):
+        super().__init__(FLAG, args.val_data)
+        self.type = "retrieval"
+        self.columns = columns = [args.csv_img_key, args.csv_caption_key]
+        table = open_csv(args, self.folder, FLAG)
+        for column in columns:
+            empty = table[column].map(is_empty)
+            if empty.any():
+                raise self.wrong(f"{self.folder!r} has no {column} in line {int(empty.argmax()) + 2}")
+        self.images = [
+            (image, captions.tolist()) for image, captions in table.groupby(columns[0], sort=False)[columns[1]]
+        ]
+
+    def files(self) -> list[str]:
+        return [self.folder, *super().files()]
+
+    def digest(self) -> str:
+        return hashlib.sha256(f"{super().digest()} {self.columns}".encode()).hexdigest()[:16]
+
+
+class FolderPairs(Source):
+    """A folder of images with their captions in a .txt of the same name."""
+
+    def __init__(self, folder: str):
+        super().__init__(FLAG, folder)
+        self.type = "retrieval"
+        self.found = find_pairs(folder, FLAG)
+        self.images = list(self.found.pairs)
+        if not self.images:
+            raise self.wrong(f"{folder!r} has neither images with a .txt of the same name nor test/nshards.txt")
+
+    def files(self) -> list[str]:
+        return [*super().files(), *(os.path.splitext(path)[0] + ".txt" for path in super().files())]
+
+    def warn(self) -> None:
+        super().warn()
+        if self.found.left_out:
+            logging.warning(f"Left out of {self.folder!r}: {self.found.told()}")
+
+
+class PairShards(Shards):
+    """Shards as for a training, of local files; captions are the lines of a `.txt`, and those of other samples with the
+    same image file."""
+
+    def __init__(self, data: str):
+        Source.__init__(self, FLAG, data)
+        self.type = "retrieval"
+        self.shards = []
+        for url in shard_urls(data, FLAG):
+            path = local_path(url)
+            if path is None or not os.path.isfile(path):
+                raise self.wrong(f"{url!r} is not a file on this machine")
+            self.shards.append(path)
+
+    def _sample(self, *arguments: Any) -> Sample:
+        sample = super()._sample(*arguments)
+        return replace(sample, fields=np.frombuffer(hashlib.sha256(sample.image).digest(), np.int64))
+
+
+def open_pairs(args: Namespace) -> Source:
+    """Open the pairs of `--val-data`.
+
+    Raises:
+        InputError: there are none.
+    """
+    if os.path.isdir(args.val_data) and not os.path.exists(os.path.join(args.val_data, "test", "nshards.txt")):
+        return FolderPairs(args.val_data)
+    if os.path.isdir(args.val_data):
+        source = Shards(FLAG, args.val_data)
+        if source.type != "retrieval":
+            raise source.wrong(f"{args.val_data!r} is of type {source.type}; give images with captions")
+        return source
+    if CSV.search(args.val_data):
+        return CsvPairs(args)
+    if SHARDS.search(args.val_data):
+        return PairShards(args.val_data)
+    raise InputError(
+        f"{args.val_data!r} is neither a folder, a .csv, .tsv or .txt nor a .tar, which may be compressed, as .tar.gz; "
+        "make_shards writes shards of a .parquet",
+        FLAG,
+    )
